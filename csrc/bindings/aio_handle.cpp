@@ -1,0 +1,249 @@
+#include "bindings/aio_handle.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "bindings/pinned_buffer.h"
+
+namespace deepnvme::bindings {
+
+namespace {
+
+using namespace pybind11::literals;
+
+// DeepSpeed pads to this many bytes per worker; its callers compute sizes from it.
+constexpr std::int64_t kDeepSpeedAlignment = 512;
+
+// Reads the range back through the page cache and compares. Throws IoError(EIO) naming the first byte that differs.
+void compare_with_file(const std::byte* memory, std::uint64_t length, std::uint64_t offset, const std::string& path) {
+    constexpr std::size_t kChunk = std::size_t{1} << 20;
+    File file(path, Access::read, Creation::must_exist, false);
+    std::vector<std::byte> chunk(std::min<std::uint64_t>(kChunk, length));
+    for (std::uint64_t done = 0; done < length;) {
+        const auto want = static_cast<std::size_t>(std::min<std::uint64_t>(chunk.size(), length - done));
+        const ssize_t got = ::pread(file.buffered(), chunk.data(), want, static_cast<off_t>(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) throw IoError(errno, "validation", path);
+        const auto size = static_cast<std::size_t>(got);
+        const auto differs = std::mismatch(chunk.begin(), chunk.begin() + got, memory + done).first - chunk.begin();
+        if (size == 0 || static_cast<std::size_t>(differs) < size)
+            throw IoError(EIO, "validation: tensor and file differ at byte " + std::to_string(offset + done + static_cast<std::size_t>(differs)), path);
+        done += size;
+    }
+}
+
+void check_result(const Pending& pending) {
+    if (const auto error = pending.request->error()) throw *error;
+    if (!pending.validate) return;
+    const Request& request = *pending.request;
+    py::gil_scoped_release release;
+    compare_with_file(request.memory, request.length, request.offset, pending.path);
+}
+
+std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& num_threads) {
+    if (num_threads.is_none()) return intra_op_parallelism;
+    const auto count = num_threads.cast<std::int64_t>();
+    if (intra_op_parallelism != 1 && count != intra_op_parallelism)
+        throw py::value_error("num_threads is another name for intra_op_parallelism, got " + std::to_string(count) + " and " +
+                              std::to_string(intra_op_parallelism));
+    return count;
+}
+
+EngineOptions handle_options(std::int64_t block_size, std::int64_t queue_depth, bool single_submit, std::int64_t intra_op_parallelism,
+                             std::string backend) {
+    if (intra_op_parallelism < 1)
+        throw py::value_error("intra_op_parallelism must be in [1, 256], got " + std::to_string(intra_op_parallelism));
+    return {std::move(backend), block_size, queue_depth, intra_op_parallelism, single_submit};
+}
+
+py::object new_cpu_locked_tensor(std::int64_t num_elem, py::handle example) {
+    if (num_elem < 0) throw py::value_error("num_elem must not be negative, got " + std::to_string(num_elem));
+    const auto torch = py::module_::import("torch");
+    if (num_elem == 0) return torch.attr("empty")(0, "dtype"_a = example.attr("dtype"));
+    std::int64_t nbytes;
+    if (__builtin_mul_overflow(num_elem, example.attr("element_size")().cast<std::int64_t>(), &nbytes))
+        throw py::value_error("num_elem is too large: " + std::to_string(num_elem));
+    // Through bytes, since frombuffer knows fewer dtypes than view does.
+    const py::object buffer = py::cast(make_pinned_buffer(nbytes));
+    return torch.attr("frombuffer")(buffer, "dtype"_a = torch.attr("uint8")).attr("view")(example.attr("dtype"));
+}
+
+bool free_cpu_locked_tensor(py::handle tensor) {
+    return pinned_ranges::remove(reinterpret_cast<const std::byte*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()));
+}
+
+int transfer_alone(Direction direction, py::handle buffer, py::handle filename, std::int64_t block_size, std::int64_t queue_depth,
+                   bool single_submit, bool overlap_events, bool validate) {
+    AioHandle handle(handle_options(block_size, queue_depth, single_submit, 1, "auto"), overlap_events);
+    handle.finish(direction, buffer, filename, 0, validate);
+    return 0;
+}
+
+int copy_bytes(py::handle dest, py::handle src) {
+    const TensorMemory to = memory_of(dest, Direction::read);
+    const TensorMemory from = memory_of(src, Direction::write);
+    if (to.nbytes != from.nbytes)
+        throw py::value_error("dest has " + std::to_string(to.nbytes) + " bytes and src " + std::to_string(from.nbytes));
+    if (to.nbytes == 0) return 0;
+    // torch copies with all its threads.
+    const auto bytes = [](const py::object& tensor) {
+        return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
+    };
+    bytes(to.owner).attr("copy_")(bytes(from.owner));
+    return 0;
+}
+
+}  // namespace
+
+AioHandle::AioHandle(EngineOptions options, bool overlap_events) : session_(options), overlap_events_(overlap_events) {}
+
+int AioHandle::start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate) {
+    started_.push_back(session_.transfer(direction, buffer, filename, offset, validate));
+    return 0;
+}
+
+int AioHandle::start_descriptor(py::handle buffer, int fd, std::int64_t offset) {
+    started_.push_back(session_.write_descriptor(buffer, fd, offset));
+    return 0;
+}
+
+int AioHandle::finish(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate) {
+    const auto pending = session_.transfer(direction, buffer, filename, offset, validate);
+    wait_for(*pending->request, std::nullopt);
+    check_result(*pending);
+    return 1;
+}
+
+int AioHandle::wait() {
+    session_.engine();  // not in a forked child, whose parent's threads would be waited for in vain
+    // The newest first: by its end most others will have ended, and need no waiting of their own. Nothing is taken off the list
+    // until all have ended, so that an interrupted wait can be taken up again.
+    for (std::size_t i = started_.size(); i-- > 0;) {
+        const auto pending = started_[i];
+        wait_for(*pending->request, std::nullopt);
+        i = std::min(i, started_.size());
+    }
+    const auto ended = std::exchange(started_, {});
+    std::exception_ptr first;
+    for (const auto& pending : ended) {
+        try {
+            check_result(*pending);
+        } catch (const IoError&) {
+            if (!first) first = std::current_exception();
+        }
+        pending->owner = py::none();
+    }
+    if (first) std::rethrow_exception(first);
+    return static_cast<int>(ended.size());
+}
+
+void bind_handle(py::module_& module) {
+    constexpr std::int64_t kBlockSize = 1 << 20;
+    constexpr std::int64_t kQueueDepth = 128;
+    const auto options = [](AioHandle& self) -> const EngineOptions& { return self.session().engine().options(); };
+
+    py::class_<AioHandle>(module, "aio_handle", py::module_local())
+        .def(py::init([](std::int64_t block_size, std::int64_t queue_depth, bool single_submit, bool overlap_events,
+                         std::int64_t intra_op_parallelism, const py::object& num_threads, std::string backend) {
+                 return std::make_unique<AioHandle>(
+                     handle_options(block_size, queue_depth, single_submit, worker_count(intra_op_parallelism, num_threads), std::move(backend)),
+                     overlap_events);
+             }),
+             "block_size"_a = kBlockSize, "queue_depth"_a = kQueueDepth, "single_submit"_a = false, "overlap_events"_a = false,
+             "intra_op_parallelism"_a = 1, py::kw_only(), "num_threads"_a = py::none(), "backend"_a = "auto")
+
+        .def("get_block_size", [options](AioHandle& self) { return options(self).block_size; })
+        .def("get_queue_depth", [options](AioHandle& self) { return options(self).queue_depth; })
+        .def("get_single_submit", [options](AioHandle& self) { return options(self).single_submit; })
+        .def("get_overlap_events", [](const AioHandle& self) { return self.overlap_events(); })
+        .def("get_intra_op_parallelism", [options](AioHandle& self) { return options(self).num_threads; })
+        .def("get_thread_count", [options](AioHandle& self) { return options(self).num_threads; })
+        .def("get_alignment", [options](AioHandle& self) { return options(self).num_threads * kDeepSpeedAlignment; })
+
+        .def(
+            "read",
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, std::int64_t file_offset) {
+                self.finish(Direction::read, buffer, filename, file_offset, validate);
+                return 0;
+            },
+            "buffer"_a, "filename"_a, "validate"_a, "file_offset"_a = 0)
+        .def(
+            "write",
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, std::int64_t file_offset) {
+                self.finish(Direction::write, buffer, filename, file_offset, validate);
+                return 0;
+            },
+            "buffer"_a, "filename"_a, "validate"_a, "file_offset"_a = 0)
+        .def(
+            "pread",
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, std::int64_t file_offset) {
+                return async ? self.start(Direction::read, buffer, filename, file_offset, validate)
+                             : self.finish(Direction::read, buffer, filename, file_offset, validate);
+            },
+            "buffer"_a, "filename"_a, "validate"_a, "async"_a, "file_offset"_a = 0)
+        .def(
+            "pwrite",
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, std::int64_t file_offset) {
+                return async ? self.start(Direction::write, buffer, filename, file_offset, validate)
+                             : self.finish(Direction::write, buffer, filename, file_offset, validate);
+            },
+            "buffer"_a, "filename"_a, "validate"_a, "async"_a, "file_offset"_a = 0)
+        .def(
+            "sync_pread",
+            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
+                return self.finish(Direction::read, buffer, filename, file_offset, false);
+            },
+            "buffer"_a, "filename"_a, "file_offset"_a = 0)
+        .def(
+            "sync_pwrite",
+            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
+                return self.finish(Direction::write, buffer, filename, file_offset, false);
+            },
+            "buffer"_a, "filename"_a, "file_offset"_a = 0)
+        .def(
+            "async_pread",
+            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
+                return self.start(Direction::read, buffer, filename, file_offset, false);
+            },
+            "buffer"_a, "filename"_a, "file_offset"_a = 0)
+        .def(
+            "async_pwrite",
+            [](AioHandle& self, py::handle buffer, const py::int_& fd, std::int64_t file_offset) {
+                return self.start_descriptor(buffer, fd.cast<int>(), file_offset);
+            },
+            "buffer"_a, "fd"_a, "file_offset"_a = 0)
+        .def(
+            "async_pwrite",
+            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
+                return self.start(Direction::write, buffer, filename, file_offset, false);
+            },
+            "buffer"_a, "filename"_a, "file_offset"_a = 0)
+        .def("wait", &AioHandle::wait)
+
+        .def(
+            "new_cpu_locked_tensor", [](const AioHandle&, std::int64_t num_elem, py::handle example) { return new_cpu_locked_tensor(num_elem, example); },
+            "num_elem"_a, "example_tensor"_a)
+        .def(
+            "free_cpu_locked_tensor", [](const AioHandle&, py::handle tensor) { return free_cpu_locked_tensor(tensor); }, "tensor"_a)
+        .def(
+            "is_pinned", [](const AioHandle&, py::handle buffer) { return is_pinned(buffer); }, "buffer"_a)
+        .def("stats", [](AioHandle& self) { return self.session().stats(); });
+
+    const auto alone = [](Direction direction) {
+        return [direction](py::handle buffer, py::handle filename, std::int64_t block_size, std::int64_t queue_depth, bool single_submit,
+                           bool overlap_events, bool validate) {
+            return transfer_alone(direction, buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate);
+        };
+    };
+    module.def("aio_read", alone(Direction::read), "buffer"_a, "filename"_a, "block_size"_a, "queue_depth"_a, "single_submit"_a,
+               "overlap_events"_a, "validate"_a);
+    module.def("aio_write", alone(Direction::write), "buffer"_a, "filename"_a, "block_size"_a, "queue_depth"_a, "single_submit"_a,
+               "overlap_events"_a, "validate"_a);
+    module.def("deepspeed_memcpy", &copy_bytes, "dest"_a, "src"_a);
+}
+
+}  // namespace deepnvme::bindings

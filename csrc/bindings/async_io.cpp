@@ -1,0 +1,40 @@
+// The async_io module.
+#include "bindings/pinned_buffer.h"
+#include "bindings/python.h"
+
+using namespace deepnvme;
+using namespace deepnvme::bindings;
+
+namespace {
+
+// Every backend by name, with None or the reason that it does not work here. Each is tried: a container may refuse what the
+// kernel's settings allow.
+py::dict backends() {
+    py::dict reasons;
+    for (const auto& choice : backend_choices()) {
+        py::object reason = py::none();
+        if (!choice.make) {
+            reason = py::str(choice.why_not);
+        } else {
+            try {
+                py::gil_scoped_release release;
+                choice.make(1);
+            } catch (const IoError& error) {
+                reason = py::str(error.what());
+            }
+        }
+        reasons[py::str(choice.name)] = reason;
+    }
+    return reasons;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+    module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
+    bind_io_error(module);
+    bind_pinned_buffer(module);
+    bind_engine(module);
+    bind_handle(module);
+    module.def("backends", &backends);
+}

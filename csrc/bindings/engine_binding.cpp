@@ -1,0 +1,167 @@
+// Engine, Future, File and PinnedBuffer as Python sees them; async_io_op.pyi documents them.
+#include <algorithm>
+#include <utility>
+
+#include "bindings/pinned_buffer.h"
+#include "bindings/python.h"
+
+namespace deepnvme::bindings {
+
+namespace {
+
+using namespace pybind11::literals;
+
+// What Future.result and its kin share: the request has ended when this returns.
+void await(Pending& pending, const py::object& timeout) {
+    std::optional<std::chrono::nanoseconds> limit;
+    if (!timeout.is_none()) {
+        // Beyond a year is as good as for ever, and would overflow the clock.
+        const double seconds = std::clamp(timeout.cast<double>(), 0.0, 3e7);
+        limit = std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+    }
+    if (!wait_for(*pending.request, limit)) {
+        const std::string text = pending.request->describe() + " has not ended within " + py::str(timeout).cast<std::string>() + " s";
+        PyErr_SetString(PyExc_TimeoutError, text.c_str());
+        throw py::error_already_set();
+    }
+    pending.owner = py::none();
+}
+
+struct Mode {
+    Access access;
+    Creation creation;
+};
+
+Mode mode_of(const std::string& mode) {
+    if (mode == "r") return {Access::read, Creation::must_exist};
+    if (mode == "r+") return {Access::read_write, Creation::must_exist};
+    if (mode == "w") return {Access::write, Creation::truncate};
+    if (mode == "w+") return {Access::read_write, Creation::truncate};
+    if (mode == "x") return {Access::write, Creation::exclusive};
+    if (mode == "x+") return {Access::read_write, Creation::exclusive};
+    if (mode == "rw") return {Access::read_write, Creation::if_missing};
+    throw py::value_error("mode must be one of r, r+, rw, w, w+, x, x+, got '" + mode + "'");
+}
+
+OpenFile open_file(const Session& session, py::handle path, const std::string& mode) {
+    session.engine().check_usable();
+    const Mode how = mode_of(mode);
+    const std::string name = path_of(path);
+    py::gil_scoped_release release;
+    return {open_when_possible(name, how.access, how.creation, true)};
+}
+
+EngineOptions engine_options(std::string backend, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads,
+                             bool single_submit) {
+    return {std::move(backend), block_size, queue_depth, num_threads, single_submit};
+}
+
+}  // namespace
+
+std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
+    if (nbytes < 0) throw py::value_error("nbytes must not be negative, got " + std::to_string(nbytes));
+    std::unique_ptr<PinnedBuffer> buffer;
+    try {
+        py::gil_scoped_release release;
+        buffer = std::make_unique<PinnedBuffer>(static_cast<std::size_t>(nbytes));
+    } catch (const std::bad_alloc&) {
+        PyErr_SetString(PyExc_MemoryError, ("the system has no " + std::to_string(nbytes) + " bytes of memory to pin").c_str());
+        throw py::error_already_set();
+    }
+    static bool warned = false;
+    if (nbytes > 0 && !buffer->memory().locked() && !std::exchange(warned, true) &&
+        PyErr_WarnEx(PyExc_RuntimeWarning,
+                     ("mlock of " + std::to_string(nbytes) +
+                      " bytes was refused: pinned tensors may be paged out; raise the limit with `ulimit -l`, or in limits.conf")
+                         .c_str(),
+                     1) != 0)
+        throw py::error_already_set();
+    return buffer;
+}
+
+bool is_pinned(py::handle tensor) {
+    if (!tensor.attr("is_cpu").cast<bool>()) return false;
+    const auto* data = reinterpret_cast<const std::byte*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
+    return pinned_ranges::contains(data, tensor.attr("nbytes").cast<std::size_t>()) || tensor.attr("is_pinned")().cast<bool>();
+}
+
+void bind_pinned_buffer(py::module_& module) {
+    py::class_<PinnedBuffer>(module, "PinnedBuffer", py::buffer_protocol(), py::module_local())
+        .def_property_readonly("nbytes", [](const PinnedBuffer& self) { return self.memory().size(); })
+        .def_property_readonly("locked", [](const PinnedBuffer& self) { return self.memory().locked(); })
+        .def_buffer([](PinnedBuffer& self) {
+            return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.memory().data()), static_cast<py::ssize_t>(self.memory().size()));
+        });
+    module.def("empty_pinned", &make_pinned_buffer, "nbytes"_a);
+    module.def("is_pinned", &is_pinned, "tensor"_a);
+}
+
+void bind_engine(py::module_& module) {
+    py::class_<Pending, std::shared_ptr<Pending>>(module, "Future", py::module_local())
+        .def_property_readonly("nbytes", [](const Pending& self) { return self.request->length; })
+        .def("done", [](const Pending& self) { return self.request->done(); })
+        .def(
+            "result",
+            [](Pending& self, const py::object& timeout) {
+                await(self, timeout);
+                if (const auto error = self.request->error()) throw *error;
+                return self.request->length;
+            },
+            "timeout"_a = py::none())
+        .def(
+            "exception",
+            [](Pending& self, const py::object& timeout) -> py::object {
+                await(self, timeout);
+                if (const auto error = self.request->error()) return to_python(*error);
+                return py::none();
+            },
+            "timeout"_a = py::none());
+
+    py::class_<OpenFile>(module, "File", py::module_local())
+        .def_property_readonly("path",
+                               [](const OpenFile& self) {
+                                   return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(self.get().path().c_str()));
+                               })
+        .def_property_readonly("closed", [](const OpenFile& self) { return !self.file; })
+        .def_property_readonly("direct", [](const OpenFile& self) { return self.get().limits().has_value(); })
+        .def_property_readonly("alignment",
+                               [](const OpenFile& self) {
+                                   const auto limits = self.get().limits();
+                                   return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
+                               })
+        .def("size", [](const OpenFile& self) { return self.get().size(); })
+        .def("close", [](OpenFile& self) { self.file.reset(); })
+        .def("__enter__", [](py::object self) { return self; })
+        .def("__exit__", [](OpenFile& self, py::handle, py::handle, py::handle) { self.file.reset(); });
+
+    const EngineOptions defaults;
+    py::class_<Session>(module, "Engine", py::module_local())
+        .def(py::init([](std::string backend, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads, bool single_submit) {
+                 return std::make_unique<Session>(engine_options(std::move(backend), block_size, queue_depth, num_threads, single_submit));
+             }),
+             "backend"_a = defaults.backend, "block_size"_a = defaults.block_size, "queue_depth"_a = defaults.queue_depth,
+             "num_threads"_a = defaults.num_threads, "single_submit"_a = defaults.single_submit)
+        .def_property_readonly("backend", [](const Session& self) { return self.engine().backend(); })
+        .def_property_readonly("block_size", [](const Session& self) { return self.engine().options().block_size; })
+        .def_property_readonly("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })
+        .def_property_readonly("num_threads", [](const Session& self) { return self.engine().options().num_threads; })
+        .def_property_readonly("closed", [](const Session& self) { return self.engine().closed(); })
+        .def(
+            "read",
+            [](Session& self, py::handle tensor, py::handle source, std::int64_t offset) {
+                return self.transfer(Direction::read, tensor, source, offset);
+            },
+            "tensor"_a, "source"_a, "offset"_a = 0)
+        .def(
+            "write",
+            [](Session& self, py::handle tensor, py::handle target, std::int64_t offset) {
+                return self.transfer(Direction::write, tensor, target, offset);
+            },
+            "tensor"_a, "target"_a, "offset"_a = 0)
+        .def("fsync", &Session::sync, "target"_a)
+        .def("open", &open_file, "path"_a, "mode"_a = "r")
+        .def("stats", &Session::stats)
+        .def("close", &Session::close);
+}
+
+}  // namespace deepnvme::bindings

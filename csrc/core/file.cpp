@@ -1,0 +1,278 @@
+#include "core/file.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#ifndef RAMFS_MAGIC
+#define RAMFS_MAGIC 0x858458f6
+#endif
+
+namespace deepnvme {
+
+namespace {
+
+// struct statx of older C libraries ends before these (Linux 6.1); the kernel's layout is fixed, so they are read by position.
+constexpr unsigned kStatxDioAlign = 0x2000;
+constexpr std::size_t kDioMemoryAlign = 152;
+constexpr std::size_t kDioOffsetAlign = 156;
+
+// Any file system that takes direct I/O takes it page-aligned; used where statx cannot say.
+constexpr DirectLimits kPageLimits{4096, 4096};
+
+std::uint32_t word_at(const struct statx& facts, std::size_t position) {
+    std::uint32_t word;
+    std::memcpy(&word, reinterpret_cast<const char*>(&facts) + position, sizeof word);
+    return word;
+}
+
+int open_retrying(const char* path, int flags) {
+    int fd;
+    do fd = ::open(path, flags | O_CLOEXEC, 0666);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+int flags_of(Access access) {
+    switch (access) {
+        case Access::read: return O_RDONLY;
+        case Access::write: return O_WRONLY;
+        default: return O_RDWR;
+    }
+}
+
+const char* verb_of(Access access) { return access == Access::read ? "open for reading" : "open for writing"; }
+
+int flags_of(Creation creation) {
+    switch (creation) {
+        case Creation::if_missing: return O_CREAT;
+        case Creation::truncate: return O_CREAT | O_TRUNC;
+        case Creation::exclusive: return O_CREAT | O_EXCL;
+        default: return 0;
+    }
+}
+
+}  // namespace
+
+struct File::Facts {
+    struct statx raw;
+
+    // By descriptor when `path` is empty. Returns 0 or errno.
+    int ask(int fd, const char* path) {
+        const int flags = *path ? 0 : AT_EMPTY_PATH;
+        return ::statx(*path ? AT_FDCWD : fd, path, flags, STATX_BASIC_STATS | kStatxDioAlign, &raw) == 0 ? 0 : errno;
+    }
+    mode_t type() const { return raw.stx_mode & S_IFMT; }
+};
+
+File::File(std::string path, Access access, Creation creation, bool expect_direct)
+    : path_(std::move(path)), access_(access) {
+    if (path_.empty()) throw IoError(ENOENT, verb_of(access), path_);
+    Facts facts;
+    // Asked before opening: the answer decides how to open, and opening a pipe would wait for its other end.
+    const int error = facts.ask(-1, path_.c_str());
+    const bool exists = error == 0;
+    if (!exists && (error != ENOENT || creation == Creation::must_exist)) throw IoError(error, verb_of(access), path_);
+    if (exists) learn(facts);
+
+    int flags = flags_of(access) | flags_of(creation);
+    if (expect_direct && (!exists || limits_)) {
+        direct_ = Fd(open_retrying(path_.c_str(), flags | O_DIRECT));
+        if (!direct_) {
+            if (errno != EINVAL) throw IoError(errno, verb_of(access), path_);
+            refuse_direct("open with O_DIRECT was refused: " + describe_errno(EINVAL));
+            flags &= ~O_EXCL;  // the refused open has created the file
+        }
+    }
+    if (!direct_) {
+        buffered_ = Fd(open_retrying(path_.c_str(), flags));
+        if (!buffered_) throw IoError(errno, verb_of(access), path_);
+    }
+    if (!exists) {
+        if (const int why = facts.ask(any_descriptor(), "")) throw IoError(why, "statx", path_);
+        learn(facts);
+    }
+    if (creation == Creation::truncate) known_size_ = 0;
+}
+
+File::File(int fd, Access access) : access_(access) {
+    const int flags = ::fcntl(fd, F_GETFL);
+    if (flags < 0) throw IoError(errno, "use of file descriptor " + std::to_string(fd), "");
+    const int mode = flags & O_ACCMODE;
+    if ((writable() && mode == O_RDONLY) || (readable() && mode == O_WRONLY))
+        throw IoError(EBADF, std::string(writable() ? "write to" : "read from") + " file descriptor " + std::to_string(fd), "");
+
+    Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!copy) throw IoError(errno, "dup of file descriptor " + std::to_string(fd), "");
+    const std::string link = "/proc/self/fd/" + std::to_string(fd);
+    char target[4096];
+    const ssize_t length = ::readlink(link.c_str(), target, sizeof target);
+    path_ = length > 0 ? std::string(target, static_cast<std::size_t>(length)) : "file descriptor " + std::to_string(fd);
+
+    Facts facts;
+    if (const int error = facts.ask(copy.get(), "")) throw IoError(error, "statx", path_);
+    learn(facts);
+    // O_APPEND would move every write to the end of the file, wherever it was meant to go; a reopened descriptor hasn't it.
+    const bool direct = flags & O_APPEND ? limits_.has_value() : (flags & O_DIRECT) != 0;
+    if (flags & O_APPEND) {
+        copy = reopen(direct, copy.get());
+        if (!copy) throw IoError(errno, verb_of(access), path_);
+    }
+    (direct ? direct_ : buffered_) = std::move(copy);
+}
+
+void File::learn(const Facts& facts) {
+    if (facts.type() == S_IFDIR) throw IoError(EISDIR, verb_of(access_), path_);
+    if (facts.type() != S_IFREG && facts.type() != S_IFBLK)
+        throw IoError(EINVAL, std::string(verb_of(access_)) + " (neither a regular file nor a block device)", path_);
+    block_device_ = facts.type() == S_IFBLK;
+    device_ = ::makedev(facts.raw.stx_dev_major, facts.raw.stx_dev_minor);
+    inode_ = facts.raw.stx_ino;
+    known_size_ = facts.raw.stx_size;
+    if (!refusal_.empty()) return;
+
+    if (facts.raw.stx_mask & kStatxDioAlign) {
+        const DirectLimits told{word_at(facts.raw, kDioMemoryAlign), word_at(facts.raw, kDioOffsetAlign)};
+        if (told.memory_alignment && told.offset_alignment) limits_ = told;
+        else refusal_ = "statx reports no direct I/O for this file";
+        return;
+    }
+    struct statfs system;
+    const int asked = base_descriptor() >= 0 ? ::fstatfs(base_descriptor(), &system) : ::statfs(path_.c_str(), &system);
+    // Newer kernels accept O_DIRECT on tmpfs and copy through the page cache all the same.
+    if (asked == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) refusal_ = "tmpfs has no direct I/O";
+    else limits_ = kPageLimits;
+}
+
+int File::base_descriptor() const { return direct_ ? direct_.get() : buffered_.get(); }
+
+int File::any_descriptor() const {
+    std::lock_guard lock(mutex_);
+    return base_descriptor();
+}
+
+Fd File::reopen(bool direct, int from) {
+    const int flags = flags_of(access_) | (direct ? O_DIRECT : 0);
+    // Through /proc, so that a file renamed or replaced meanwhile is still the same file.
+    const std::string link = "/proc/self/fd/" + std::to_string(from);
+    Fd fd(open_retrying(link.c_str(), flags));
+    if (fd || errno != ENOENT) return fd;
+    fd = Fd(open_retrying(path_.c_str(), flags));  // no /proc here
+    struct stat now;
+    if (fd && (::fstat(fd.get(), &now) != 0 || now.st_ino != inode_ || now.st_dev != device_)) {
+        errno = ESTALE;
+        return Fd();
+    }
+    return fd;
+}
+
+std::optional<DirectLimits> File::limits() const {
+    std::lock_guard lock(mutex_);
+    return limits_;
+}
+
+std::string File::refusal() const {
+    std::lock_guard lock(mutex_);
+    return refusal_;
+}
+
+void File::refuse_direct(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    limits_.reset();
+    refusal_ = reason;
+}
+
+int File::direct() {
+    {
+        std::lock_guard lock(mutex_);
+        if (limits_ && !direct_) {
+            direct_ = reopen(true, base_descriptor());
+            if (!direct_) {
+                if (errno != EINVAL) throw IoError(errno, verb_of(access_), path_);
+                limits_.reset();
+                refusal_ = "open with O_DIRECT was refused: " + describe_errno(EINVAL);
+            }
+        }
+        if (limits_) return direct_.get();
+    }
+    return buffered();
+}
+
+int File::buffered() {
+    std::lock_guard lock(mutex_);
+    if (!buffered_) {
+        buffered_ = reopen(false, base_descriptor());
+        if (!buffered_) throw IoError(errno, verb_of(access_), path_);
+    }
+    return buffered_.get();
+}
+
+std::uint64_t File::size() {
+    const int fd = any_descriptor();
+    if (block_device_) {
+        const off_t end = ::lseek(fd, 0, SEEK_END);
+        if (end < 0) throw IoError(errno, "lseek", path_);
+        return static_cast<std::uint64_t>(end);
+    }
+    struct stat now;
+    if (::fstat(fd, &now) != 0) throw IoError(errno, "fstat", path_);
+    return static_cast<std::uint64_t>(now.st_size);
+}
+
+bool File::covers(std::uint64_t end) {
+    if (end <= known_size_.load(std::memory_order_relaxed)) return true;
+    const std::uint64_t now = size();
+    known_size_.store(now, std::memory_order_relaxed);
+    return end <= now;
+}
+
+std::int64_t File::bytes_free() {
+    struct statvfs space;
+    const int fd = any_descriptor();
+    if (::fstatvfs(fd, &space) != 0) return -1;
+    const auto blocks = ::geteuid() == 0 ? space.f_bfree : space.f_bavail;
+    return static_cast<std::int64_t>(blocks * space.f_frsize);
+}
+
+void File::preallocate(std::uint64_t offset, std::uint64_t length) {
+    const std::uint64_t end = offset + length;
+    if (length == 0 || covers(end)) return;
+    if (block_device_) throw IoError(ENOSPC, "write past the end of the device, at byte " + std::to_string(end), path_);
+    const std::uint64_t size = known_size_.load(std::memory_order_relaxed);
+    const std::uint64_t begin = std::max(offset, size);
+    const std::uint64_t needed = end - begin;
+    const auto full = [&](std::int64_t room) {
+        return IoError(ENOSPC,
+                       "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset) + ", with " +
+                           std::to_string(room) + " bytes free,",
+                       path_);
+    };
+    // Asked first, so that a write that cannot fit doesn't take the last blocks from others while it finds out.
+    const std::int64_t room = bytes_free();
+    if (room >= 0 && needed > static_cast<std::uint64_t>(room)) throw full(room);
+
+    const int fd = any_descriptor();
+    int error;
+    do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
+    while (error == EINTR);
+    if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
+        // What was reserved before the room ran out goes back, unless somebody else has extended the file meanwhile.
+        const std::uint64_t grown = this->size();
+        if (grown > size && grown <= end && ::ftruncate(fd, static_cast<off_t>(size)) != 0) { /* the error below says it all */ }
+        if (error == ENOSPC) throw full(room);
+        throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
+    }
+    // Anything else means "not supported here": the writes themselves then extend the file.
+    if (error == 0) known_size_.store(end, std::memory_order_relaxed);
+}
+
+}  // namespace deepnvme

@@ -1,0 +1,85 @@
+// A file as the engine needs it: up to two descriptors of one inode (direct and buffered), its limits, its size.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "core/error.h"
+#include "core/fd.h"
+
+namespace deepnvme {
+
+// What the file system demands of direct transfers, in bytes.
+struct DirectLimits {
+    std::uint32_t memory_alignment;
+    std::uint32_t offset_alignment;
+};
+
+enum class Access { read, write, read_write };
+enum class Creation { must_exist, if_missing, truncate, exclusive };
+
+// Thread-safe. Descriptors are opened when first needed and closed with the object.
+class File {
+public:
+    // Throws IoError naming the call, the path and errno; EISDIR for a directory, EINVAL for a pipe, socket or character device.
+    // `expect_direct`: which of the two descriptors is opened now; the other follows if it is ever needed.
+    File(std::string path, Access access, Creation creation, bool expect_direct = true);
+
+    // A second owner of the caller's descriptor, which may be closed meanwhile. Throws IoError like the other constructor.
+    File(int fd, Access access);
+
+    const std::string& path() const noexcept { return path_; }
+    bool readable() const noexcept { return access_ != Access::write; }
+    bool writable() const noexcept { return access_ != Access::read; }
+
+    // Empty where direct I/O is not to be had; `refusal` then says why.
+    std::optional<DirectLimits> limits() const;
+    std::string refusal() const;
+
+    // Descriptors for transfers; each throws IoError when it cannot be opened. direct() is buffered() where the file is.
+    int direct();
+    int buffered();
+    // Whichever is open.
+    int any_descriptor() const;
+
+    // Whether [0, end) lies within the file, asking the system only when what is known does not settle it.
+    bool covers(std::uint64_t end);
+    std::uint64_t size();
+
+    // Reserve the part of [offset, offset + length) that lies past the end, so that writes into it need not extend the file one
+    // by one. Throws IoError(ENOSPC), the file left as it was, when the file system has not the room.
+    void preallocate(std::uint64_t offset, std::uint64_t length);
+
+    // Called when the system turned down a direct transfer; from then on this file is buffered.
+    void refuse_direct(const std::string& reason);
+
+    // Bytes an unprivileged writer may still use on the file's file system; -1 when unknown.
+    std::int64_t bytes_free();
+
+    // The file system's device number: fallbacks are warned about once for each.
+    std::uint64_t device() const noexcept { return device_; }
+
+private:
+    struct Facts;
+    void learn(const Facts& facts);
+    int base_descriptor() const;  // with mutex_ held, or before anybody else has the object
+    Fd reopen(bool direct, int from);
+
+    std::string path_;
+    Access access_;
+    std::uint64_t device_ = 0;
+    std::uint64_t inode_ = 0;
+    bool block_device_ = false;
+    std::atomic<std::uint64_t> known_size_{0};
+
+    mutable std::mutex mutex_;  // guards everything below
+    std::optional<DirectLimits> limits_;
+    std::string refusal_;
+    Fd direct_;
+    Fd buffered_;
+};
+
+}  // namespace deepnvme

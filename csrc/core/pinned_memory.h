@@ -1,0 +1,46 @@
+// Page-locked memory on huge pages, and the process-wide record of it.
+//
+// Physically contiguous pages are worth more than the backend: reading 1 GiB cost 0.037 CPU s/GB on ordinary pages and 0.006 on
+// huge ones, at 1.3 to 1.4 times the rate (docs/design.md).
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace deepnvme {
+
+// Move-only; locked, zeroed, and resident from the start. Unmapped by the destructor.
+class PinnedMemory {
+public:
+    // Throws std::bad_alloc when the system has not that much. A refused mlock is not an error: see locked().
+    explicit PinnedMemory(std::size_t size);
+    PinnedMemory() noexcept = default;
+    PinnedMemory(PinnedMemory&& other) noexcept { *this = std::move(other); }
+    PinnedMemory& operator=(PinnedMemory&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(size_, other.size_);
+        std::swap(locked_, other.locked_);
+        return *this;
+    }
+    ~PinnedMemory();
+
+    std::byte* data() const noexcept { return data_; }
+    std::size_t size() const noexcept { return size_; }
+    bool locked() const noexcept { return locked_; }
+
+private:
+    std::byte* data_ = nullptr;
+    std::size_t size_ = 0;
+    bool locked_ = false;
+};
+
+// Which address ranges were handed out as pinned; one for the process, so that every handle answers alike. Usable in a forked
+// child, whose copy of the memory keeps its addresses.
+namespace pinned_ranges {
+void add(const std::byte* begin, std::size_t size);
+// True if a range began exactly here.
+bool remove(const std::byte* begin);
+bool contains(const std::byte* begin, std::size_t size);
+}  // namespace pinned_ranges
+
+}  // namespace deepnvme

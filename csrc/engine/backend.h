@@ -1,0 +1,68 @@
+// What every way of doing asynchronous I/O here can do: take operations, give back their results.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace deepnvme {
+
+// One system-level transfer. Lives, unmoved, until its completion is reaped.
+struct Operation {
+    enum class Kind : std::uint8_t { read, write, sync };
+
+    Kind kind;
+    int fd;
+    std::uint32_t index;   // below the backend's capacity, and no other operation's while this one is under way
+    std::uint32_t length;  // bytes
+    std::byte* memory;
+    std::uint64_t offset;  // bytes into the file
+};
+
+struct Completion {
+    Operation* operation;
+    std::int64_t result;  // bytes moved, or -errno
+};
+
+// Used by one thread, the one that made it; only wake() may be called by others.
+class Backend {
+public:
+    virtual ~Backend() = default;
+
+    virtual std::string_view name() const noexcept = 0;
+
+    // Start operations, in order; return how many were taken. Fewer than given: the system is full just now, so reap, then offer
+    // the rest again. No more than the capacity are ever under way. Throws IoError if the backend itself is broken.
+    virtual std::size_t submit(std::span<Operation* const> operations) = 0;
+
+    // Block until an operation completes or somebody calls wake(); fill in what has completed and return how many (zero after a
+    // wake or a signal). Throws IoError if the backend itself is broken.
+    virtual std::size_t reap(std::span<Completion> completions) = 0;
+
+    // Make the reap under way, or else the next one, return. Any thread.
+    virtual void wake() noexcept = 0;
+};
+
+// Makes a backend for at most `capacity` operations under way. Throws IoError when the kernel refuses.
+using BackendFactory = std::function<std::unique_ptr<Backend>(unsigned capacity)>;
+
+// A backend that this build knows by name.
+struct BackendChoice {
+    std::string name;
+    BackendFactory make;   // empty when compiled out
+    std::string why_not;   // the reason it was compiled out
+};
+
+// In order of preference.
+const std::vector<BackendChoice>& backend_choices();
+
+std::unique_ptr<Backend> make_uring_backend(unsigned capacity);
+std::unique_ptr<Backend> make_libaio_backend(unsigned capacity);
+std::unique_ptr<Backend> make_thread_backend(unsigned capacity);
+
+}  // namespace deepnvme

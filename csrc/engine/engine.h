@@ -1,0 +1,100 @@
+// Transfers between memory and files, asynchronously: what the bindings, and any C++ caller, use.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/file.h"
+#include "engine/backend.h"
+#include "engine/open_files.h"
+#include "engine/queue.h"
+#include "engine/request.h"
+#include "engine/statistics.h"
+#include "engine/worker.h"
+
+namespace deepnvme {
+
+struct EngineOptions {
+    std::string backend = "auto";          // or a name of backend_choices()
+    std::int64_t block_size = 1 << 20;     // bytes, [512, 1 GiB]
+    std::int64_t queue_depth = 32;         // blocks under way per worker, [1, 4096]
+    std::int64_t num_threads = 1;          // workers, [1, 256]
+    bool single_submit = false;            // one system call a block
+};
+
+// Thread-safe. Every method but close() returns without waiting for a transfer, though opening a file can take its time.
+class Engine {
+public:
+    // Throws std::invalid_argument for an option out of range, IoError when the kernel refuses the backend asked for.
+    explicit Engine(EngineOptions options);
+    // For a backend that is not one of backend_choices().
+    Engine(EngineOptions options, std::string name, BackendFactory make_backend);
+    // Like close(). After a fork the child must not call it: see usable_here().
+    ~Engine();
+
+    // The memory must stay valid, and a read's be left alone, until the request is done.
+    //
+    // All three throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63),
+    // IoError for what opening or reserving space says, std::runtime_error when the engine is closed or was forked: nothing has
+    // been transferred then.
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
+    // Begins when every write submitted to this engine before has ended.
+    std::shared_ptr<Request> sync(const std::string& path);
+    std::shared_ptr<Request> sync(std::shared_ptr<File> file);
+
+    // Wait for every request, then end the workers. Idempotent.
+    void close();
+    bool closed() const;
+
+    // False in a child forked from the process that made the engine: its workers did not come along.
+    bool usable_here() const noexcept;
+    // Throws what the submitting calls throw on a closed or forked engine.
+    void check_usable() const;
+
+    const std::string& backend() const noexcept { return backend_; }
+    const EngineOptions& options() const noexcept { return options_; }
+    Statistics statistics() const;
+
+    // A reason that direct I/O could not be used, for each file system not yet reported by this process; at most once each.
+    std::vector<std::string> take_warnings();
+
+private:
+    struct Barrier {
+        std::uint64_t epoch;
+        std::uint64_t remaining;  // writes of this epoch or before that are under way
+        Request* request;
+    };
+
+    void start(const std::string& name, const BackendFactory& make_backend);
+    std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
+                                    std::int64_t offset, OpenFilePlace place);
+    void ended(Request& request);
+    void fell_back(File& file, const std::string& reason);
+
+    EngineOptions options_;
+    BlockLimits limits_;
+    std::string backend_;
+    const std::uint64_t generation_;
+
+    mutable std::mutex mutex_;  // guards everything up to queue_
+    std::condition_variable idle_;
+    bool closed_ = false;
+    std::uint64_t under_way_ = 0;
+    std::uint64_t writes_under_way_ = 0;
+    std::uint64_t epoch_ = 0;  // fsyncs so far
+    std::vector<Barrier> barriers_;
+    Statistics totals_;
+    std::vector<std::string> warnings_;
+
+    Queue queue_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace deepnvme

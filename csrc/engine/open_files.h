@@ -1,0 +1,36 @@
+// How many files requests may hold open at a time.
+//
+// Every pending request on a path has its file open, and thousands may be pending: without a bound they would take every
+// descriptor the process has, and an innocent open elsewhere in the program would fail.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/file.h"
+
+namespace deepnvme {
+
+// A place among the open files of the process; given back by the destructor.
+class OpenFilePlace {
+public:
+    OpenFilePlace() noexcept = default;
+    // Blocks while the process's requests hold a quarter of the descriptors that RLIMIT_NOFILE allows.
+    static OpenFilePlace take();
+    OpenFilePlace(OpenFilePlace&& other) noexcept : held_(std::exchange(other.held_, false)) {}
+    OpenFilePlace& operator=(OpenFilePlace&& other) noexcept {
+        std::swap(held_, other.held_);
+        return *this;
+    }
+    ~OpenFilePlace();
+
+private:
+    bool held_ = false;
+};
+
+// Opens like File's constructor. When descriptors run out all the same, waits for pending requests to give some back, and throws
+// EMFILE only if none is held by them.
+std::shared_ptr<File> open_when_possible(const std::string& path, Access access, Creation creation, bool expect_direct);
+
+}  // namespace deepnvme

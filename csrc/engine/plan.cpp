@@ -1,0 +1,48 @@
+#include "engine/plan.h"
+
+#include <algorithm>
+
+namespace deepnvme {
+
+namespace {
+
+constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) { return value / unit * unit; }
+
+}  // namespace
+
+bool Plan::uses(Route route) const {
+    return std::any_of(spans, spans + count, [route](const Span& span) { return span.route == route; });
+}
+
+Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, const BlockLimits& limits) {
+    Plan plan;
+    const auto add = [&plan](std::uint64_t begin, std::uint64_t end, std::uint32_t stride, Route route) {
+        if (begin < end) plan.spans[plan.count++] = Span{begin, end, stride, route};
+    };
+    const std::uint64_t end = transfer.offset + transfer.length;
+    if (!direct) {
+        add(transfer.offset, end, limits.block_size, Route::buffered);
+        return plan;
+    }
+
+    const std::uint32_t border = std::max(limits.page_size, direct->offset_alignment);
+    const std::uint64_t body_end = round_down(end, border);
+    const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
+    if (body_begin >= body_end) {
+        add(transfer.offset, end, limits.block_size, Route::buffered);
+        return plan;
+    }
+
+    // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
+    const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
+    const bool aligned = (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
+    const std::uint32_t most = aligned ? limits.block_size : std::min(limits.block_size, limits.staging_size);
+    const auto stride = static_cast<std::uint32_t>(std::max<std::uint64_t>(round_down(most, unit), unit));
+
+    add(transfer.offset, body_begin, limits.block_size, Route::buffered);
+    add(body_begin, body_end, stride, aligned ? Route::zero_copy : Route::staged);
+    add(body_end, end, limits.block_size, Route::buffered);
+    return plan;
+}
+
+}  // namespace deepnvme

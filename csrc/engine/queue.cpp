@@ -1,0 +1,77 @@
+#include "engine/queue.h"
+
+#include <algorithm>
+
+namespace deepnvme {
+
+void Queue::push(Request& request) {
+    Backend* one = nullptr;
+    std::vector<Backend*> all;
+    {
+        std::lock_guard lock(mutex_);
+        request.next_ = nullptr;
+        (last_ ? last_->next_ : first_) = &request;
+        last_ = &request;
+        const Span& span = request.plan_.spans[0];
+        const bool several_blocks = request.plan_.count > 1 || (request.plan_.count == 1 && span.end - span.begin > span.stride);
+        if (several_blocks) {
+            all.swap(sleepers_);
+        } else if (!sleepers_.empty()) {
+            one = sleepers_.back();
+            sleepers_.pop_back();
+        }
+    }
+    // Outside the lock, which a woken worker wants at once.
+    if (one) one->wake();
+    for (Backend* sleeper : all) sleeper->wake();
+}
+
+std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
+    std::lock_guard lock(mutex_);
+    std::erase(sleepers_, &sleeper);
+    std::size_t count = 0;
+    while (first_ && count < blocks.size()) {
+        Request& request = *first_;
+        if (request.kind == Request::Kind::sync) {
+            blocks[count++] = {&request, nullptr, 0, 0, Route::buffered};
+            pop_front();
+            continue;
+        }
+        const Span& span = request.plan_.spans[request.span_];
+        const std::uint32_t length = block_length(span, request.cursor_);
+        blocks[count++] = {&request, request.memory + (request.cursor_ - request.offset), request.cursor_, length, span.route};
+        request.cursor_ += length;
+        if (request.cursor_ == span.end) ++request.span_;
+        // The last block inherits the count that stood for "more to come".
+        if (request.span_ == request.plan_.count) pop_front();
+        else request.outstanding_.fetch_add(1, std::memory_order_relaxed);
+        if (span.route == Route::staged) break;
+    }
+    if (count == 0 && !stopped()) sleepers_.push_back(&sleeper);
+    return count;
+}
+
+bool Queue::abandon(Request& request) {
+    std::lock_guard lock(mutex_);
+    // Only the front request has been cut in part, so only there can a request with a failed block be found.
+    if (first_ != &request) return false;
+    pop_front();
+    return true;
+}
+
+void Queue::stop() {
+    std::vector<Backend*> all;
+    {
+        std::lock_guard lock(mutex_);
+        stopped_.store(true, std::memory_order_release);
+        all.swap(sleepers_);
+    }
+    for (Backend* sleeper : all) sleeper->wake();
+}
+
+void Queue::pop_front() {
+    first_ = first_->next_;
+    if (!first_) last_ = nullptr;
+}
+
+}  // namespace deepnvme

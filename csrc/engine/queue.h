@@ -1,0 +1,53 @@
+// The requests that still have blocks to start, and the workers that wait for some.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "engine/backend.h"
+#include "engine/request.h"
+
+namespace deepnvme {
+
+// A piece of a request, as a worker gets it.
+struct Block {
+    Request* request;      // alive until the worker has ended this block
+    std::byte* memory;     // the caller's
+    std::uint64_t offset;  // bytes into the file
+    std::uint32_t length;  // bytes
+    Route route;
+};
+
+// Thread-safe. Requests are cut in the order they came, block by block and only as blocks are taken, so that a request costs the
+// same memory whatever its size, many small ones fill a worker as well as one large one, and several workers share either.
+class Queue {
+public:
+    // The request has a plan with at least one span, or is an fsync.
+    void push(Request& request);
+
+    // Fill `blocks`, at most up to one staged block (the copy is work that idle workers should share). When there is nothing to
+    // take, zero is returned and the next push or stop wakes `sleeper`.
+    std::size_t take(std::span<Block> blocks, Backend& sleeper);
+
+    // Hand out no more of a request that has failed. True if it still had blocks to hand out.
+    bool abandon(Request& request);
+
+    // No sleeper sleeps on, and takers find it stopped(); restart() undoes it once they are gone.
+    void stop();
+    void restart() { stopped_.store(false, std::memory_order_release); }
+    bool stopped() const noexcept { return stopped_.load(std::memory_order_acquire); }
+
+private:
+    void pop_front();
+
+    std::mutex mutex_;  // guards everything below, and the cutting state of the requests in it
+    Request* first_ = nullptr;
+    Request* last_ = nullptr;
+    std::vector<Backend*> sleepers_;
+    std::atomic<bool> stopped_{false};
+};
+
+}  // namespace deepnvme

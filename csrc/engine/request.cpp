@@ -1,0 +1,33 @@
+#include "engine/request.h"
+
+namespace deepnvme {
+
+void Request::wait() {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [this] { return done(); });
+}
+
+bool Request::wait_for(std::chrono::nanoseconds time) {
+    std::unique_lock lock(mutex_);
+    return ended_.wait_for(lock, time, [this] { return done(); });
+}
+
+std::optional<IoError> Request::error() const {
+    if (!done()) return std::nullopt;
+    std::lock_guard lock(mutex_);
+    return error_;
+}
+
+void Request::fail(IoError error) {
+    std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+    failed_.store(true, std::memory_order_relaxed);
+}
+
+std::string Request::describe() const {
+    if (kind == Kind::sync) return "fsync";
+    return std::string(kind == Kind::read ? "read" : "write") + " of " + std::to_string(length) + " bytes at offset " +
+           std::to_string(offset);
+}
+
+}  // namespace deepnvme

@@ -1,0 +1,49 @@
+// What the engine has done so far, in bytes and counts.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace deepnvme {
+
+// A count with one writer and any number of readers.
+class Counter {
+public:
+    void add(std::uint64_t amount) noexcept {
+        value_.store(value_.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+    }
+    std::uint64_t get() const noexcept { return value_.load(std::memory_order_relaxed); }
+
+private:
+    std::atomic<std::uint64_t> value_{0};
+};
+
+// Written by one worker.
+struct WorkerCounters {
+    Counter bytes_read;
+    Counter bytes_written;
+    Counter bytes_zero_copy;  // direct, in place
+    Counter bytes_staged;     // direct, through a copy
+    Counter bytes_buffered;   // through the page cache
+    Counter blocks;           // ended without error
+    Counter short_transfers;  // resumed where they stopped
+    Counter retries;          // after EINTR or EAGAIN
+};
+
+struct Statistics {
+    std::uint64_t requests = 0;  // ended, well or not
+    std::uint64_t failed_requests = 0;
+    std::uint64_t bytes_read = 0;
+    std::uint64_t bytes_written = 0;
+    std::uint64_t bytes_zero_copy = 0;
+    std::uint64_t bytes_staged = 0;
+    std::uint64_t bytes_buffered = 0;
+    std::uint64_t blocks = 0;
+    std::uint64_t short_transfers = 0;
+    std::uint64_t retries = 0;
+    std::map<std::string, std::uint64_t> fallbacks;  // reason -> how often something slower was used instead
+};
+
+}  // namespace deepnvme

@@ -1,0 +1,109 @@
+// Plain pread and pwrite on a few threads: works on every kernel and file system.
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "engine/backend.h"
+
+namespace deepnvme {
+
+namespace {
+
+// As many transfers as one drive needs to be kept busy with 1 MiB blocks; more threads cost memory and switches.
+constexpr unsigned kMostThreads = 16;
+
+class ThreadBackend final : public Backend {
+public:
+    explicit ThreadBackend(unsigned capacity) {
+        const unsigned count = std::min(capacity, kMostThreads);
+        threads_.reserve(count);
+        for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
+    }
+
+    ~ThreadBackend() override {
+        {
+            std::lock_guard lock(mutex_);
+            stopping_ = true;
+        }
+        work_.notify_all();
+        for (auto& thread : threads_) thread.join();
+    }
+
+    std::string_view name() const noexcept override { return "threads"; }
+
+    std::size_t submit(std::span<Operation* const> operations) override {
+        {
+            std::lock_guard lock(mutex_);
+            queue_.insert(queue_.end(), operations.begin(), operations.end());
+        }
+        if (operations.size() == 1) work_.notify_one();
+        else work_.notify_all();
+        return operations.size();
+    }
+
+    std::size_t reap(std::span<Completion> completions) override {
+        std::unique_lock lock(mutex_);
+        completed_.wait(lock, [this] { return !results_.empty() || woken_; });
+        woken_ = false;
+        const std::size_t count = std::min(results_.size(), completions.size());
+        std::copy_n(results_.begin(), count, completions.begin());
+        results_.erase(results_.begin(), results_.begin() + static_cast<std::ptrdiff_t>(count));
+        return count;
+    }
+
+    void wake() noexcept override {
+        {
+            std::lock_guard lock(mutex_);
+            woken_ = true;
+        }
+        completed_.notify_one();
+    }
+
+private:
+    void serve() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+            if (queue_.empty()) return;
+            Operation* operation = queue_.front();
+            queue_.pop_front();
+            lock.unlock();
+            const Completion completion{operation, perform(*operation)};
+            lock.lock();
+            results_.push_back(completion);
+            completed_.notify_one();
+        }
+    }
+
+    static std::int64_t perform(const Operation& operation) {
+        const auto offset = static_cast<off_t>(operation.offset);
+        ssize_t result = -1;
+        switch (operation.kind) {
+            case Operation::Kind::read: result = ::pread(operation.fd, operation.memory, operation.length, offset); break;
+            case Operation::Kind::write: result = ::pwrite(operation.fd, operation.memory, operation.length, offset); break;
+            case Operation::Kind::sync: result = ::fsync(operation.fd); break;
+        }
+        return result < 0 ? -errno : result;
+    }
+
+    std::mutex mutex_;  // guards everything below
+    std::condition_variable work_;
+    std::condition_variable completed_;
+    std::deque<Operation*> queue_;
+    std::vector<Completion> results_;
+    bool woken_ = false;
+    bool stopping_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_thread_backend(unsigned capacity) { return std::make_unique<ThreadBackend>(capacity); }
+
+}  // namespace deepnvme

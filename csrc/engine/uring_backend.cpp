@@ -1,0 +1,138 @@
+// io_uring through liburing.
+#include "engine/backend.h"
+
+#ifdef DEEPNVME_HAVE_LIBURING
+
+#include <liburing.h>
+#include <poll.h>
+
+#include <cerrno>
+#include <chrono>
+#include <thread>
+
+#include "core/error.h"
+#include "core/wake_event.h"
+
+namespace deepnvme {
+
+namespace {
+
+class Ring {
+public:
+    explicit Ring(unsigned entries) {
+        unsigned flags = 0;
+#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
+        // One thread submits and reaps, so completions need not interrupt it (Linux 6.1; older kernels say EINVAL).
+        flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+#endif
+        int error = -::io_uring_queue_init(entries, &ring_, flags);
+        if (error == EINVAL && flags) error = -::io_uring_queue_init(entries, &ring_, 0);
+        if (error) throw IoError(error, "io_uring_setup", "");
+        // The rings are shared memory: a forked child must not be able to disturb its parent's.
+        ::io_uring_ring_dontfork(&ring_);
+    }
+    ~Ring() { ::io_uring_queue_exit(&ring_); }
+    Ring(const Ring&) = delete;
+    Ring& operator=(const Ring&) = delete;
+
+    io_uring* get() noexcept { return &ring_; }
+
+private:
+    io_uring ring_;
+};
+
+class UringBackend final : public Backend {
+public:
+    // One entry more than operations: the poll that listens for wake().
+    explicit UringBackend(unsigned capacity) : ring_(capacity + 1) {
+        listen();
+        // An older kernel, or a filter, may allow the set-up and refuse the rest.
+        const int submitted = ::io_uring_submit(ring_.get());
+        if (submitted < 0) throw IoError(-submitted, "io_uring_enter", "");
+        io_uring_cqe* cqe = nullptr;
+        if (::io_uring_peek_cqe(ring_.get(), &cqe) == 0 && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
+    }
+
+    std::string_view name() const noexcept override { return "io_uring"; }
+
+    std::size_t submit(std::span<Operation* const> operations) override {
+        std::size_t taken = 0;
+        for (Operation* operation : operations) {
+            io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
+            if (!sqe) break;
+            prepare(sqe, *operation);
+            ++taken;
+        }
+        // What the kernel leaves in the ring just now (EAGAIN, EBUSY) goes out with the next call, at the latest from reap.
+        const int submitted = ::io_uring_submit(ring_.get());
+        if (submitted < 0 && !is_passing(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
+        return taken;
+    }
+
+    std::size_t reap(std::span<Completion> completions) override {
+        const int entered = ::io_uring_submit_and_wait(ring_.get(), 1);
+        if (entered < 0 && !is_passing(-entered)) throw IoError(-entered, "io_uring_enter", "");
+
+        std::size_t count = 0;
+        unsigned head, seen = 0;
+        io_uring_cqe* cqe;
+        io_uring_for_each_cqe(ring_.get(), head, cqe) {
+            auto* operation = static_cast<Operation*>(::io_uring_cqe_get_data(cqe));
+            if (operation && count == completions.size()) break;
+            if (operation) completions[count++] = {operation, cqe->res};
+            else woken_ = true;
+            ++seen;
+        }
+        ::io_uring_cq_advance(ring_.get(), seen);
+        if (woken_) {
+            event_.clear();
+            listen();  // goes out with the next submission
+            woken_ = false;
+        }
+        // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
+        if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        return count;
+    }
+
+    void wake() noexcept override { event_.signal(); }
+
+private:
+    static bool is_passing(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
+
+    static void prepare(io_uring_sqe* sqe, Operation& operation) {
+        switch (operation.kind) {
+            case Operation::Kind::read:
+                ::io_uring_prep_read(sqe, operation.fd, operation.memory, operation.length, operation.offset);
+                break;
+            case Operation::Kind::write:
+                ::io_uring_prep_write(sqe, operation.fd, operation.memory, operation.length, operation.offset);
+                break;
+            case Operation::Kind::sync: ::io_uring_prep_fsync(sqe, operation.fd, 0); break;
+        }
+        ::io_uring_sqe_set_data(sqe, &operation);
+    }
+
+    void listen() {
+        // Never full: there is an entry for the poll beside those for all operations, and submit leaves none behind for long.
+        io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
+        if (!sqe) {
+            ::io_uring_submit(ring_.get());
+            sqe = ::io_uring_get_sqe(ring_.get());
+        }
+        if (!sqe) throw IoError(EBUSY, "io_uring submission", "");
+        ::io_uring_prep_poll_add(sqe, event_.fd(), POLLIN);
+        ::io_uring_sqe_set_data(sqe, nullptr);
+    }
+
+    WakeEvent event_;
+    Ring ring_;
+    bool woken_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_uring_backend(unsigned capacity) { return std::make_unique<UringBackend>(capacity); }
+
+}  // namespace deepnvme
+
+#endif

@@ -1,0 +1,258 @@
+#include "engine/worker.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <future>
+
+namespace deepnvme {
+
+namespace {
+
+// Blocks taken from the queue and given to the kernel at a time: enough to make the lock and the system call cheap, few enough
+// that the first is on its way while the last is prepared, and that other workers get their share.
+constexpr std::size_t kBatch = 16;
+
+// EAGAIN and EINTR pass; a file that says so for this long never will.
+constexpr std::uint32_t kMostAttempts = 1000;
+constexpr std::uint32_t kEagerAttempts = 8;
+constexpr auto kPause = std::chrono::milliseconds(1);
+
+void block_signals() {
+    sigset_t all;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, nullptr);  // they are for the program's own threads
+}
+
+}  // namespace
+
+Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events)
+    : queue_(queue),
+      options_(options),
+      events_(std::move(events)),
+      slots_(options.queue_depth),
+      completions_(options.queue_depth),
+      staging_(options.staging_size, options.staging_slots) {
+    for (std::uint32_t i = options.queue_depth; i-- > 0;) {
+        slots_[i].index = i;
+        free_.push_back(&slots_[i]);
+    }
+    std::promise<void> standing;
+    auto stands = standing.get_future();
+    thread_ = std::thread([this, make_backend, standing = std::move(standing)]() mutable {
+        block_signals();
+        ::pthread_setname_np(::pthread_self(), "deepnvme");
+        std::unique_ptr<Backend> backend;
+        try {
+            // Here, not in the constructor: io_uring serves fastest the thread that made the ring.
+            backend = make_backend(options_.queue_depth);
+        } catch (...) {
+            standing.set_exception(std::current_exception());
+            return;
+        }
+        standing.set_value();
+        run(*backend);
+    });
+    try {
+        stands.get();
+    } catch (...) {
+        thread_.join();
+        throw;
+    }
+}
+
+Worker::~Worker() { thread_.join(); }
+
+void Worker::run(Backend& backend) {
+    try {
+        while (true) {
+            fill(backend);
+            if (under_way_ == 0 && ready_.empty() && queue_.stopped()) return;
+            const std::size_t count = backend.reap(completions_);
+            under_way_ -= count;
+            for (std::size_t i = 0; i < count; ++i) complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result);
+        }
+    } catch (const IoError& error) {
+        fail_everything(backend, error);
+    }
+}
+
+void Worker::fill(Backend& backend) {
+    offer(backend);
+    while (!free_.empty()) {
+        if (backlog_.empty()) {
+            backlog_.resize(std::min(kBatch, free_.size()));
+            backlog_.resize(queue_.take(backlog_, backend));
+            if (backlog_.empty()) break;
+            std::reverse(backlog_.begin(), backlog_.end());
+        }
+        const Block block = backlog_.back();
+        if (!prepare(block)) break;  // staging is full; a completion makes room
+        backlog_.pop_back();
+        // A staged block starts before the next is copied; others go to the kernel together.
+        if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) offer(backend);
+    }
+    offer(backend);
+}
+
+// False when the block has to wait for a staging slot.
+bool Worker::prepare(const Block& block) {
+    Request& request = *block.request;
+    if (request.failed()) {
+        end_block(request);
+        return true;
+    }
+    int fd;
+    std::byte* staging = nullptr;
+    try {
+        File& file = request.file();
+        fd = request.kind == Request::Kind::sync ? file.any_descriptor()
+             : block.route == Route::buffered    ? file.buffered()
+                                                 : file.direct();
+        if (block.route == Route::staged && !(staging = staging_.lease())) return false;
+    } catch (const IoError& error) {
+        request.fail(error);
+        end_block(request);
+        return true;
+    } catch (const std::bad_alloc&) {
+        fail(request, ENOMEM, ": no memory for staging");
+        end_block(request);
+        return true;
+    }
+    Slot& slot = *free_.back();
+    free_.pop_back();
+    slot.kind = request.kind;
+    slot.fd = fd;
+    slot.length = block.length;
+    slot.memory = staging ? staging : block.memory;
+    slot.offset = block.offset;
+    slot.request = &request;
+    slot.route = block.route;
+    slot.attempts = 0;
+    slot.staging = staging;
+    slot.caller_memory = block.memory;
+    slot.block_length = block.length;
+    if (staging && slot.kind == Operation::Kind::write) std::memcpy(staging, block.memory, block.length);
+    ready_.push_back(&slot);
+    return true;
+}
+
+void Worker::offer(Backend& backend) {
+    std::size_t taken = 0;
+    while (taken < ready_.size()) {
+        const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
+        const std::size_t now = backend.submit(std::span(ready_).subspan(taken, count));
+        taken += now;
+        under_way_ += now;
+        if (now == count) continue;
+        // Full. What is under way makes room when it is reaped; if nothing is, others hold what is short, and time must pass.
+        if (under_way_ > 0) break;
+        std::this_thread::sleep_for(kPause);
+    }
+    ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
+}
+
+void Worker::complete(Slot& slot, std::int64_t result) {
+    Request& request = *slot.request;
+    if (result == -EINTR || result == -EAGAIN) {
+        counters_.retries.add(1);
+        if (++slot.attempts > kMostAttempts) {
+            fail(request, static_cast<int>(-result));
+            return end_slot(slot);
+        }
+        if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
+        return retry(slot);
+    }
+    slot.attempts = 0;
+    if (result == -EINVAL && slot.route != Route::buffered) {
+        // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
+        events_.fallback(request.file(), "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
+                                             " was refused: " + describe_errno(EINVAL));
+        return go_buffered(slot);
+    }
+    if (result < 0) {
+        fail(request, static_cast<int>(-result));
+        return end_slot(slot);
+    }
+    if (slot.kind == Operation::Kind::sync) return end_slot(slot);
+    if (result == 0) {
+        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, ": the file ends at byte " + std::to_string(slot.offset));
+        else fail(request, EIO, ": nothing was written at byte " + std::to_string(slot.offset));
+        return end_slot(slot);
+    }
+
+    const auto moved = static_cast<std::uint32_t>(result);
+    (slot.kind == Operation::Kind::read ? counters_.bytes_read : counters_.bytes_written).add(moved);
+    (slot.route == Route::buffered ? counters_.bytes_buffered : slot.staging ? counters_.bytes_staged : counters_.bytes_zero_copy)
+        .add(moved);
+    if (moved < slot.length) {
+        counters_.short_transfers.add(1);
+        slot.offset += moved;
+        slot.memory += moved;
+        slot.length -= moved;
+        if (slot.route == Route::buffered) return retry(slot);
+        const auto limits = request.file().limits();
+        const bool aligned = limits && slot.offset % limits->offset_alignment == 0 && slot.length % limits->offset_alignment == 0 &&
+                             reinterpret_cast<std::uintptr_t>(slot.memory) % limits->memory_alignment == 0;
+        return aligned ? retry(slot) : go_buffered(slot);
+    }
+    counters_.blocks.add(1);
+    if (slot.staging && slot.kind == Operation::Kind::read) std::memcpy(slot.caller_memory, slot.staging, slot.block_length);
+    end_slot(slot);
+}
+
+// The rest of the block, or all of it, once more; offered with the next submission.
+void Worker::retry(Slot& slot) { ready_.push_back(&slot); }
+
+void Worker::go_buffered(Slot& slot) {
+    try {
+        slot.fd = slot.request->file().buffered();
+    } catch (const IoError& error) {
+        slot.request->fail(error);
+        return end_slot(slot);
+    }
+    slot.route = Route::buffered;
+    retry(slot);
+}
+
+void Worker::fail(Request& request, int error, const std::string& detail) {
+    std::string what = request.describe() + detail;
+    if (error == ENOSPC) what += " (" + std::to_string(request.file().bytes_free()) + " bytes free)";
+    request.fail(IoError(error, what, request.file().path()));
+}
+
+void Worker::end_slot(Slot& slot) {
+    if (slot.staging) staging_.release(slot.staging);
+    Request& request = *slot.request;
+    free_.push_back(&slot);
+    end_block(request);
+}
+
+void Worker::end_block(Request& request) {
+    // A request that has failed gets no further blocks; giving them up also gives up the count that stood for them.
+    if (request.failed() && queue_.abandon(request)) request.outstanding_.fetch_sub(1, std::memory_order_relaxed);
+    if (request.outstanding_.fetch_sub(1, std::memory_order_acq_rel) == 1) events_.ended(request);
+}
+
+// The backend is beyond repair: nothing it holds will come back, and nothing more can be given to it. Every request gets to know.
+void Worker::fail_everything(Backend& backend, const IoError& error) {
+    const auto end_with_error = [&](Request& request) {
+        request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
+        end_block(request);
+    };
+    for (Slot& slot : slots_)
+        if (std::find(free_.begin(), free_.end(), &slot) == free_.end()) end_with_error(*slot.request);
+    for (const Block& block : backlog_) end_with_error(*block.request);
+    while (!queue_.stopped()) {
+        backlog_.resize(kBatch);
+        backlog_.resize(queue_.take(backlog_, backend));
+        for (const Block& block : backlog_) end_with_error(*block.request);
+        if (backlog_.empty()) std::this_thread::sleep_for(10 * kPause);
+    }
+}
+
+}  // namespace deepnvme

@@ -1,0 +1,79 @@
+// A thread that owns one backend and keeps it full.
+//
+// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots are all in use, or the
+// queue is empty. In the second case the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the
+// requests and the counters belongs to the one thread.
+#pragma once
+
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "engine/backend.h"
+#include "engine/queue.h"
+#include "engine/staging.h"
+#include "engine/statistics.h"
+
+namespace deepnvme {
+
+struct WorkerOptions {
+    std::uint32_t queue_depth;
+    bool single_submit;
+    std::uint32_t staging_size;   // bytes in a slot
+    std::uint32_t staging_slots;
+};
+
+// What a worker tells the engine, from its thread.
+struct WorkerEvents {
+    std::function<void(Request&)> ended;                              // every block of the request has ended
+    std::function<void(File&, const std::string& reason)> fallback;  // direct I/O was turned down
+};
+
+class Worker {
+public:
+    // Returns once the backend stands; throws the IoError with which the kernel refused it.
+    Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events);
+    // The queue has been stopped and is empty.
+    ~Worker();
+
+    const WorkerCounters& counters() const noexcept { return counters_; }
+
+private:
+    struct Slot : Operation {
+        Request* request;
+        Route route;
+        std::uint32_t attempts;       // in a row that came back with EAGAIN or EINTR
+        std::byte* staging;           // null when the transfer is in place
+        std::byte* caller_memory;     // of the whole block
+        std::uint32_t block_length;
+    };
+
+    void run(Backend& backend);
+    void fill(Backend& backend);
+    bool prepare(const Block& block);
+    void offer(Backend& backend);
+    void complete(Slot& slot, std::int64_t result);
+    void retry(Slot& slot);
+    void go_buffered(Slot& slot);
+    void fail(Request& request, int error, const std::string& detail = "");
+    void end_slot(Slot& slot);
+    void end_block(Request& request);
+    void fail_everything(Backend& backend, const IoError& error);
+
+    Queue& queue_;
+    const WorkerOptions options_;
+    const WorkerEvents events_;
+    WorkerCounters counters_;
+
+    std::vector<Slot> slots_;
+    std::vector<Slot*> free_;
+    std::vector<Operation*> ready_;  // prepared, not yet taken by the backend
+    std::vector<Block> backlog_;     // taken from the queue, last one first, not yet prepared
+    std::vector<Completion> completions_;
+    StagingRing staging_;
+    std::size_t under_way_ = 0;  // taken by the backend and not reaped
+
+    std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace deepnvme

@@ -1,0 +1,1 @@
+"""The compiled ops, by name, and their builders."""

@@ -1,0 +1,5 @@
+"""The async_io op."""
+
+from ..op_builder import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,5 @@
+"""The gds op."""
+
+from ..op_builder import GDSBuilder
+
+__all__ = ["GDSBuilder"]

@@ -1,0 +1,69 @@
+"""The utils op: tensors as bytes, and lists of tensors as one. Contract: DeepSpeed's csrc/utils and torch._utils."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+
+@overload
+def cast_to_byte_tensor(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def cast_to_byte_tensor(tensor: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+def cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """A flat uint8 view of ``tensor``'s ``nbytes`` bytes, sharing its memory; for a sequence, a list of such views.
+
+    A tensor of one byte or none is returned as it is, as DeepSpeed does. Any device and any dtype, without a copy.
+    Raises ValueError for a tensor that is not contiguous, TypeError for what is not a strided tensor.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return _bytes_of(tensor)
+    return [_bytes_of(each) for each in tensor]
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new 1-D tensor with the elements of ``tensors``, one after the other; they share a dtype and a device.
+
+    One tensor that is contiguous is not copied: the result is a view of it. Raises ValueError for no tensor at all.
+    """
+    if len(tensors) == 0:
+        raise ValueError("flatten needs at least one tensor, got none")
+    if len(tensors) == 1:
+        return tensors[0].contiguous().view(-1)
+    kinds = {(each.dtype, each.device) for each in tensors}
+    if len(kinds) > 1:
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"flatten needs tensors of one dtype on one device, got {listed}")
+    return torch.cat([each.contiguous().view(-1) for each in tensors])
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``flat``, in order, with the shapes of ``tensors``: what ``flatten`` undone means.
+
+    Raises ValueError if ``flat`` is not 1-D or its element count is not theirs.
+    """
+    wanted = sum(each.numel() for each in tensors)
+    if flat.dim() != 1 or flat.numel() != wanted:
+        raise ValueError(f"unflatten needs a 1-D tensor of {wanted} elements, got shape {tuple(flat.shape)}")
+    views = []
+    start = 0
+    for each in tensors:
+        views.append(flat.narrow(0, start, each.numel()).view(each.shape))
+        start += each.numel()
+    return views
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"cast_to_byte_tensor needs strided tensors, got {kind}")
+    if tensor.nbytes <= 1:
+        return tensor
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"cast_to_byte_tensor needs a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}; call .contiguous() first"
+        )
+    return tensor.detach().view(-1).view(torch.uint8)

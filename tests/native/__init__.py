@@ -1,0 +1,18 @@
+"""The engine compiled with backends for tests: one that fails on command, one that completes at once."""
+
+from pathlib import Path
+
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
+HERE = Path(__file__).resolve().parent
+
+
+class EngineTestingBuilder(AsyncIOBuilder):
+    NAME = "engine_testing"
+
+    def sources(self) -> list[str]:
+        op_only = {"csrc/bindings/async_io.cpp", "csrc/bindings/aio_handle.cpp"}
+        return [*(source for source in super().sources() if source not in op_only), str(HERE / "engine_testing.cpp")]
+
+    def include_paths(self) -> list[str]:
+        return [*super().include_paths(), str(HERE)]

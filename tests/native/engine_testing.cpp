@@ -1,0 +1,99 @@
+// A module for tests and for the engine's own benchmark: the engine with backends that the op does not have, and its planner.
+#include <algorithm>
+
+#include "bindings/pinned_buffer.h"
+#include "bindings/python.h"
+#include "faulty_backend.h"
+
+using namespace deepnvme;
+using namespace deepnvme::bindings;
+using namespace deepnvme::testing;
+using namespace pybind11::literals;
+
+namespace {
+
+const char* name_of(Route route) {
+    switch (route) {
+        case Route::zero_copy: return "zero_copy";
+        case Route::staged: return "staged";
+        default: return "buffered";
+    }
+}
+
+// [(begin, end, stride, route)] of a plan, and the blocks [(offset, length, route)] that it is cut into.
+py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, py::object alignment, std::uint32_t block_size,
+                  std::uint32_t staging_size, std::uint32_t page_size) {
+    std::optional<DirectLimits> direct;
+    if (!alignment.is_none()) {
+        const auto pair = alignment.cast<py::tuple>();
+        direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>()};
+    }
+    const Plan made = plan({offset, length, address}, direct, {block_size, staging_size, page_size});
+    py::list spans, blocks;
+    for (std::uint32_t i = 0; i < made.count; ++i) {
+        const Span& span = made.spans[i];
+        spans.append(py::make_tuple(span.begin, span.end, span.stride, name_of(span.route)));
+        for (std::uint64_t at = span.begin; at < span.end; at += block_length(span, at))
+            blocks.append(py::make_tuple(at, block_length(span, at), name_of(span.route)));
+    }
+    return py::make_tuple(spans, blocks);
+}
+
+BackendFactory real_backend(const std::string& name) {
+    for (const auto& choice : backend_choices())
+        if (choice.name == name && choice.make) return choice.make;
+    throw py::value_error("no backend '" + name + "' in this build");
+}
+
+std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
+                                       std::int64_t num_threads, bool single_submit, const Faults& faults) {
+    const auto make = [inner = real_backend(backend), faults](unsigned capacity) -> std::unique_ptr<Backend> {
+        return std::make_unique<FaultyBackend>(inner(capacity), faults);
+    };
+    return std::make_unique<Session>(
+        std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make));
+}
+
+// Holds every instant backend made with it until released.
+struct Gate {
+    std::shared_ptr<std::atomic<bool>> held = std::make_shared<std::atomic<bool>>(false);
+
+    void hold() { held->store(true); }
+    void release() {
+        held->store(false);
+        held->notify_all();
+    }
+};
+
+std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
+    const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
+    return std::make_unique<Session>(
+        std::make_unique<Engine>(EngineOptions{"instant", block_size, queue_depth, num_threads, false}, "instant", make));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+    module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
+    bind_io_error(module);
+    bind_pinned_buffer(module);
+    bind_engine(module);
+
+    py::class_<Faults>(module, "Faults", py::module_local())
+        .def(py::init<>())
+        .def_readwrite("short_every", &Faults::short_every)
+        .def_readwrite("short_bytes", &Faults::short_bytes)
+        .def_readwrite("error_every", &Faults::error_every)
+        .def_readwrite("error", &Faults::error)
+        .def_readwrite("error_limit", &Faults::error_limit)
+        .def_readwrite("refuse_every", &Faults::refuse_every)
+        .def_readwrite("refuse_direct", &Faults::refuse_direct)
+        .def_readwrite("break_after", &Faults::break_after);
+    module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
+               "faults"_a);
+
+    py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
+    module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
+
+    module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a, "page_size"_a);
+}

@@ -1,0 +1,137 @@
+// A backend that fails on command, around a real one.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include <fcntl.h>
+
+#include "core/error.h"
+#include "engine/backend.h"
+
+namespace deepnvme::testing {
+
+// Every Nth operation, counted from the first; zero means never.
+struct Faults {
+    unsigned short_every = 0;       // moves at most short_bytes
+    unsigned short_bytes = 512;
+    unsigned error_every = 0;       // completes with `error` without being tried
+    int error = EIO;
+    unsigned error_limit = 0;       // how many errors in all; zero means no limit
+    unsigned refuse_every = 0;      // submit takes none of what it is given (EAGAIN)
+    bool refuse_direct = false;     // EINVAL for descriptors with O_DIRECT
+    unsigned break_after = 0;       // reap throws once this many operations have been submitted
+};
+
+class FaultyBackend final : public Backend {
+public:
+    FaultyBackend(std::unique_ptr<Backend> inner, Faults faults) : inner_(std::move(inner)), faults_(faults) {}
+
+    std::string_view name() const noexcept override { return inner_->name(); }
+
+    std::size_t submit(std::span<Operation* const> operations) override {
+        if (faults_.refuse_every && ++offers_ % faults_.refuse_every == 0) return 0;
+        std::size_t taken = 0;
+        for (Operation* operation : operations) {
+            ++count_;
+            if (const int error = error_for(*operation)) {
+                made_up_.push_back({operation, -error});
+                ++taken;
+                continue;
+            }
+            const bool shorten = faults_.short_every && count_ % faults_.short_every == 0 &&
+                                 operation->kind != Operation::Kind::sync && operation->length > faults_.short_bytes;
+            if (shorten) {
+                lengths_[operation] = operation->length;
+                operation->length = faults_.short_bytes;
+            }
+            if (inner_->submit(std::span(&operation, 1)) == 0) {
+                restore(operation);
+                break;
+            }
+            ++taken;
+        }
+        return taken;
+    }
+
+    std::size_t reap(std::span<Completion> completions) override {
+        if (faults_.break_after && count_ >= faults_.break_after) throw IoError(EBADF, "a broken backend", "");
+        std::size_t count = 0;
+        while (!made_up_.empty() && count < completions.size()) {
+            completions[count++] = made_up_.back();
+            made_up_.pop_back();
+        }
+        if (count) return count;
+        count = inner_->reap(completions);
+        for (std::size_t i = 0; i < count; ++i) restore(completions[i].operation);
+        return count;
+    }
+
+    void wake() noexcept override { inner_->wake(); }
+
+private:
+    int error_for(const Operation& operation) {
+        if (faults_.refuse_direct && (::fcntl(operation.fd, F_GETFL) & O_DIRECT)) return EINVAL;
+        if (!faults_.error_every || count_ % faults_.error_every != 0) return 0;
+        if (faults_.error_limit && errors_ >= faults_.error_limit) return 0;
+        ++errors_;
+        return faults_.error;
+    }
+
+    void restore(Operation* operation) {
+        const auto found = lengths_.find(operation);
+        if (found == lengths_.end()) return;
+        operation->length = found->second;
+        lengths_.erase(found);
+    }
+
+    std::unique_ptr<Backend> inner_;
+    Faults faults_;
+    unsigned long count_ = 0;
+    unsigned long offers_ = 0;
+    unsigned long errors_ = 0;
+    std::vector<Completion> made_up_;
+    std::map<Operation*, std::uint32_t> lengths_;
+};
+
+// Completes everything at once and moves nothing: what is left is the engine's own cost. Optionally holds everything back until
+// released, so that requests pile up.
+class InstantBackend final : public Backend {
+public:
+    explicit InstantBackend(std::shared_ptr<std::atomic<bool>> held) : held_(std::move(held)) {}
+
+    std::string_view name() const noexcept override { return "instant"; }
+
+    std::size_t submit(std::span<Operation* const> operations) override {
+        for (Operation* operation : operations) done_.push_back({operation, operation->length});
+        return operations.size();
+    }
+
+    std::size_t reap(std::span<Completion> completions) override {
+        held_->wait(true);
+        if (done_.empty()) {
+            woken_.wait(false);
+            woken_.store(false);
+            return 0;
+        }
+        const std::size_t count = std::min(done_.size(), completions.size());
+        std::copy(done_.end() - static_cast<std::ptrdiff_t>(count), done_.end(), completions.begin());
+        done_.resize(done_.size() - count);
+        return count;
+    }
+
+    void wake() noexcept override {
+        woken_.store(true);
+        woken_.notify_all();
+    }
+
+private:
+    std::shared_ptr<std::atomic<bool>> held_;
+    std::atomic<bool> woken_{false};
+    std::vector<Completion> done_;
+};
+
+}  // namespace deepnvme::testing
