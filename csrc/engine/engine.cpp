@@ -121,8 +121,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
             workers_.push_back(std::make_unique<Worker>(queue_, make_backend, worker, events));
     } catch (const IoError& error) {
         // A limit can lie between one worker and the next (fs.aio-max-nr). Fewer workers than asked for would go unnoticed.
-        queue_.stop();
-        workers_.clear();
+        end_workers();
         queue_.restart();
         throw;
     }
@@ -264,13 +263,18 @@ void Engine::close() {
         closed_ = true;
         idle_.wait(lock, [this] { return under_way_ == 0; });
     }
-    queue_.stop();
+    end_workers();
+}
+
+void Engine::end_workers() {
     std::vector<std::unique_ptr<Worker>> workers;
     {
         std::lock_guard lock(mutex_);
         for (const auto& worker : workers_) add_counters(totals_, worker->counters());
         workers.swap(workers_);
     }
+    queue_.stop();
+    for (const auto& worker : workers) worker->join();
 }
 
 bool Engine::closed() const {

@@ -75,6 +75,7 @@ private:
     void start(const std::string& name, const BackendFactory& make_backend);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, OpenFilePlace place);
+    void end_workers();
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);
 

@@ -1,29 +1,23 @@
 #include "engine/queue.h"
 
-#include <algorithm>
-
 namespace deepnvme {
 
 void Queue::push(Request& request) {
-    Backend* one = nullptr;
-    std::vector<Backend*> all;
-    {
-        std::lock_guard lock(mutex_);
-        request.next_ = nullptr;
-        (last_ ? last_->next_ : first_) = &request;
-        last_ = &request;
-        const Span& span = request.plan_.spans[0];
-        const bool several_blocks = request.plan_.count > 1 || (request.plan_.count == 1 && span.end - span.begin > span.stride);
-        if (several_blocks) {
-            all.swap(sleepers_);
-        } else if (!sleepers_.empty()) {
-            one = sleepers_.back();
-            sleepers_.pop_back();
-        }
+    // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
+    std::lock_guard lock(mutex_);
+    request.next_ = nullptr;
+    (last_ ? last_->next_ : first_) = &request;
+    last_ = &request;
+    const Span& span = request.plan_.spans[0];
+    const bool several_blocks = request.plan_.count > 1 || (request.plan_.count == 1 && span.end - span.begin > span.stride);
+    wake(several_blocks ? sleepers_.size() : 1);
+}
+
+void Queue::wake(std::size_t most) {
+    for (; most > 0 && !sleepers_.empty(); --most) {
+        sleepers_.back()->wake();
+        sleepers_.pop_back();
     }
-    // Outside the lock, which a woken worker wants at once.
-    if (one) one->wake();
-    for (Backend* sleeper : all) sleeper->wake();
 }
 
 std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
@@ -60,13 +54,9 @@ bool Queue::abandon(Request& request) {
 }
 
 void Queue::stop() {
-    std::vector<Backend*> all;
-    {
-        std::lock_guard lock(mutex_);
-        stopped_.store(true, std::memory_order_release);
-        all.swap(sleepers_);
-    }
-    for (Backend* sleeper : all) sleeper->wake();
+    std::lock_guard lock(mutex_);
+    stopped_.store(true, std::memory_order_release);
+    wake(sleepers_.size());
 }
 
 void Queue::pop_front() {

@@ -42,6 +42,7 @@ public:
 
 private:
     void pop_front();
+    void wake(std::size_t most);
 
     std::mutex mutex_;  // guards everything below, and the cutting state of the requests in it
     Request* first_ = nullptr;

@@ -46,16 +46,14 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     thread_ = std::thread([this, make_backend, standing = std::move(standing)]() mutable {
         block_signals();
         ::pthread_setname_np(::pthread_self(), "deepnvme");
-        std::unique_ptr<Backend> backend;
         try {
-            // Here, not in the constructor: io_uring serves fastest the thread that made the ring.
-            backend = make_backend(options_.queue_depth);
+            backend_ = make_backend(options_.queue_depth);
         } catch (...) {
             standing.set_exception(std::current_exception());
             return;
         }
         standing.set_value();
-        run(*backend);
+        run();
     });
     try {
         stands.get();
@@ -65,28 +63,32 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     }
 }
 
-Worker::~Worker() { thread_.join(); }
+Worker::~Worker() {
+    if (thread_.joinable()) thread_.join();
+}
 
-void Worker::run(Backend& backend) {
+void Worker::join() { thread_.join(); }
+
+void Worker::run() {
     try {
         while (true) {
-            fill(backend);
+            fill();
             if (under_way_ == 0 && ready_.empty() && queue_.stopped()) return;
-            const std::size_t count = backend.reap(completions_);
+            const std::size_t count = backend_->reap(completions_);
             under_way_ -= count;
             for (std::size_t i = 0; i < count; ++i) complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result);
         }
     } catch (const IoError& error) {
-        fail_everything(backend, error);
+        fail_everything(error);
     }
 }
 
-void Worker::fill(Backend& backend) {
-    offer(backend);
+void Worker::fill() {
+    offer();
     while (!free_.empty()) {
         if (backlog_.empty()) {
             backlog_.resize(std::min(kBatch, free_.size()));
-            backlog_.resize(queue_.take(backlog_, backend));
+            backlog_.resize(queue_.take(backlog_, *backend_));
             if (backlog_.empty()) break;
             std::reverse(backlog_.begin(), backlog_.end());
         }
@@ -94,9 +96,9 @@ void Worker::fill(Backend& backend) {
         if (!prepare(block)) break;  // staging is full; a completion makes room
         backlog_.pop_back();
         // A staged block starts before the next is copied; others go to the kernel together.
-        if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) offer(backend);
+        if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) offer();
     }
-    offer(backend);
+    offer();
 }
 
 // False when the block has to wait for a staging slot.
@@ -141,11 +143,11 @@ bool Worker::prepare(const Block& block) {
     return true;
 }
 
-void Worker::offer(Backend& backend) {
+void Worker::offer() {
     std::size_t taken = 0;
     while (taken < ready_.size()) {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
-        const std::size_t now = backend.submit(std::span(ready_).subspan(taken, count));
+        const std::size_t now = backend_->submit(std::span(ready_).subspan(taken, count));
         taken += now;
         under_way_ += now;
         if (now == count) continue;
@@ -239,7 +241,7 @@ void Worker::end_block(Request& request) {
 }
 
 // The backend is beyond repair: nothing it holds will come back, and nothing more can be given to it. Every request gets to know.
-void Worker::fail_everything(Backend& backend, const IoError& error) {
+void Worker::fail_everything(const IoError& error) {
     const auto end_with_error = [&](Request& request) {
         request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
         end_block(request);
@@ -249,7 +251,7 @@ void Worker::fail_everything(Backend& backend, const IoError& error) {
     for (const Block& block : backlog_) end_with_error(*block.request);
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);
-        backlog_.resize(queue_.take(backlog_, backend));
+        backlog_.resize(queue_.take(backlog_, *backend_));
         for (const Block& block : backlog_) end_with_error(*block.request);
         if (backlog_.empty()) std::this_thread::sleep_for(10 * kPause);
     }

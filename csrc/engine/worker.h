@@ -33,8 +33,11 @@ class Worker {
 public:
     // Returns once the backend stands; throws the IoError with which the kernel refused it.
     Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events);
-    // The queue has been stopped and is empty.
     ~Worker();
+
+    // Wait for the thread to end. The queue has been stopped and is empty. Every worker is joined before any is destroyed, since one
+    // that is still running may be waking another.
+    void join();
 
     const WorkerCounters& counters() const noexcept { return counters_; }
 
@@ -48,17 +51,17 @@ private:
         std::uint32_t block_length;
     };
 
-    void run(Backend& backend);
-    void fill(Backend& backend);
+    void run();
+    void fill();
     bool prepare(const Block& block);
-    void offer(Backend& backend);
+    void offer();
     void complete(Slot& slot, std::int64_t result);
     void retry(Slot& slot);
     void go_buffered(Slot& slot);
     void fail(Request& request, int error, const std::string& detail = "");
     void end_slot(Slot& slot);
     void end_block(Request& request);
-    void fail_everything(Backend& backend, const IoError& error);
+    void fail_everything(const IoError& error);
 
     Queue& queue_;
     const WorkerOptions options_;
@@ -73,7 +76,8 @@ private:
     StagingRing staging_;
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
 
-    std::thread thread_;  // last: it uses all of the above
+    std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes
+    std::thread thread_;
 };
 
 }  // namespace deepnvme

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Compile the engine's stress program under AddressSanitizer (with UndefinedBehaviorSanitizer) and under ThreadSanitizer, and run both.
+# usage: run_sanitizers.sh [DIRECTORY for its files; default: a temporary one beside the sources]
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+work=$(mktemp -d "${1:-$root}/.sanitizers.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+
+flags=(-std=c++20 -O1 -g -fno-omit-frame-pointer -pthread -Wall -Wextra "-I$root/csrc" "-I$root/tests/native")
+libraries=()
+for library in uring:LIBURING:liburing.h aio:LIBAIO:libaio.h; do
+    IFS=: read -r name macro header <<<"$library"
+    if echo "#include <$header>" | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1; then
+        flags+=("-DDEEPNVME_HAVE_$macro=1")
+        libraries+=("-l$name")
+    else
+        echo "without $name: $header was not found"
+    fi
+done
+
+for sanitizer in address,undefined thread; do
+    echo "== $sanitizer"
+    mkdir -p "$work/$sanitizer"
+    printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root/tests/native/stress.cpp" |
+        (cd "$work/$sanitizer" && xargs -0 -P "$(nproc)" -I{} "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all -c {})
+    "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "${libraries[@]}" -o "$work/$sanitizer/stress"
+    TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/stress" "$work"
+done
