@@ -197,8 +197,8 @@ class Engine:
     def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r") -> File:
         """Open a file once, for many transfers.
 
-        ``mode``: as for the built-in ``open``: r, r+, w, w+, x, x+; and rw, to read and write a file that is created where missing
-        and never truncated. Raises OSError (subclasses) from opening, ValueError for another mode.
+        ``mode``: as for the built-in ``open``: r, r+, w, w+, x, x+; and rw, to read and write a file that is created where
+        missing and never truncated. Raises OSError (subclasses) from opening, ValueError for another mode.
         """
         file: File = self._native.open(path, mode)
         return file
@@ -226,9 +226,9 @@ class Engine:
         return Stats(**self._native.stats())
 
     def close(self) -> None:
-        """Wait for everything under way, then end the workers. Idempotent; also done by ``with``, by the last reference, and at exit.
+        """Wait for everything under way, then end the workers. Idempotent.
 
-        Errors stay with their futures. Ctrl-C interrupts the waiting and leaves the engine open.
+        Leaving ``with``, dropping the last reference, and the interpreter's exit do it too. Errors stay with their futures. Ctrl-C interrupts the waiting and leaves the engine open.
         """
         self._native.close()
 

@@ -1,0 +1,111 @@
+"""The async_io op: what it is compiled from, and which backends it can be given."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from . import kernel, packages, toolchain
+from .builder import _PACKAGE_ROOT, OpBuilder
+from .toolchain import Attempt
+
+
+class Backend(NamedTuple):
+    """A backend that needs a library at build time and the kernel's consent at run time."""
+
+    name: str
+    library: Attempt
+    kernel: Attempt
+
+
+class AsyncIOBuilder(OpBuilder):
+    BUILD_VAR = "DS_BUILD_AIO"
+    NAME = "async_io"
+
+    def absolute_name(self) -> str:
+        return f"deepnvme.ops.aio.{self.NAME}_op"
+
+    def sources(self) -> list[str]:
+        places = (_PACKAGE_ROOT / "csrc" / part for part in ("core", "engine", "bindings"))
+        files = (path for place in places for path in place.glob("*.cpp") if not path.name.startswith("gds"))
+        return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
+
+    def include_paths(self) -> list[str]:
+        return ["csrc", _pybind11_include(), sysconfig.get_path("include")]
+
+    def cxx_args(self) -> list[str]:
+        args = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+        if liburing():
+            args.append("-DDEEPNVME_HAVE_LIBURING=1")
+        if libaio():
+            args.append("-DDEEPNVME_HAVE_LIBAIO=1")
+        return args
+
+    def extra_ldflags(self) -> list[str]:
+        flags = ["-pthread"]
+        if liburing():
+            flags.append("-luring")
+        if libaio():
+            flags.append("-laio")
+        return flags
+
+    def backends(self) -> list[Backend]:
+        """The backends that can be missing, fastest first. The thread pool never is. Never raises."""
+        return [
+            Backend("io_uring", liburing(), kernel.io_uring()),
+            Backend("libaio", libaio(), kernel.linux_aio()),
+        ]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """True wherever C++20 compiles, because the thread pool needs nothing else. ``verbose`` prints which of libaio
+        and liburing is missing, how to install it, and the backend that is used instead."""
+        if not super().is_compatible(verbose):
+            return False
+        if verbose:
+            self._explain_missing_libraries()
+        return True
+
+    def _explain_missing_libraries(self) -> None:
+        uring, aio = self.backends()
+        if not aio.library:
+            self.warning(f"{self.NAME} requires the dev libaio .so object and headers but these were not found.")
+            self._explain_package("libaio")
+            self.warning(
+                "If libaio is already installed (perhaps from source), try setting the CFLAGS and LDFLAGS environment "
+                "variables to where it can be found."
+            )
+        if not uring.library:
+            self.warning(f"{self.NAME} can use io_uring, but liburing's .so object and headers were not found.")
+            self._explain_package("liburing")
+        if not (aio.library and uring.library):
+            usable = [backend.name for backend in (uring, aio) if backend.library and backend.kernel]
+            print(f"{self.NAME}: {usable[0] if usable else 'the thread pool'} is used instead.")
+
+    def _explain_package(self, package: str) -> None:
+        manager = packages.manager()
+        if manager is not None and not manager.has(package):
+            self.warning(f"{self.NAME}: please install the {manager.names[package]} package with {manager.tool}")
+
+
+def liburing() -> Attempt:
+    """Whether the io_uring backend can be compiled. Never raises."""
+    return _library("uring", "liburing.h", "io_uring_queue_init(2, nullptr, 0)")
+
+
+def libaio() -> Attempt:
+    """Whether the libaio backend can be compiled. Never raises."""
+    return _library("aio", "libaio.h", "io_submit(nullptr, 0, nullptr)")
+
+
+def _library(name: str, header: str, expression: str) -> Attempt:
+    found = toolchain.find()
+    return found if isinstance(found, Attempt) else found.has_library(name, header, expression)
+
+
+def _pybind11_include() -> str:
+    spec = importlib.util.find_spec("pybind11")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("async_io cannot be built: pybind11 is not installed; pip install pybind11")
+    return str(Path(spec.origin).parent / "include")

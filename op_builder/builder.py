@@ -1,0 +1,247 @@
+"""OpBuilder: what every op's builder can do. The names are DeepSpeed's (deepspeed/ops/op_builder/builder.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from . import jit, packages, toolchain
+from .toolchain import Attempt, Toolchain
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+YELLOW = "\033[93m"
+END = "\033[0m"
+WARNING = f"{YELLOW} [WARNING] {END}"
+
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # holds csrc/, in a checkout as in an installed package
+
+
+class OpBuilder(ABC):
+    """Builds and loads one op. ``load`` is thread-safe, and gives every caller in the process the same module.
+
+    A subclass says what to compile; relative paths start at the directory that holds ``csrc``. The extension's own name
+    is the last part of ``absolute_name()`` and reaches C++ as ``DEEPNVME_EXTENSION_NAME``.
+    """
+
+    NAME: ClassVar[str]
+    BUILD_VAR: ClassVar[str]
+    """Environment variable that has ``pip install`` compile this op ahead of time (1) or leave it out (0)."""
+
+    _loaded_ops: ClassVar[dict[str, ModuleType]] = {}
+    _load_lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+        self.error_log: str | None = None
+
+    @abstractmethod
+    def absolute_name(self) -> str:
+        """Full dotted name of the op's module."""
+
+    @abstractmethod
+    def sources(self) -> list[str]:
+        """Files to compile."""
+
+    def include_paths(self) -> list[str]:
+        """Directories to search for headers."""
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """Compiler flags, one argument each, not quoted for a shell. The environment's flags follow them."""
+        return []
+
+    def extra_ldflags(self) -> list[str]:
+        """Linker flags; the environment's LDFLAGS come before them."""
+        return []
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op can be compiled here. Never raises; if not, ``error_log`` says why, and ``verbose`` prints it."""
+        obstacles = self.obstacles()
+        self.error_log = "; ".join(obstacles) if obstacles else None
+        if verbose:
+            for obstacle in obstacles:
+                print(f"{WARNING} {self.name} {obstacle}")
+        return not obstacles
+
+    def obstacles(self) -> list[str]:
+        """Why the op cannot be compiled here, each reason with what to do about it; empty if it can. Never raises.
+
+        ninja is not asked for: only ``jit_load`` needs it, and says so.
+        """
+        if sys.platform != "linux":
+            return [f"needs Linux, this is {platform.system()}"]
+        found = toolchain.find()
+        if isinstance(found, Attempt):
+            return [f"cannot be built: {found.reason} ({packages.remedy('compiler')})"]
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return [f"cannot be built: Python.h is not in {sysconfig.get_path('include')} ({packages.remedy('python')})"]
+        if importlib.util.find_spec("pybind11") is None:
+            return ["cannot be built: pybind11 is not installed (pip install pybind11)"]
+        return []
+
+    def source_hash(self) -> str:
+        """Digest of the sources and of every header beside or below the include paths that belong to them.
+        The same for a checkout and for an installed copy."""
+        root = _PACKAGE_ROOT
+        paths = {self._path(source) for source in self.sources()}
+        for place in self.include_paths():
+            if not os.path.isabs(place):
+                paths.update(path for kind in ("*.h", "*.hpp") for path in self._path(place).rglob(kind))
+        digest = hashlib.sha256()
+        for path in sorted(paths):
+            name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+            content = path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:32]
+
+    def builder(self) -> Extension:
+        """A setuptools Extension that compiles the op ahead of time; to be used from the directory that holds ``csrc``."""
+        from setuptools import Extension
+
+        found = self._toolchain()
+        return Extension(
+            name=self.absolute_name(),
+            sources=self.sources(),
+            include_dirs=self.include_paths(),
+            # setuptools gives CFLAGS to C alone; DeepSpeed's users set it for C++
+            extra_compile_args=[*self.cxx_args(), *self._naming_flags(), *found.compile_flags],
+            extra_link_args=[*found.link_flags, *self.extra_ldflags()],
+            language="c++",
+        )
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The op's module: the one compiled ahead of time if it was made from the sources installed now, else compiled
+        (blocks; seconds) or taken from the cache. Raises RuntimeError saying what to do if neither is possible."""
+        with OpBuilder._load_lock:
+            loaded = OpBuilder._loaded_ops.get(self.absolute_name())
+            if loaded is None:
+                loaded = self._load_prebuilt() or self.jit_load(verbose)
+                OpBuilder._loaded_ops[self.absolute_name()] = loaded
+            return loaded
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        """As ``load``, but never the module compiled ahead of time. ``verbose`` prints the build."""
+        with OpBuilder._load_lock:
+            if not self.is_compatible(verbose):
+                raise RuntimeError(f"{self.name} {self.error_log}")
+            started = time.monotonic()
+            module = jit.load(self._recipe(), verbose)
+            if verbose:
+                print(f"Time to load {self.name} op: {time.monotonic() - started:.2f} seconds")
+            OpBuilder._loaded_ops[self.absolute_name()] = module
+            return module
+
+    def is_prebuilt(self) -> Attempt:
+        """Whether ``pip install`` compiled the op from the sources that are installed now. Imports nothing of it."""
+        library = jit.prebuilt(self.absolute_name())
+        if library is None:
+            return Attempt(False, "it was not compiled ahead of time")
+        try:
+            # Searched for rather than imported: one process cannot load two builds of the same C++ classes.
+            matches = self.source_hash().encode() in library.read_bytes()
+        except OSError as error:
+            return Attempt(False, f"it cannot be read: {error}")
+        return Attempt(True) if matches else Attempt(False, f"{str(library)!r} was compiled from other sources")
+
+    def cached_build(self) -> dict[str, Any] | None:
+        """The record (``build.json``) of the build that ``jit_load`` would find in the cache, or None. Never raises."""
+        if self.obstacles():
+            return None
+        try:
+            return jit.record(self._recipe())
+        except OSError:
+            return None
+
+    def has_function(
+        self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
+    ) -> bool:
+        """Whether a program that calls ``funcname`` links with ``libraries``. Never raises; ``verbose`` prints why not."""
+        found = toolchain.find()
+        if isinstance(found, Toolchain):
+            program = f'extern "C" void {funcname}(void);\nint main() {{ {funcname}(); }}\n'
+            attempt = found.try_program(program, tuple(libraries), tuple(library_dirs or ()))
+        else:
+            attempt = found
+        if verbose and not attempt:
+            self.warning(f"{self.name}: {funcname} was not found in {', '.join(libraries)}: {attempt.reason}")
+        return attempt.ok
+
+    def command_exists(self, cmd: str) -> bool:
+        """Whether ``cmd`` (or one of ``a|b``) can be run; prints a warning if not."""
+        names = [name.strip() for name in cmd.split("|")]
+        if any(shutil.which(name) for name in names):
+            return True
+        wanted = f"the {names[0]!r} command" if len(names) == 1 else f"one of the commands {', '.join(names)}"
+        self.warning(f"{self.name} requires {wanted}, which does not exist")
+        return False
+
+    def warning(self, msg: str) -> None:
+        """Print ``[WARNING] msg``, and keep it in ``error_log``."""
+        self.error_log = msg
+        print(f"{WARNING} {msg}")
+
+    def _load_prebuilt(self) -> ModuleType | None:
+        library = jit.prebuilt(self.absolute_name())
+        if library is None:
+            return None
+        state = self.is_prebuilt()
+        reason = state.reason
+        if state:
+            try:
+                return jit.import_extension(self.absolute_name(), library)
+            except ImportError as error:
+                reason = str(error)
+        warnings.warn(f"the prebuilt {self.name} op is not used: {reason}. It is compiled again", stacklevel=3)
+        return None
+
+    def _recipe(self) -> jit.Recipe:
+        found = self._toolchain()
+        includes: list[str] = []
+        for place in self.include_paths():  # -isystem: warnings about pybind11's headers are of no use to anyone here
+            includes += ["-isystem", place] if os.path.isabs(place) else [f"-I{self._path(place)}"]
+        return jit.Recipe(
+            name=self.absolute_name(),
+            sources=tuple(self._path(source) for source in self.sources()),
+            source_hash=self.source_hash(),
+            compile_flags=(*self.cxx_args(), *self._naming_flags(), *includes, *found.compile_flags),
+            link_flags=(*found.link_flags, *self.extra_ldflags()),
+            dependencies=tuple(_version_header(place) for place in self.include_paths() if os.path.isabs(place)),
+            toolchain=found,
+        )
+
+    def _naming_flags(self) -> list[str]:
+        extension = self.absolute_name().rpartition(".")[2]
+        return [f"-DDEEPNVME_EXTENSION_NAME={extension}", f'-DDEEPNVME_SOURCE_HASH="{self.source_hash()}"']
+
+    def _toolchain(self) -> Toolchain:
+        found = toolchain.find()
+        if isinstance(found, Attempt):
+            raise RuntimeError(f"{self.name} cannot be built: {found.reason}")
+        return found
+
+    @staticmethod
+    def _path(path: str) -> Path:
+        return _PACKAGE_ROOT / path  # an absolute path stays as it is
+
+
+def _version_header(include_path: str) -> str:
+    """Digest of the header that holds pybind11's version, empty elsewhere: an upgrade leaves its path as it was."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(include_path, "pybind11", "detail", "common.h").read_bytes()).hexdigest()
+    return ""

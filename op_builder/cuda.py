@@ -1,0 +1,184 @@
+"""What GPU-direct storage would find here: the CUDA toolkit, cuFile and torch's CUDA version. Files are looked for and
+read; no CUDA library is loaded, and torch is not imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_DEFAULT_TOOLKIT = Path("/usr/local/cuda")
+_NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something looked for on this machine: where it is and its version (each None if unknown), and what is wrong with
+    it, with the way to mend it (empty if nothing is)."""
+
+    path: str | None = None
+    version: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch that an import would take; the versions are None where it was built without."""
+
+    path: str
+    version: str
+    cuda: str | None
+    hip: str | None
+
+
+@dataclass(frozen=True)
+class GdsProbe:
+    """Everything GPU-direct storage needs that can be seen without a GPU."""
+
+    toolkit: Found
+    nvcc: Found
+    cufile_header: Found
+    cufile_library: Found
+    nvidia_fs: Found
+    torch_cuda: str | None
+    mismatch: str
+    """How the toolkit's CUDA differs from torch's; empty if it does not, or either is missing."""
+
+    def problems(self) -> list[str]:
+        """Why GPU-direct storage would not work; empty if nothing is known to be in the way."""
+        parts = (self.cufile_header, self.cufile_library, self.nvidia_fs)
+        without_cuda = "" if self.torch_cuda else "torch is missing or was built without CUDA: install a CUDA build of it"
+        return [problem for problem in (without_cuda, *(part.problem for part in parts)) if problem]
+
+
+def probe() -> GdsProbe:
+    """Look for all of it. Never raises. Takes about 0.02 s, most of it nvcc's."""
+    toolkit, nvcc = _toolkit()
+    torch = installed_torch()
+    torch_cuda = torch.cuda if torch else None
+    mismatch = ""
+    if toolkit.version and torch_cuda and _minor(toolkit.version) != _minor(torch_cuda):
+        mismatch = (
+            f"the CUDA toolkit is {toolkit.version} and torch was built for {torch_cuda}. async_io uses neither; "
+            f"for other CUDA extensions set CUDA_HOME to a {_minor(torch_cuda)} toolkit"
+        )
+    return GdsProbe(toolkit, nvcc, _cufile_header(toolkit), _cufile_library(toolkit), _nvidia_fs(), torch_cuda, mismatch)
+
+
+def installed_torch() -> Torch | None:
+    """The installed torch, read from its ``version.py`` because importing it takes seconds; None if there is none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        directory = Path(spec.origin).parent
+        text = (directory / "version.py").read_text()
+    except (ImportError, OSError, ValueError):
+        return None
+
+    def value(name: str) -> str | None:
+        found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
+        return found[1] if found else None
+
+    return Torch(str(directory), value("__version__") or "unknown", value("cuda"), value("hip"))
+
+
+def _toolkit() -> tuple[Found, Found]:
+    on_path = shutil.which("nvcc")
+    named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = named + ([Path(on_path).resolve().parent.parent] if on_path else []) + [_DEFAULT_TOOLKIT]
+    with_nvcc = [place for place in places if (place / "bin" / "nvcc").exists()]
+    # An nvcc on PATH may be a script that stands elsewhere than its toolkit; a directory with the headers is the toolkit.
+    home = next((place for place in places if (place in named and place in with_nvcc) or _header_version(place)), None)
+    home = home or next(iter(with_nvcc), None)
+    if home is None:
+        tried = ", ".join(dict.fromkeys(str(place) for place in places))
+        problem = f"no CUDA toolkit (tried CUDA_HOME, CUDA_PATH, nvcc on PATH, {tried}), only gds needs it: set CUDA_HOME"
+        return Found(problem=problem), Found(problem=problem)
+    nvcc = home / "bin" / "nvcc"
+    release, problem = None, ""
+    try:
+        said = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=20, errors="replace").stdout
+        match = re.search(r"release (\d+\.\d+)", said)
+        release = match[1] if match else None
+        problem = "" if match else f"{nvcc} -V printed no release: reinstall the CUDA toolkit"
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = f"{nvcc} could not be run ({error}): install the CUDA toolkit's nvcc, or set CUDA_HOME"
+    return Found(str(home), release or _header_version(home)), Found(str(nvcc), release, problem)
+
+
+def _header_version(home: Path) -> str | None:
+    try:
+        match = re.search(r"#define CUDA_VERSION (\d+)", (home / "include" / "cuda.h").read_text(errors="replace"))
+    except OSError:
+        return None
+    return f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}" if match else None
+
+
+def _cufile_header(toolkit: Found) -> Found:
+    places = [place / "include" for place in _cufile_homes(toolkit)]
+    for place in places:
+        if (place / "cufile.h").is_file():
+            return Found(str(place / "cufile.h"), _wheel_version(place / "cufile.h"))
+    return Found(problem=f"cufile.h was not found ({_tried(places)}): {_cufile_remedy(toolkit)}")
+
+
+def _cufile_library(toolkit: Found) -> Found:
+    places = [home / part for home in _cufile_homes(toolkit) for part in ("lib64", "lib")]
+    places += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64")]
+    for place in places:
+        for file in sorted(place.glob("libcufile.so*")):
+            numbers = re.search(r"\.so\.(\d+\.[\d.]+)$", file.resolve().name)
+            return Found(str(file), numbers[1] if numbers else _wheel_version(file))
+    return Found(problem=f"libcufile.so was not found ({_tried(places)}): {_cufile_remedy(toolkit)}")
+
+
+def _cufile_homes(toolkit: Found) -> Iterator[Path]:
+    """Directories with ``include`` and ``lib``: the toolkit's, then those that NVIDIA's wheels unpack."""
+    if toolkit.path:
+        yield Path(toolkit.path)
+        yield from sorted(Path(toolkit.path, "targets").glob("*"))
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        yield Path(place, "cufile")
+        yield from sorted(Path(place).glob("cu[0-9]*"))
+
+
+def _wheel_version(file: Path) -> str | None:
+    """The version of the ``nvidia-cufile`` wheel that ``file`` came with, if it came with one."""
+    packages = next((parent.parent for parent in file.parents if parent.name == "nvidia"), None)
+    infos = sorted(packages.glob("nvidia_cufile*-*.dist-info")) if packages else []
+    return infos[0].name.removesuffix(".dist-info").rpartition("-")[2] if infos else None
+
+
+def _cufile_remedy(toolkit: Found) -> str:
+    major = (toolkit.version or "").partition(".")[0]
+    return "pip install nvidia-cufile" + (f"-cu{major}" if major == "12" else "")
+
+
+def _nvidia_fs() -> Found:
+    try:
+        text = _NVIDIA_FS.read_text()
+    except OSError:
+        return Found(
+            problem="the nvidia-fs kernel module is not loaded: modprobe nvidia-fs (package nvidia-gds); "
+            "without it cuFile copies through host memory"
+        )
+    match = re.search(r"\d+\.[\d.]*", text)
+    return Found(str(_NVIDIA_FS), match[0] if match else None)
+
+
+def _tried(places: list[Path]) -> str:
+    return "tried " + ", ".join(str(place) for place in places) if places else "no place to look in"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

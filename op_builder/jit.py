@@ -1,0 +1,241 @@
+"""Compile an op with ninja into the cache, once however many processes ask for it, and load it from there.
+
+``<cache>/<op>/<key>/`` holds one build: the extension module and ``build.json``, which records how it was made and its
+digest. The key covers everything that could make two builds differ. A directory under that name is complete: it was
+made under another name and renamed. Whatever else is there is what a killed build left; the next builder removes it,
+which is safe because building happens under the lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import cache
+from .toolchain import Toolchain
+
+_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+_ERROR_LINES = 40  # of the compiler's output that an error message repeats; the rest is nearly always consequence
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what a build produces."""
+
+    name: str  # absolute name of the module
+    sources: tuple[Path, ...]
+    source_hash: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    dependencies: tuple[str, ...]  # what tells versions of foreign headers apart
+    toolchain: Toolchain
+
+    @property
+    def extension(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def key(self) -> str:
+        facts = (
+            self.name, self.source_hash, self.compile_flags, self.link_flags, self.toolchain.identity, _SUFFIX,
+            sys.version, self.dependencies, [str(path) for path in self.sources],
+        )  # fmt: skip
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
+    """The module that ``recipe`` makes: from the cache, or compiled now (blocks; seconds) and then cached.
+
+    Raises RuntimeError, saying what to do, if ninja is missing, the cache cannot be used, the compiler fails or the
+    result does not load; TimeoutError if another process holds the build lock for longer than DEEPNVME_BUILD_TIMEOUT.
+    """
+    home = cache.root() / recipe.extension
+    result = home / recipe.key()
+    try:
+        if (module := _load_published(recipe, result)) is not None:
+            return module
+        timeout = cache.build_timeout()
+        home.mkdir(parents=True, exist_ok=True)
+        with cache.exclusive(home / "lock", timeout):
+            # Another process may have built it while this one waited; a damaged build was reported above and goes.
+            if (module := _load_published(recipe, result, report=False)) is not None:
+                return module
+            for leftover in home.glob("building-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            _build(recipe, result, verbose)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise RuntimeError(
+            f"{recipe.extension} cannot be built in the cache {str(home)!r}: {error}. "
+            "Set TORCH_EXTENSIONS_DIR to a directory that can be written and has 64 MiB free"
+        ) from error
+    return import_extension(recipe.name, result / (recipe.extension + _SUFFIX))
+
+
+def record(recipe: Recipe) -> dict[str, Any] | None:
+    """What ``build.json`` says of the cached build of ``recipe``; None if there is none. Never raises."""
+    try:
+        found = json.loads((cache.root() / recipe.extension / recipe.key() / "build.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def prebuilt(name: str) -> Path | None:
+    """The file of the module that an installation compiled ahead of time under ``name``, or None. Does not import it,
+    but does import its parent package."""
+    parent = name.rpartition(".")[0]
+    try:
+        # Not importlib.util.find_spec, which answers with the module of that name that was loaded from the cache.
+        places = importlib.import_module(parent).__path__ if parent else None
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def ninja() -> str | None:
+    """The path of ninja: of the Python package of that name, or on PATH."""
+    try:
+        package = importlib.import_module("ninja")
+        found = shutil.which("ninja", path=package.BIN_DIR)
+    except (ImportError, AttributeError):
+        found = None
+    return found or shutil.which("ninja")
+
+
+def _load_published(recipe: Recipe, result: Path, report: bool = True) -> ModuleType | None:
+    """The module in ``result``, or None (after a warning) if it is damaged or does not load, or (without) if absent."""
+    library = result / (recipe.extension + _SUFFIX)
+    try:
+        recorded = json.loads((result / "build.json").read_text())
+        # Loading a truncated library would kill the process (SIGBUS) rather than raise.
+        intact = hashlib.sha256(library.read_bytes()).hexdigest() == recorded["sha256"]
+        if intact:
+            return import_extension(recipe.name, library)
+        reason = "its digest is not the one recorded when it was built"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not result.exists():
+            return None
+        reason = str(error)
+    except (ImportError, ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if report:
+        warnings.warn(f"the compiled op {str(library)!r} is damaged ({reason}); it is built again", stacklevel=5)
+    return None
+
+
+def import_extension(name: str, library: Path) -> ModuleType:
+    """The extension module ``library``, imported as ``name``; raises ImportError."""
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
+    if spec is None:
+        raise ImportError(f"no module can be made of {str(library)!r}")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[name] = module  # pickling and introspection look a class's module up there
+    return module
+
+
+def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
+    program = ninja()
+    if program is None:
+        raise RuntimeError(f"{recipe.extension} cannot be built: ninja was not found; pip install ninja")
+    started = time.monotonic()
+    work = Path(tempfile.mkdtemp(prefix="building-", dir=result.parent))
+    try:
+        output = work / "output"
+        output.mkdir()
+        library = output / (recipe.extension + _SUFFIX)
+        (work / "build.ninja").write_text(_build_file(recipe, _write_units(recipe.sources, work), library))
+        command = [program, "-j", str(_jobs()), *(["-v"] if verbose else [])]
+        done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        if verbose:
+            print(done.stdout, end="")
+        if done.returncode != 0:
+            raise RuntimeError(_failure(recipe, done.stdout, work))
+        record = {
+            "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
+            "module": recipe.name,
+            "compiler": recipe.toolchain.version,
+            "compile_flags": recipe.compile_flags,
+            "link_flags": recipe.link_flags,
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        (output / "build.json").write_text(json.dumps(record, indent=1))
+        os.chmod(output, 0o755)
+        if result.exists():
+            os.rename(result, work / "damaged")
+        os.rename(output, result)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _jobs() -> int:
+    text = os.environ.get("MAX_JOBS")
+    if text is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"MAX_JOBS must be a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def _write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
+    """One file for each directory of ``sources``, which includes those: they share the headers that most of the time goes
+    into. For async_io 22 s of processor time instead of 54 s. Names local to a file must therefore differ within a
+    directory."""
+    directories = dict.fromkeys(source.parent for source in sources)
+    units = []
+    for index, directory in enumerate(directories):
+        unit = work / f"{index}-{directory.name}.cpp"
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources if source.parent == directory))
+        units.append(unit)
+    return units
+
+
+def _build_file(recipe: Recipe, units: list[Path], library: Path) -> str:
+    def words(arguments: tuple[str, ...]) -> str:
+        return shlex.join(arguments).replace("$", "$$")
+
+    def path(value: Path) -> str:
+        return str(value).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    compiler = words(recipe.toolchain.command)
+    objects = [unit.with_suffix(".o") for unit in units]
+    lines = [
+        "rule compile",
+        f"  command = {compiler} -c $in -o $out {words(recipe.compile_flags)}",
+        "rule link",
+        f"  command = {compiler} -shared $in -o $out {words(recipe.link_flags)}",
+        *(f"build {path(made)}: compile {path(unit)}" for made, unit in zip(objects, units, strict=True)),
+        f"build {path(library)}: link {' '.join(map(path, objects))}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _failure(recipe: Recipe, output: str, work: Path) -> str:
+    lines = output.splitlines()
+    first = next((index for index, line in enumerate(lines) if line.startswith("FAILED:")), 0)
+    shown = lines[first : first + _ERROR_LINES]
+    if len(lines) > first + _ERROR_LINES:
+        shown.append(f"... ({len(lines) - first - _ERROR_LINES} more lines)")
+    free = shutil.disk_usage(work).free
+    if free < 16 << 20:
+        shown.append(f"Only {free} bytes are free in {str(work.parent)!r}: set TORCH_EXTENSIONS_DIR to another directory")
+    return f"{recipe.extension} could not be compiled with {recipe.toolchain.version}:\n" + "\n".join(shown)

@@ -1,0 +1,50 @@
+"""Whether this kernel lets this process use io_uring and Linux AIO: tried, because a container's seccomp filter may
+refuse what the kernel's settings allow."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+
+from .toolchain import Attempt
+
+_IO_URING_SETUP = 425  # the same on every architecture but alpha
+_IO_SETUP = {"x86_64": (206, 207), "aarch64": (0, 1), "riscv64": (0, 1), "loongarch64": (0, 1), "ppc64le": (227, 228),
+             "s390x": (243, 244)}  # fmt: skip
+
+
+def io_uring() -> Attempt:
+    """Set up a ring of two entries, and drop it. Never raises."""
+    parameters = (ctypes.c_uint8 * 120)()  # struct io_uring_params, all zero
+    result = _syscall("io_uring_setup", _IO_URING_SETUP, ctypes.c_uint(2), parameters)
+    if isinstance(result, Attempt):
+        return result
+    os.close(result)
+    return Attempt(True)
+
+
+def linux_aio() -> Attempt:
+    """Set up a context of one event, and destroy it. Never raises."""
+    if sys.platform == "linux" and platform.machine() not in _IO_SETUP:
+        return Attempt(False, f"io_setup was not tried: its number on {platform.machine()} is not known here")
+    setup, destroy = _IO_SETUP.get(platform.machine(), (0, 0))
+    context = ctypes.c_ulong(0)
+    result = _syscall("io_setup", setup, ctypes.c_uint(1), ctypes.byref(context))
+    if isinstance(result, Attempt):
+        return result
+    _syscall("io_destroy", destroy, context)
+    return Attempt(True)
+
+
+def _syscall(name: str, number: int, *arguments: object) -> int | Attempt:
+    if sys.platform != "linux":
+        return Attempt(False, f"{name} needs Linux, this is {platform.system()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    result: int = libc.syscall(ctypes.c_long(number), *arguments)
+    if result >= 0:
+        return result
+    code = ctypes.get_errno()
+    return Attempt(False, f"{name} failed with {errno.errorcode.get(code, code)} ({os.strerror(code)})")

@@ -1,0 +1,198 @@
+"""The C++20 compiler: which one is used, and whether it compiles and links small programs.
+
+Asking is cheap enough for every load: what succeeded is remembered in the build cache for as long as the compiler, the
+environment and the headers and libraries concerned stay as they were. Failures are asked again, so a package installed
+in the meantime is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cache
+
+_CANDIDATES = ("c++", "g++", "clang++")
+_ENVIRONMENT = (
+    "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS",
+    "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX",
+)  # fmt: skip
+_TIMEOUT = 60.0  # seconds for one probe; generous, because a probe that hangs would otherwise hang the load
+
+_TELLING = re.compile(r"\berror: |\bld(\.\w+)?: ")  # the line of a compiler's or linker's output that says what is wrong
+
+_CXX20_PROGRAM = """
+#include <concepts>
+#include <span>
+#if __cplusplus < 202002L
+#error this is not a C++20 compiler
+#endif
+int main() { std::span<int> nothing; return static_cast<int>(nothing.size()); }
+"""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of trying something: true if it worked, otherwise ``reason`` says why it did not."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A compiler that accepts C++20, with the flags that the user's environment adds to every use of it."""
+
+    command: tuple[str, ...]
+    version: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    include_dirs: tuple[str, ...]
+    library_dirs: tuple[str, ...]
+    identity: str
+    """Digest of everything above, of the environment and of what the compiler says of itself (with ``-march=native``
+    that includes the processor), so that a build made elsewhere is not mistaken for one that runs here."""
+
+    def try_program(self, source: str, libraries: Sequence[str] = (), library_dirs: Sequence[str] = ()) -> Attempt:
+        """Compile and link ``source`` (C++); never raises. Takes 0.05 to 0.3 s."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="deepnvme-probe-") as directory:
+                program = Path(directory, "probe.cpp")
+                program.write_text(source)
+                output = Path(directory, "probe")
+                linking = [*self.link_flags, *(f"-L{path}" for path in library_dirs), *(f"-l{name}" for name in libraries)]
+                compiling = [*self.command, "-std=c++20", *self.compile_flags, str(program), "-o", str(output)]
+                said = _output([*compiling, *linking])
+                if isinstance(said, Attempt):
+                    return said
+                return Attempt(True) if output.exists() else Attempt(False, "the compiler made no program")
+        except OSError as error:
+            return Attempt(False, f"the probe could not be written: {error}")
+
+    def has_library(self, name: str, header: str, expression: str) -> Attempt:
+        """Whether ``header`` is found, and a program that evaluates ``expression`` links with ``-l<name>``."""
+        watched = [Path(place, header) for place in self.include_dirs]
+        watched += [Path(place, f"lib{name}.{kind}") for place in self.library_dirs for kind in ("so", "a")]
+        source = f"#include <{header}>\nint main() {{ return {expression} != 0; }}\n"
+        return self._remembered(source, (name,), watched)
+
+    def _remembered(self, source: str, libraries: tuple[str, ...], watched: Iterable[Path]) -> Attempt:
+        states = [(str(path), _state(path)) for path in watched]
+        key = hashlib.sha256(repr((self.identity, source, libraries, states)).encode()).hexdigest()[:32]
+        if key not in _attempts:
+            memory = cache.root() / "probes" / key
+            if memory.exists():
+                _attempts[key] = Attempt(True)
+            else:
+                _attempts[key] = self.try_program(source, libraries)
+                if _attempts[key]:
+                    _remember(memory)
+        return _attempts[key]
+
+
+_attempts: dict[str, Attempt] = {}
+_found: dict[tuple[str | None, ...], Toolchain] = {}
+
+
+def find() -> Toolchain | Attempt:
+    """The compiler named by CXX, or else the first of c++, g++ and clang++ that accepts C++20; otherwise a failed
+    Attempt that says what was tried. Never raises."""
+    environment = tuple(os.environ.get(name) for name in (*_ENVIRONMENT, "PATH"))
+    if environment in _found:
+        return _found[environment]
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+        compile_flags = [flag for name in ("CPPFLAGS", "CFLAGS", "CXXFLAGS") for flag in _flags(name)]
+        link_flags = _flags("LDFLAGS")
+    except ValueError as error:
+        return Attempt(False, str(error))
+    reasons = []
+    for command in [chosen] if chosen else [[name] for name in _CANDIDATES]:
+        found = _examine(command, compile_flags, link_flags)
+        if isinstance(found, Toolchain):
+            _found[environment] = found
+            return found
+        reasons.append(f"{shlex.join(command)}: {found.reason}")
+    if chosen:
+        return Attempt(False, f"CXX is not a working C++20 compiler ({reasons[0]}); correct or unset CXX")
+    if all(reason.endswith(": not found") for reason in reasons):
+        return Attempt(False, f"no C++20 compiler (tried {', '.join(_CANDIDATES)}); install one, or set CXX")
+    return Attempt(False, f"no C++20 compiler ({'; '.join(reasons)}); install one, or set CXX")
+
+
+def _flags(name: str) -> list[str]:
+    try:
+        return shlex.split(os.environ.get(name, ""))
+    except ValueError as error:
+        raise ValueError(f"{name}={os.environ[name]!r} cannot be split into flags: {error}") from error
+
+
+def _examine(command: list[str], compile_flags: list[str], link_flags: list[str]) -> Toolchain | Attempt:
+    path = shutil.which(command[0])
+    if path is None:
+        return Attempt(False, "not found")
+    said = _output([*command, *compile_flags, "-v", "-E", "-x", "c++", os.devnull])
+    if isinstance(said, Attempt):
+        return said
+    searched = _output([*command, *compile_flags, "-print-search-dirs"])
+    version = re.search(r"^.*\bversion \d.*$", said, re.MULTILINE)
+    includes = re.search(r"#include <\.\.\.>.*?\n(.*?)\nEnd of search list", said, re.DOTALL)
+    libraries = re.search(r"^libraries: =?(.*)$", searched, re.MULTILINE) if isinstance(searched, str) else None
+    library_dirs = [flag[2:] for flag in link_flags if flag.startswith("-L") and len(flag) > 2]
+    library_dirs += os.environ.get("LIBRARY_PATH", "").split(os.pathsep)
+    library_dirs += libraries[1].split(os.pathsep) if libraries else ()
+    facts = (command, _state(Path(path).resolve()), said, searched, compile_flags, link_flags,
+             [os.environ.get(name) for name in _ENVIRONMENT])  # fmt: skip
+    toolchain = Toolchain(
+        command=tuple(command),
+        version=version[0].strip() if version else shlex.join(command),
+        compile_flags=tuple(compile_flags),
+        link_flags=tuple(link_flags),
+        include_dirs=tuple(line.strip() for line in includes[1].splitlines()) if includes else (),
+        library_dirs=tuple(dict.fromkeys(os.path.normpath(place) for place in library_dirs if place)),
+        identity=hashlib.sha256(repr(facts).encode()).hexdigest(),
+    )
+    return toolchain if (attempt := toolchain._remembered(_CXX20_PROGRAM, (), ())) else attempt
+
+
+def _output(command: list[str]) -> str | Attempt:
+    """All that ``command`` prints, or a failed Attempt."""
+    environment = {**os.environ, "LC_ALL": "C"}  # the output is searched for English words
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=environment, timeout=_TIMEOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return Attempt(False, f"{shlex.join(command)} could not be run: {error}")
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Attempt(False, next((line for line in lines if _TELLING.search(line)), lines[-1]))
+    return done.stdout
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _remember(memory: Path) -> None:
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        memory.touch()
+    except OSError:
+        pass  # a cache that cannot be written costs a probe next time; building reports it properly

@@ -1,0 +1,167 @@
+"""What the gds probes find: the CUDA toolkit, cuFile and torch's CUDA, laid out in directories made for the purpose."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepnvme.ops.op_builder import GDSBuilder, cuda
+
+Command = Callable[[str, str], Path]
+
+NVCC = "#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.88'\n"
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No toolkit, no wheels and no driver but those that a test makes."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "commands"))
+    monkeypatch.setattr(cuda, "_DEFAULT_TOOLKIT", tmp_path / "default")
+    monkeypatch.setattr(cuda, "_NVIDIA_FS", tmp_path / "nvidia-fs")
+    for name in ("torch", "nvidia"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Callable[..., Path]:
+    def make(name: str = "default", version: str = "12.4", nvcc: str | None = NVCC, cufile: str | None = None) -> Path:
+        home = tmp_path / name
+        for part in ("bin", "include", "lib64"):
+            (home / part).mkdir(parents=True)
+        major, minor = version.split(".")
+        (home / "include" / "cuda.h").write_text(f"#define CUDA_VERSION {int(major) * 1000 + int(minor) * 10}\n")
+        if nvcc is not None:
+            (home / "bin" / "nvcc").write_text(nvcc.format(version=version))
+            (home / "bin" / "nvcc").chmod(0o755)
+        if cufile is not None:
+            (home / "include" / "cufile.h").touch()
+            (home / "lib64" / f"libcufile.so.{cufile}").touch()
+            (home / "lib64" / "libcufile.so").symlink_to(f"libcufile.so.{cufile}")
+        return home
+
+    return make
+
+
+@pytest.fixture
+def torch_for_cuda(tmp_path: Path) -> Callable[[str | None], None]:
+    def make(version: str | None) -> None:
+        package = tmp_path / "site" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('torch was imported')\n")
+        (package / "version.py").write_text(
+            f"from typing import Optional\n__version__ = '2.6.0'\ncuda: Optional[str] = {version!r}\nhip: Optional[str] = None\n"
+        )
+        importlib.invalidate_caches()
+
+    return make
+
+
+def test_with_nothing_there_each_part_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
+    probe = cuda.probe()
+    assert probe.toolkit.path is None
+    assert str(tmp_path / "default") in probe.toolkit.problem
+    assert "CUDA_HOME" in probe.toolkit.problem
+    assert "pip install nvidia-cufile" in probe.cufile_header.problem
+    assert "libcufile.so was not found (tried " in probe.cufile_library.problem
+    assert "modprobe nvidia-fs" in probe.nvidia_fs.problem
+
+
+@pytest.mark.parametrize("body", ["#!/bin/sh\nexit 1\n", "#!/bin/sh\nkill -9 $$\n", "", "#!/no/such/interpreter\n"])
+def test_an_nvcc_that_does_not_work_leaves_the_headers_version(toolkit: Callable[..., Path], body: str) -> None:
+    toolkit(nvcc=body)
+    probe = cuda.probe()
+    assert probe.toolkit.version == "12.4"
+    assert "nvcc" in probe.nvcc.problem
+
+
+def test_a_runtime_without_nvcc_is_a_toolkit_whose_nvcc_is_missing(toolkit: Callable[..., Path]) -> None:
+    toolkit(nvcc=None)
+    probe = cuda.probe()
+    assert (probe.toolkit.version, probe.toolkit.problem) == ("12.4", "")
+    assert "install the CUDA toolkit's nvcc" in probe.nvcc.problem
+
+
+def test_cuda_home_comes_before_the_default_place(toolkit: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit("default", "12.4")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit("chosen", "13.0")))
+    assert cuda.probe().toolkit.version == "13.0"
+
+
+def test_an_nvcc_script_outside_its_toolkit_does_not_hide_the_toolkit(toolkit: Callable[..., Path], command: Command) -> None:
+    home = toolkit()
+    command("nvcc", f'exec {home}/bin/nvcc "$@"')
+    assert cuda.probe().toolkit.path == str(home)
+
+
+def test_cufile_of_the_toolkit_is_found_with_its_version(toolkit: Callable[..., Path]) -> None:
+    home = toolkit(cufile="1.9.1")
+    probe = cuda.probe()
+    assert probe.cufile_header.path == str(home / "include" / "cufile.h")
+    assert probe.cufile_library.version == "1.9.1"
+
+
+@pytest.mark.parametrize(("home", "wheel"), [("cufile", "nvidia_cufile_cu12-1.11.1.6"), ("cu13", "nvidia_cufile-1.15.0.42")])
+def test_cufile_of_a_wheel_is_found_with_its_version(tmp_path: Path, home: str, wheel: str) -> None:
+    place = tmp_path / "site" / "nvidia" / home
+    (place / "include").mkdir(parents=True)
+    (place / "lib").mkdir()
+    (place / "include" / "cufile.h").touch()
+    (place / "lib" / "libcufile.so.0").touch()
+    (tmp_path / "site" / f"{wheel}.dist-info").mkdir()
+    importlib.invalidate_caches()
+    probe = cuda.probe()
+    assert probe.cufile_header.path == str(place / "include" / "cufile.h")
+    assert probe.cufile_library.path == str(place / "lib" / "libcufile.so.0")
+    assert probe.cufile_library.version == wheel.rpartition("-")[2]
+
+
+def test_a_toolkit_that_differs_from_torchs_is_a_note_and_stops_nothing(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None]
+) -> None:
+    toolkit(version="13.0")
+    torch_for_cuda("12.4")
+    probe = cuda.probe()
+    assert "toolkit is 13.0 and torch was built for 12.4" in probe.mismatch
+    assert not any("13.0" in problem for problem in probe.problems())
+
+
+def test_a_toolkit_that_is_torchs_raises_no_note(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None]
+) -> None:
+    toolkit(version="12.4")
+    torch_for_cuda("12.4")
+    assert cuda.probe().mismatch == ""
+
+
+def test_torchs_version_is_read_without_importing_it(torch_for_cuda: Callable[[str | None], None]) -> None:
+    torch_for_cuda(None)
+    torch = cuda.installed_torch()
+    assert torch is not None
+    assert (torch.version, torch.cuda, torch.hip) == ("2.6.0", None, None)
+
+
+def test_with_everything_there_no_problem_is_left(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None], tmp_path: Path
+) -> None:
+    toolkit(cufile="1.9.1")
+    torch_for_cuda("12.4")
+    (tmp_path / "nvidia-fs").write_text("version: 2.22.3\n")
+    probe = cuda.probe()
+    assert probe.problems() == []
+    assert probe.nvidia_fs.version == "2.22.3"
+
+
+def test_the_op_says_that_it_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    builder = GDSBuilder()
+    assert not builder.is_compatible(verbose=True)
+    assert "not part of this version yet" in capsys.readouterr().out
+    for load in (builder.load, builder.jit_load):
+        with pytest.raises(RuntimeError, match="gds is not part of this version yet"):
+            load()

@@ -1,0 +1,318 @@
+"""Builds at first use: once, in a cache that survives what happens to it. A stand-in of ten lines is built for speed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepnvme.ops.op_builder import cache as build_cache
+from deepnvme.ops.op_builder import jit
+
+from .conftest import STANDIN, StandinBuilder
+
+Elsewhere = Callable[..., "subprocess.Popen[str]"]
+Command = Callable[[str, str], Path]
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out.strip() + err
+
+
+def published(cache: Path) -> list[Path]:
+    return sorted((cache / "standin_op").glob("*/*.so"))
+
+
+@pytest.fixture
+def logging_compiler(command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compiles, and writes one line for each source to the file returned. While "slow" lies beside it, takes a minute."""
+    log = tmp_path / "compiled"
+    script = command(
+        "logging-c++",
+        f"""
+        case " $* " in *" -c "*)
+            echo compiled >> {log}
+            [ -e {tmp_path}/slow ] && sleep 60
+        esac
+        exec {compiler} "$@"
+        """,
+    )
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+# Failures
+
+
+def test_an_error_in_the_source_shows_the_command_and_the_compilers_words(standin: StandinBuilder) -> None:
+    standin.files[0].write_text("int broken( {\n")
+    with pytest.raises(RuntimeError, match=r"(?s)standin_op could not be compiled with .*-std=c\+\+20.*error:"):
+        standin.load()
+
+
+def test_a_failed_build_leaves_nothing_in_the_cache(standin: StandinBuilder, cache: Path) -> None:
+    standin.files[0].write_text("int broken( {\n")
+    with pytest.raises(RuntimeError):
+        standin.load()
+    assert [path.name for path in (cache / "standin_op").iterdir()] == ["lock"]
+
+
+def test_a_failed_build_can_be_tried_again_in_the_same_process(standin: StandinBuilder) -> None:
+    standin.files[0].write_text("int broken( {\n")
+    with pytest.raises(RuntimeError):
+        standin.load()
+    standin.files[0].write_text(STANDIN)
+    assert standin.load().value == 1
+
+
+@pytest.mark.parametrize("place", ["/proc/deepnvme", "a-file"])
+def test_a_cache_that_cannot_be_written_says_which_variable_to_set(
+    standin: StandinBuilder, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / place))
+    with pytest.raises(RuntimeError, match=r"cannot be built in the cache .*Set TORCH_EXTENSIONS_DIR"):
+        standin.load()
+
+
+@pytest.mark.root
+def test_a_full_disk_is_named_as_the_reason(standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small filesystem")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", small], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(small))
+        with pytest.raises(RuntimeError, match=r"(?s)(No space left|bytes are free).*TORCH_EXTENSIONS_DIR"):
+            standin.load()
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_without_ninja_the_error_says_how_to_install_it(standin: StandinBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None if name == "ninja" else f"/usr/bin/{name}")
+    assert standin.is_compatible()  # pip's isolated environment compiles ahead of time without ninja
+    with pytest.raises(RuntimeError, match="pip install ninja"):
+        standin.load()
+
+
+def test_ninja_is_found_without_being_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ninja")
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = jit.ninja()
+    assert found is not None
+    assert os.access(found, os.X_OK)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a library", None])
+def test_a_damaged_module_in_the_cache_is_reported_and_built_again(
+    standin: StandinBuilder, elsewhere: Elsewhere, cache: Path, damage: bytes | None
+) -> None:
+    finish(elsewhere())
+    (library,) = published(cache)
+    library.write_bytes(library.read_bytes()[:5000] if damage is None else damage)
+    with pytest.warns(UserWarning, match="is damaged .*; it is built again"):
+        assert standin.load().value == 1
+    assert "Warning" not in finish(elsewhere())
+
+
+def test_a_module_that_does_not_import_is_built_once_more_and_then_the_error_is_raised(standin: StandinBuilder) -> None:
+    standin.files[0].write_text('extern "C" int no_module() { return 0; }\n')
+    with pytest.raises(ImportError, match="PyInit_standin_op"):
+        standin.load()
+    with pytest.warns(UserWarning, match="PyInit_standin_op"), pytest.raises(ImportError):
+        standin.load()
+
+
+def test_a_missing_record_counts_as_damage(standin: StandinBuilder, elsewhere: Elsewhere, cache: Path) -> None:
+    finish(elsewhere())
+    published(cache)[0].with_name("build.json").unlink()
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert standin.load().value == 1
+
+
+def test_a_build_killed_halfway_leaves_nothing_that_the_next_one_mistakes_or_keeps(
+    elsewhere: Elsewhere, logging_compiler: Path, tmp_path: Path, cache: Path
+) -> None:
+    (tmp_path / "slow").touch()
+    victim = elsewhere()
+    while not logging_compiler.exists():
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.02)
+    victim.kill()
+    victim.wait()
+    try:
+        assert published(cache) == []
+        assert len(list((cache / "standin_op").glob("building-*"))) == 1
+        (tmp_path / "slow").unlink()
+        assert finish(elsewhere()) == "1"
+        assert len(published(cache)) == 1
+        assert list((cache / "standin_op").glob("building-*")) == []
+    finally:
+        os.killpg(victim.pid, signal.SIGKILL)  # ninja and the sleeping compiler outlive their builder
+        victim.communicate()
+
+
+def test_waiting_for_another_build_ends_with_the_name_of_who_holds_the_lock(
+    standin: StandinBuilder, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPNVME_BUILD_TIMEOUT", "0.2")
+    (cache / "standin_op").mkdir(parents=True)
+    with (
+        build_cache.exclusive(cache / "standin_op" / "lock", timeout=0),
+        pytest.raises(TimeoutError, match=rf"process {os.getpid()} on {socket.gethostname()}.*DEEPNVME_BUILD_TIMEOUT"),
+    ):
+        standin.load()
+    assert standin.load().value == 1
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(
+    standin: StandinBuilder, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPNVME_BUILD_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"DEEPNVME_BUILD_TIMEOUT must be a number of seconds, 0 or more, got '{text}'"):
+        standin.load()
+
+
+@pytest.mark.parametrize("text", ["0", "two", ""])
+def test_a_number_of_jobs_below_one_is_refused(standin: StandinBuilder, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", text)
+    with pytest.raises(ValueError, match=f"MAX_JOBS must be a whole number, 1 or more, got '{text}'"):
+        standin.load()
+
+
+# One build
+
+
+def test_processes_that_start_together_build_once(elsewhere: Elsewhere, logging_compiler: Path) -> None:
+    assert [finish(process) for process in [elsewhere() for _ in range(4)]] == ["1"] * 4
+    assert logging_compiler.read_text().splitlines() == ["compiled"]
+
+
+def test_threads_of_a_process_get_the_same_module(standin: StandinBuilder, logging_compiler: Path) -> None:
+    modules: list[object] = []
+    threads = [threading.Thread(target=lambda: modules.append(standin.load())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(modules) == 4
+    assert len(set(map(id, modules))) == 1
+    assert logging_compiler.read_text().splitlines() == ["compiled"]
+
+
+def test_a_module_in_a_cache_that_became_read_only_is_still_loaded(elsewhere: Elsewhere, cache: Path) -> None:
+    finish(elsewhere())
+    lock = cache / "standin_op" / "lock"
+    lock.unlink()
+    lock.mkdir()  # cannot be opened for writing, even by root
+    assert finish(elsewhere()) == "1"
+
+
+# What a build depends on
+
+
+def test_a_changed_source_is_built_again(standin: StandinBuilder, elsewhere: Elsewhere, cache: Path) -> None:
+    assert finish(elsewhere()) == "1"
+    standin.files[0].write_text(STANDIN.replace("STANDIN_VALUE 1", "STANDIN_VALUE 2"))
+    assert finish(elsewhere()) == "2"
+    assert len(published(cache)) == 2
+
+
+@pytest.mark.parametrize("variable", ["CFLAGS", "CXXFLAGS", "CPPFLAGS"])
+def test_compiler_flags_of_the_environment_reach_the_compiler_and_make_another_build(
+    elsewhere: Elsewhere, cache: Path, variable: str
+) -> None:
+    assert finish(elsewhere(**{variable: "-DSTANDIN_VALUE=7 '-DA_STRING=\"with a space and a $dollar\"'"})) == "7"
+    assert finish(elsewhere()) == "1"
+    assert len(published(cache)) == 2
+
+
+def test_linker_flags_of_the_environment_reach_the_linker(standin: StandinBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert standin.is_compatible()
+    monkeypatch.setenv("LDFLAGS", "-Wl,--no-such-option")
+    with pytest.raises(RuntimeError, match="no-such-option"):
+        standin.load()
+
+
+def test_another_compiler_makes_another_build(elsewhere: Elsewhere, command: Command, compiler: str, cache: Path) -> None:
+    assert finish(elsewhere()) == "1"
+    assert finish(elsewhere(CXX=str(command("other-c++", f'exec {compiler} "$@" -DSTANDIN_VALUE=3')))) == "3"
+    assert len(published(cache)) == 2
+
+
+def test_a_compiler_command_may_have_arguments(elsewhere: Elsewhere, compiler: str) -> None:
+    assert finish(elsewhere(CXX=f"{compiler} -DSTANDIN_VALUE=4")) == "4"
+
+
+def test_paths_with_spaces_dollars_and_colons_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "a $strange: place"
+    directory.mkdir()
+    (directory / "stand in.cpp").write_text(STANDIN)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+    assert StandinBuilder(directory / "stand in.cpp").load().value == 1
+
+
+def test_sources_of_the_same_name_in_two_directories_are_both_built(standin: StandinBuilder, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "standin.cpp"
+    other.parent.mkdir()
+    other.write_text("int other_function() { return 5; }\n")
+    standin.files[0].write_text("int other_function();\n" + STANDIN.replace("STANDIN_VALUE)", "other_function())"))
+    assert StandinBuilder(standin.files[0], other).load().value == 5
+
+
+def test_no_more_compilers_run_at_once_than_max_jobs_allows(
+    standin: StandinBuilder, command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+        case " $* " in *" -c "*)
+            mkdir {tmp_path}/busy || touch {tmp_path}/overlapped
+            sleep 0.2
+            rmdir {tmp_path}/busy
+        esac
+        exec {compiler} "$@"
+        """
+    extra = tmp_path / "another directory" / "extra.cpp"  # a directory's files are compiled as one
+    extra.parent.mkdir()
+    extra.write_text("int unused() { return 0; }\n")
+    monkeypatch.setenv("CXX", str(command("counting-c++", script)))
+    monkeypatch.setenv("MAX_JOBS", "1")
+    StandinBuilder(standin.files[0], extra).load()
+    assert not (tmp_path / "overlapped").exists()
+
+
+def test_the_cache_is_in_the_users_cache_directory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build_cache.root() == tmp_path / "extensions" / "deepnvme"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build_cache.root() == tmp_path / "xdg" / "deepnvme"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build_cache.root() == tmp_path / ".cache" / "deepnvme"
+
+
+def test_verbose_prints_the_commands_and_the_time(standin: StandinBuilder, capsys: pytest.CaptureFixture[str]) -> None:
+    standin.jit_load(verbose=True)
+    printed = capsys.readouterr().out
+    assert "-std=c++20" in printed
+    assert "Time to load standin op" in printed
+
+
+def test_silent_is_silent(standin: StandinBuilder, capfd: pytest.CaptureFixture[str]) -> None:
+    standin.load()
+    assert capfd.readouterr() == ("", "")

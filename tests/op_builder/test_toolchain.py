@@ -1,0 +1,138 @@
+"""Which compiler is taken, and what is said when none will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepnvme.ops.op_builder import toolchain
+from deepnvme.ops.op_builder.toolchain import Attempt, Toolchain
+
+from .conftest import StandinBuilder
+
+Command = Callable[[str, str], Path]
+
+TOO_OLD = """echo "c++: error: unrecognized command-line option '-std=c++20'" >&2; exit 1"""
+
+
+def found() -> Toolchain:
+    toolchain_or_not = toolchain.find()
+    assert isinstance(toolchain_or_not, Toolchain)
+    return toolchain_or_not
+
+
+def test_without_a_compiler_the_error_lists_what_was_tried(
+    standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = r"standin cannot be built: no C\+\+20 compiler \(tried c\+\+, g\+\+, clang\+\+\); install one, or set CXX"
+    with pytest.raises(RuntimeError, match=wanted):
+        standin.load()
+
+
+@pytest.mark.parametrize("chosen", ["no-such-compiler", "false", "/", "'unbalanced", "echo"])
+def test_a_wrong_cxx_is_named_and_nothing_else_is_taken_in_its_place(
+    standin: StandinBuilder, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", chosen)
+    assert not standin.is_compatible()
+    with pytest.raises(RuntimeError, match=r"CXX|quotation"):
+        standin.load()
+
+
+def test_flags_that_cannot_be_split_are_quoted_in_the_error(standin: StandinBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CFLAGS", '-DNAME="open')
+    with pytest.raises(RuntimeError, match="CFLAGS='-DNAME=\"open' cannot be split"):
+        standin.load()
+
+
+def test_a_compiler_without_cxx20_is_passed_over(command: Command, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    directory = command("c++", TOO_OLD).parent
+    command("g++", f'PATH=/usr/bin:/bin exec {compiler} "$@"')
+    monkeypatch.setenv("PATH", str(directory))
+    assert found().command == ("g++",)
+
+
+def test_when_every_compiler_is_too_old_each_ones_reason_is_given(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(command("c++", TOO_OLD).parent))
+    attempt = toolchain.find()
+    assert isinstance(attempt, Attempt)
+    assert "c++: c++: error: unrecognized" in attempt.reason
+    assert "g++: not found" in attempt.reason
+
+
+def test_a_compiler_installed_later_is_noticed_in_the_same_process(
+    command: Command, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = command("unrelated", "").parent
+    monkeypatch.setenv("PATH", str(directory))
+    assert isinstance(toolchain.find(), Attempt)
+    command("g++", f'PATH=/usr/bin:/bin exec {compiler} "$@"')
+    assert found().command == ("g++",)
+
+
+def test_an_upgraded_compiler_is_another_one(command: Command, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = command("upgraded-c++", f'exec {compiler} "$@"')
+    monkeypatch.setenv("CXX", str(script))
+    before = found().identity
+    script.write_text(script.read_text() + "# upgraded\n")
+    toolchain._found.clear()  # as in another process
+    assert found().identity != before
+
+
+def test_a_header_that_appears_later_is_noticed(hide_header: Callable[[str], Path]) -> None:
+    directory = hide_header("standin.h")
+    assert not found().has_library("m", "standin.h", "STANDIN")
+    (directory / "standin.h").write_text("#define STANDIN 1\n")
+    assert found().has_library("m", "standin.h", "STANDIN")
+
+
+def test_a_header_that_is_removed_later_is_noticed(hide_header: Callable[[str], Path]) -> None:
+    directory = hide_header("standin.h")
+    (directory / "standin.h").write_text("#define STANDIN 1\n")
+    assert found().has_library("m", "standin.h", "STANDIN")
+    (directory / "standin.h").unlink()
+    assert not found().has_library("m", "standin.h", "STANDIN")
+
+
+def test_what_succeeded_is_not_tried_again_by_the_next_process(
+    command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "probes"
+    logging = command("logging-c++", f'case "$*" in *probe.cpp*) echo probe >> {log};; esac\nexec {compiler} "$@"')
+    monkeypatch.setenv("CXX", str(logging))
+    for _ in range(2):
+        assert found().has_library("m", "math.h", "1")
+        toolchain._found.clear()  # as in another process
+        toolchain._attempts.clear()
+    assert log.read_text().splitlines() == ["probe", "probe"]  # C++20 and the library, once each
+
+
+def test_a_library_that_is_missing_is_named_in_the_reason() -> None:
+    attempt = found().has_library("no_such_library", "math.h", "1")
+    assert not attempt
+    assert "no_such_library" in attempt.reason
+
+
+def test_has_function_tells_a_function_that_links_from_one_that_does_not(
+    standin: StandinBuilder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert standin.has_function("cos", ("m",))
+    assert not standin.has_function("no_such_function", ("m",), library_dirs=("/nowhere",), verbose=True)
+    assert "no_such_function was not found in m" in capsys.readouterr().out
+
+
+def test_has_function_never_raises(standin: StandinBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not standin.has_function("cos", ("m",), verbose=True)
+
+
+def test_command_exists_takes_either_of_two(standin: StandinBuilder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert standin.command_exists("no-such-command|sh")
+    assert capsys.readouterr().out == ""
+    assert not standin.command_exists("no-such-command")
+    assert "[WARNING]" in capsys.readouterr().out
+    assert standin.error_log is not None
+    assert "'no-such-command'" in standin.error_log

@@ -1,0 +1,220 @@
+"""What is shipped: wheels, sdists, editable installs and ops compiled ahead of time.
+
+A copy of the repository is built by calling its build backend as pip does; the engine in it is replaced by a few lines of
+C++ where something is compiled, because it is not the engine that is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pybind11
+import pytest
+
+from .op_builder.conftest import REPOSITORY, STANDIN
+
+ENGINE = '#include "value.h"\n' + STANDIN
+
+# Prints where the builder and the op come from, and what the op's value is. Without importing the rest of the package.
+LOAD = """
+import sys, types
+package = types.ModuleType("deepnvme"); package.__path__ = [sys.argv[1]]; sys.modules["deepnvme"] = package
+from deepnvme.ops.op_builder import AsyncIOBuilder
+import deepnvme.ops.op_builder
+op = AsyncIOBuilder().load()
+print(deepnvme.ops.op_builder.__file__, op.__file__, op.value, sep="\\n")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the repository holds."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout, to know what belongs to it")
+    copy = tmp_path / "checkout"
+    for name in listed.stdout.splitlines():
+        if (REPOSITORY / name).is_file() or (REPOSITORY / name).is_symlink():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture
+def small_engine(checkout: Path) -> Path:
+    """A checkout whose engine is a constant."""
+    shutil.rmtree(checkout / "csrc")
+    (checkout / "csrc" / "bindings").mkdir(parents=True)
+    (checkout / "csrc" / "bindings" / "async_io.cpp").write_text(ENGINE)
+    (checkout / "csrc" / "value.h").write_text("#define STANDIN_VALUE 1\n")
+    return checkout
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in ("DS_BUILD_OPS", "DS_BUILD_AIO", "DS_BUILD_GDS", "DS_BUILD_UTILS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def build(kind: str, source: Path, destination: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call the hook that pip calls: build_wheel, build_sdist or build_editable."""
+    destination.mkdir(exist_ok=True)
+    program = f"from setuptools.build_meta import build_{kind} as build; print('made', build({str(destination)!r}))"
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=source,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def built(kind: str, source: Path, destination: Path, **environment: str) -> Path:
+    done = build(kind, source, destination, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return destination / re.findall(r"^made (.*)$", done.stdout, re.MULTILINE)[-1]
+
+
+def unpack(wheel: Path, destination: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(destination)
+    return destination
+
+
+def load(installed: Path, package: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Load async_io from an installation, in another process that stands elsewhere and knows no other installation."""
+    libraries = str(Path(pybind11.__file__).parents[1])
+    program = f"import site, sys; sys.path.append({libraries!r}); site.addsitedir({str(installed)!r})\n{LOAD}"
+    return subprocess.run(
+        [sys.executable, "-S", "-W", "always", "-c", program, str(package or installed / "deepnvme")],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("DS_BUILD_GDS", "1", "DS_BUILD_GDS=1, but gds is not part of this version yet"),
+        ("DS_BUILD_OPS", "yes", "DS_BUILD_OPS must be 0 or 1, got 'yes'"),
+    ],
+)
+def test_an_op_that_cannot_be_built_ahead_of_time_fails_the_install_with_the_reason(
+    small_engine: Path, tmp_path: Path, variable: str, value: str, message: str
+) -> None:
+    done = build("wheel", small_engine, tmp_path / "wheels", **{variable: value})
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
+
+
+def test_asking_for_the_op_without_a_compiler_fails_the_install_with_the_reason(small_engine: Path, tmp_path: Path) -> None:
+    done = build("wheel", small_engine, tmp_path / "wheels", DS_BUILD_AIO="1", CXX="no-such-compiler")
+    assert done.returncode != 0
+    assert "DS_BUILD_AIO=1, but async_io cannot be built" in done.stdout + done.stderr
+
+
+def test_all_ops_means_those_that_can_be_built(small_engine: Path, tmp_path: Path) -> None:
+    wheel = built("wheel", small_engine, tmp_path / "wheels", DS_BUILD_OPS="1", CXX="no-such-compiler")
+    assert not any(name.endswith(".so") for name in contents(wheel))
+
+
+# Contents
+
+
+def test_the_wheel_holds_the_package_the_builder_and_the_engines_sources(checkout: Path, tmp_path: Path) -> None:
+    wheel = built("wheel", checkout, tmp_path / "wheels")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = contents(wheel)
+    shipped = {name for name in names if name.startswith("deepnvme/")}
+    sources = {path.relative_to(checkout).as_posix() for kind in ("*.cpp", "*.h") for path in (checkout / "csrc").rglob(kind)}
+    assert {f"deepnvme/ops/{source}" for source in sources} <= shipped
+    assert {f"deepnvme/ops/op_builder/{path.name}" for path in (checkout / "op_builder").glob("*.py")} <= shipped
+    assert {"deepnvme/py.typed", "deepnvme/report.py", "deepnvme/ops/aio/async_io_op.pyi"} <= shipped
+    assert all(name.startswith("deepnvme") for name in names)
+    assert any(name.endswith(".data/scripts/ds_report") for name in names)
+
+
+def test_the_sdist_builds_the_same_wheel(checkout: Path, tmp_path: Path) -> None:
+    from_checkout = built("wheel", checkout, tmp_path / "wheels")
+    with tarfile.open(built("sdist", checkout, tmp_path / "sdists")) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile"} <= {path.name for path in unpacked.iterdir()}
+    assert contents(built("wheel", unpacked, tmp_path / "again")) == contents(from_checkout)
+
+
+# Installations
+
+
+def test_an_installed_wheel_compiles_the_op_at_first_use(small_engine: Path, tmp_path: Path) -> None:
+    installed = unpack(built("wheel", small_engine, tmp_path / "wheels"), tmp_path / "installed")
+    done = load(installed)
+    assert done.returncode == 0, done.stderr
+    builder, op, value = done.stdout.splitlines()
+    assert builder == str(installed / "deepnvme" / "ops" / "op_builder" / "__init__.py")
+    assert op.startswith(str(tmp_path / "extensions"))
+    assert value == "1"
+
+
+@pytest.mark.parametrize("symlinks", [True, False], ids=["symlinks", "no symlinks"])
+def test_an_editable_install_finds_the_builder_in_the_checkout(small_engine: Path, tmp_path: Path, symlinks: bool) -> None:
+    """The link in deepnvme/ops serves tools that know no import hooks; where git makes none, the install's hook does."""
+    if not symlinks:
+        (small_engine / "deepnvme" / "ops" / "op_builder").unlink()
+    installed = unpack(built("editable", small_engine, tmp_path / "wheels"), tmp_path / "installed")
+    done = load(installed, small_engine / "deepnvme")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[0]).resolve() == small_engine / "op_builder" / "__init__.py"
+
+
+@pytest.mark.parametrize("variable", ["DS_BUILD_AIO", "DS_BUILD_OPS"])
+def test_an_op_compiled_ahead_of_time_is_loaded_without_a_compiler(
+    small_engine: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = built("wheel", small_engine, tmp_path / "wheels", **{variable: "1"}, CFLAGS="-DFROM_CFLAGS=1")
+    assert "none-any" not in wheel.name
+    installed = unpack(wheel, tmp_path / "installed")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = load(installed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith(str(installed / "deepnvme" / "ops" / "aio" / "async_io_op"))
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["other sources", "no library"])
+def test_a_prebuilt_op_that_does_not_match_is_compiled_again_saying_why(small_engine: Path, tmp_path: Path, damage: str) -> None:
+    installed = unpack(built("wheel", small_engine, tmp_path / "wheels", DS_BUILD_AIO="1"), tmp_path / "installed")
+    (library,) = (installed / "deepnvme" / "ops" / "aio").glob("*.so")
+    if damage == "other sources":
+        (installed / "deepnvme" / "ops" / "csrc" / "value.h").write_text("#define STANDIN_VALUE 2\n")
+        expected, reason = "2", "was compiled from other sources"
+    else:  # what the loader refuses although the sources' digest is in it
+        library.write_bytes(re.sub(rb"^.{4}", b"JUNK", library.read_bytes(), flags=re.DOTALL))
+        expected, reason = "1", "invalid ELF header"
+    done = load(installed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2] == expected
+    assert "the prebuilt async_io op is not used" in done.stderr
+    assert reason in done.stderr
