@@ -52,6 +52,19 @@ bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
+// An open file, or else the path of one.
+std::pair<std::shared_ptr<File>, std::string> file_or_path(py::handle target) {
+    if (!PyUnicode_Check(target.ptr())) {
+        py::detail::make_caster<OpenFile> open;
+        if (open.load(target, false)) {
+            const auto& file = static_cast<OpenFile&>(open);
+            file.get();
+            return {file.file, {}};
+        }
+    }
+    return {nullptr, path_of(target)};
+}
+
 constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 
 // Engines to be drained before the interpreter takes their tensors away.
@@ -180,15 +193,7 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
                                            bool validate) {
     engine_->check_usable();
     TensorMemory memory = memory_of(tensor, direction);
-    std::shared_ptr<File> file;
-    std::string path;
-    if (py::isinstance<OpenFile>(target)) {
-        const auto& open = target.cast<const OpenFile&>();
-        open.get();
-        file = open.file;
-    } else {
-        path = path_of(target);
-    }
+    const auto [file, path] = file_or_path(target);
     std::shared_ptr<Request> request;
     {
         py::gil_scoped_release release;
@@ -197,7 +202,7 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
         else
             request = file ? engine_->write(memory.data, memory.nbytes, file, offset) : engine_->write(memory.data, memory.nbytes, path, offset);
     }
-    return remember({std::move(request), std::move(memory.owner), std::move(path), validate});
+    return remember({std::move(request), std::move(memory.owner), path, validate});
 }
 
 std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
@@ -213,16 +218,11 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
+    const auto [file, path] = file_or_path(target);
     std::shared_ptr<Request> request;
-    if (py::isinstance<OpenFile>(target)) {
-        const auto& open = target.cast<const OpenFile&>();
-        open.get();
+    {
         py::gil_scoped_release release;
-        request = engine_->sync(open.file);
-    } else {
-        const std::string path = path_of(target);
-        py::gil_scoped_release release;
-        request = engine_->sync(path);
+        request = file ? engine_->sync(file) : engine_->sync(path);
     }
     return remember({std::move(request), py::none(), "", false});
 }

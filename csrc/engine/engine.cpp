@@ -133,8 +133,7 @@ bool Engine::usable_here() const noexcept { return generation_ == process_genera
 void Engine::check_usable() const {
     if (!usable_here())
         throw std::runtime_error("this engine belongs to the parent process: its threads do not survive a fork; make a new one in the child");
-    std::lock_guard lock(mutex_);
-    if (closed_) throw std::invalid_argument("the engine is closed");
+    if (closed()) throw std::invalid_argument("the engine is closed");
 }
 
 std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset) {
@@ -199,7 +198,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     bool startable = true;
     {
         std::lock_guard lock(mutex_);
-        if (closed_) {
+        if (closed()) {
             request->self_.reset();
             throw std::invalid_argument("the engine is closed");
         }
@@ -275,11 +274,6 @@ void Engine::end_workers() {
     }
     queue_.stop();
     for (const auto& worker : workers) worker->join();
-}
-
-bool Engine::closed() const {
-    std::lock_guard lock(mutex_);
-    return closed_;
 }
 
 Statistics Engine::statistics() const {

@@ -1,6 +1,7 @@
 // Transfers between memory and files, asynchronously: what the bindings, and any C++ caller, use.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -51,7 +52,7 @@ public:
 
     // Wait for every request, then end the workers. Idempotent.
     void close();
-    bool closed() const;
+    bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
     // False in a child forked from the process that made the engine: its workers did not come along.
     bool usable_here() const noexcept;
@@ -86,7 +87,7 @@ private:
 
     mutable std::mutex mutex_;  // guards everything up to queue_
     std::condition_variable idle_;
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};  // set under the mutex, so that nothing is submitted after close() has looked
     std::uint64_t under_way_ = 0;
     std::uint64_t writes_under_way_ = 0;
     std::uint64_t epoch_ = 0;  // fsyncs so far
