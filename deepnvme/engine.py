@@ -108,8 +108,8 @@ class Engine:
     1 to 4096, filled across requests. ``num_threads``: workers, 1 to 256; one saturates most drives, more share the copying of
     misaligned tensors. ``single_submit``: one system call for each block.
 
-    Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most queue_depth x block_size per worker, and
-    64 MiB in all.
+    Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most 8 MiB per worker, never more than
+    queue_depth x block_size, and 64 MiB in all.
 
     The op is compiled on first use where it was not installed ready-made. Raises ValueError for a setting out of range, OSError
     with the kernel's errno for a backend that it refuses, RuntimeError for one that was compiled out or an op that cannot be
@@ -120,7 +120,7 @@ class Engine:
         self,
         backend: Backend = "auto",
         block_size: int = 1048576,
-        queue_depth: int = 32,
+        queue_depth: int = 128,
         num_threads: int = 1,
         single_submit: bool = False,
     ) -> None:

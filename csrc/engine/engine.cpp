@@ -14,10 +14,11 @@ namespace deepnvme {
 
 namespace {
 
-// The default staging takes no more than this in all; one slot is enough to make progress, and a slot larger than this gains
-// nothing.
-constexpr std::uint64_t kStagingBudget = 64ull << 20;
+// Staging is as small as keeps a drive busy, because what stays in the processor's cache between the drive and the copy is faster:
+// reads through 8 slots of 1 MiB ran at 0.95 of those in place, through 32 at 0.79.
 constexpr std::uint64_t kStagingSlot = 1ull << 20;
+constexpr std::uint64_t kStagingPerWorker = 8ull << 20;
+constexpr std::uint64_t kStagingInAll = 64ull << 20;
 
 void require(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
     if (value >= least && value <= most) return;
@@ -105,12 +106,13 @@ Engine::Engine(EngineOptions options, std::string name, BackendFactory make_back
 Engine::~Engine() { close(); }
 
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
-    const std::uint64_t share = kStagingBudget / static_cast<std::uint64_t>(options_.num_threads) / limits_.staging_size;
+    const std::uint64_t share = std::min(kStagingPerWorker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads));
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
     worker.single_submit = options_.single_submit;
     worker.staging_size = limits_.staging_size;
-    worker.staging_slots = std::clamp<std::uint32_t>(static_cast<std::uint32_t>(share), 1, worker.queue_depth);
+    worker.staging_slots = std::clamp(static_cast<std::uint32_t>(share / limits_.staging_size), 1u, worker.queue_depth);
+    worker.page_size = limits_.page_size;
     const WorkerEvents events{[this](Request& request) { ended(request); },
                               [this](File& file, const std::string& reason) {
                                   file.refuse_direct(reason);

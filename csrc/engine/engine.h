@@ -22,7 +22,7 @@ namespace deepnvme {
 struct EngineOptions {
     std::string backend = "auto";          // or a name of backend_choices()
     std::int64_t block_size = 1 << 20;     // bytes, [512, 1 GiB]
-    std::int64_t queue_depth = 32;         // blocks under way per worker, [1, 4096]
+    std::int64_t queue_depth = 128;        // blocks under way per worker, [1, 4096]
     std::int64_t num_threads = 1;          // workers, [1, 256]
     bool single_submit = false;            // one system call a block
 };

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <future>
 
+#include "core/copy.h"
+
 namespace deepnvme {
 
 namespace {
@@ -36,7 +38,7 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
       events_(std::move(events)),
       slots_(options.queue_depth),
       completions_(options.queue_depth),
-      staging_(options.staging_size, options.staging_slots) {
+      staging_(options.staging_size, options.staging_slots, options.page_size) {
     for (std::uint32_t i = options.queue_depth; i-- > 0;) {
         slots_[i].index = i;
         free_.push_back(&slots_[i]);
@@ -115,7 +117,7 @@ bool Worker::prepare(const Block& block) {
         fd = request.kind == Request::Kind::sync ? file.any_descriptor()
              : block.route == Route::buffered    ? file.buffered()
                                                  : file.direct();
-        if (block.route == Route::staged && !(staging = staging_.lease())) return false;
+        if (block.route == Route::staged && !(staging = staging_.lease(block.length))) return false;
     } catch (const IoError& error) {
         request.fail(error);
         end_block(request);
@@ -203,7 +205,7 @@ void Worker::complete(Slot& slot, std::int64_t result) {
         return aligned ? retry(slot) : go_buffered(slot);
     }
     counters_.blocks.add(1);
-    if (slot.staging && slot.kind == Operation::Kind::read) std::memcpy(slot.caller_memory, slot.staging, slot.block_length);
+    if (slot.staging && slot.kind == Operation::Kind::read) copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
     end_slot(slot);
 }
 
@@ -228,7 +230,7 @@ void Worker::fail(Request& request, int error, const std::string& detail) {
 }
 
 void Worker::end_slot(Slot& slot) {
-    if (slot.staging) staging_.release(slot.staging);
+    if (slot.staging) staging_.release(slot.staging, slot.block_length);
     Request& request = *slot.request;
     free_.push_back(&slot);
     end_block(request);

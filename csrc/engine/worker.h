@@ -21,6 +21,7 @@ struct WorkerOptions {
     bool single_submit;
     std::uint32_t staging_size;   // bytes in a slot
     std::uint32_t staging_slots;
+    std::uint32_t page_size;
 };
 
 // What a worker tells the engine, from its thread.

@@ -67,7 +67,7 @@ class Engine:
         self,
         backend: str = "auto",
         block_size: int = 1048576,
-        queue_depth: int = 32,
+        queue_depth: int = 128,
         num_threads: int = 1,
         single_submit: bool = False,
     ) -> None: ...
