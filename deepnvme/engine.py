@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -218,7 +219,10 @@ class Engine:
         numel = math.prod(sizes)
         if numel == 0:
             return torch.empty(sizes, dtype=dtype)
-        buffer = self._op.empty_pinned(numel * dtype.itemsize)
+        nbytes = numel * dtype.itemsize
+        if nbytes > sys.maxsize:
+            raise MemoryError(f"the system has no {nbytes} bytes of memory to pin")
+        buffer = self._op.empty_pinned(nbytes)
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
 
     def stats(self) -> Stats:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -46,7 +47,8 @@ void check_result(const Pending& pending) {
 
 std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& num_threads) {
     if (num_threads.is_none()) return intra_op_parallelism;
-    const auto count = num_threads.cast<std::int64_t>();
+    const std::int64_t count = PyLong_AsLongLong(num_threads.ptr());
+    if (PyErr_Occurred()) throw py::error_already_set();
     if (intra_op_parallelism != 1 && count != intra_op_parallelism)
         throw py::value_error("num_threads is another name for intra_op_parallelism, got " + std::to_string(count) + " and " +
                               std::to_string(intra_op_parallelism));
@@ -119,15 +121,17 @@ int AioHandle::finish(Direction direction, py::handle buffer, py::handle filenam
 }
 
 int AioHandle::wait() {
-    session_.engine();  // not in a forked child, whose parent's threads would be waited for in vain
-    // The newest first: by its end most others will have ended, and need no waiting of their own. Nothing is taken off the list
-    // until all have ended, so that an interrupted wait can be taken up again.
-    for (std::size_t i = started_.size(); i-- > 0;) {
-        const auto pending = started_[i];
-        wait_for(*pending->request, std::nullopt);
-        i = std::min(i, started_.size());
+    session_.engine();  // not in a forked child
+    // Off the list, since others may start more, or wait, meanwhile.
+    auto ended = std::exchange(started_, {});
+    try {
+        // The newest first: by its end most others will have ended, and need no waiting of their own.
+        for (auto pending = ended.rbegin(); pending != ended.rend(); ++pending) wait_for(*(*pending)->request, std::nullopt);
+    } catch (...) {
+        // Interrupted: back on the list, so that the wait can be taken up again.
+        started_.insert(started_.begin(), ended.begin(), ended.end());
+        throw;
     }
-    const auto ended = std::exchange(started_, {});
     std::exception_ptr first;
     for (const auto& pending : ended) {
         try {
@@ -213,7 +217,11 @@ void bind_handle(py::module_& module) {
         .def(
             "async_pwrite",
             [](AioHandle& self, py::handle buffer, const py::int_& fd, std::int64_t file_offset) {
-                return self.start_descriptor(buffer, fd.cast<int>(), file_offset);
+                const long number = PyLong_AsLong(fd.ptr());
+                if (PyErr_Occurred()) throw py::error_already_set();
+                if (number < 0 || number > std::numeric_limits<int>::max())
+                    throw IoError(EBADF, "use of file descriptor " + std::to_string(number), "");
+                return self.start_descriptor(buffer, static_cast<int>(number), file_offset);
             },
             "buffer"_a, "fd"_a, "file_offset"_a = 0)
         .def(

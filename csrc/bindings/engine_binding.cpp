@@ -16,7 +16,9 @@ void await(Pending& pending, const py::object& timeout) {
     std::optional<std::chrono::nanoseconds> limit;
     if (!timeout.is_none()) {
         // Beyond a year is as good as for ever, and would overflow the clock.
-        const double seconds = std::clamp(timeout.cast<double>(), 0.0, 3e7);
+        const double asked = PyFloat_AsDouble(timeout.ptr());
+        if (PyErr_Occurred()) throw py::error_already_set();
+        const double seconds = std::clamp(asked, 0.0, 3e7);
         limit = std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
     }
     if (!wait_for(*pending.request, limit)) {
@@ -48,7 +50,7 @@ OpenFile open_file(const Session& session, py::handle path, const std::string& m
     const Mode how = mode_of(mode);
     const std::string name = path_of(path);
     py::gil_scoped_release release;
-    return {open_when_possible(name, how.access, how.creation, true)};
+    return {std::make_shared<File>(name, how.access, how.creation)};
 }
 
 EngineOptions engine_options(std::string backend, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads,

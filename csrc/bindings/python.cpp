@@ -65,6 +65,11 @@ std::pair<std::shared_ptr<File>, std::string> file_or_path(py::handle target) {
     return {nullptr, path_of(target)};
 }
 
+void give_warnings() {
+    for (const std::string& warning : Engine::take_warnings())
+        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
+}
+
 constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 
 // Engines to be drained before the interpreter takes their tensors away.
@@ -141,6 +146,7 @@ void bind_io_error(py::module_&) {
 
 bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout) {
     using Clock = std::chrono::steady_clock;
+    if (!request.done()) request.check_process();
     const auto begin = Clock::now();
     while (!request.done()) {
         std::chrono::nanoseconds slice = kSignalInterval;
@@ -156,6 +162,7 @@ bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout)
         }
         if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
+    give_warnings();
     return true;
 }
 
@@ -231,8 +238,7 @@ std::shared_ptr<Pending> Session::remember(Pending submitted) {
     auto pending = std::make_shared<Pending>(std::move(submitted));
     pending_.push_back(pending);
     forget_ended();
-    for (const std::string& warning : engine_->take_warnings())
-        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
+    give_warnings();
     return pending;
 }
 

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -27,7 +28,10 @@ constexpr std::size_t kDioMemoryAlign = 152;
 constexpr std::size_t kDioOffsetAlign = 156;
 
 // Any file system that takes direct I/O takes it page-aligned; used where statx cannot say.
-constexpr DirectLimits kPageLimits{4096, 4096};
+constexpr std::uint32_t kPage = 4096;
+
+// No file system has larger blocks. What statx reports beyond that is a network file system's favourite transfer.
+constexpr std::uint32_t kLargestBlock = 64 << 10;
 
 std::uint32_t word_at(const struct statx& facts, std::size_t position) {
     std::uint32_t word;
@@ -140,8 +144,9 @@ void File::learn(const Facts& facts) {
     known_size_ = facts.raw.stx_size;
     if (!refusal_.empty()) return;
 
+    const auto granule = std::min(std::max(std::bit_ceil(facts.raw.stx_blksize), kPage), kLargestBlock);
     if (facts.raw.stx_mask & kStatxDioAlign) {
-        const DirectLimits told{word_at(facts.raw, kDioMemoryAlign), word_at(facts.raw, kDioOffsetAlign)};
+        const DirectLimits told{word_at(facts.raw, kDioMemoryAlign), word_at(facts.raw, kDioOffsetAlign), granule};
         if (told.memory_alignment && told.offset_alignment) limits_ = told;
         else refusal_ = "statx reports no direct I/O for this file";
         return;
@@ -150,7 +155,7 @@ void File::learn(const Facts& facts) {
     const int asked = base_descriptor() >= 0 ? ::fstatfs(base_descriptor(), &system) : ::statfs(path_.c_str(), &system);
     // Newer kernels accept O_DIRECT on tmpfs and copy through the page cache all the same.
     if (asked == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) refusal_ = "tmpfs has no direct I/O";
-    else limits_ = kPageLimits;
+    else limits_ = DirectLimits{kPage, kPage, granule};
 }
 
 int File::base_descriptor() const { return direct_ ? direct_.get() : buffered_.get(); }
@@ -196,10 +201,10 @@ int File::direct() {
         std::lock_guard lock(mutex_);
         if (limits_ && !direct_) {
             direct_ = reopen(true, base_descriptor());
+            // Also where a descriptor that was handed to us may do what its path no longer may: it goes on as it is.
             if (!direct_) {
-                if (errno != EINVAL) throw IoError(errno, verb_of(access_), path_);
+                refusal_ = "open with O_DIRECT was refused: " + describe_errno(errno);
                 limits_.reset();
-                refusal_ = "open with O_DIRECT was refused: " + describe_errno(EINVAL);
             }
         }
         if (limits_) return direct_.get();
@@ -238,7 +243,7 @@ bool File::covers(std::uint64_t end) {
 std::int64_t File::bytes_free() {
     struct statvfs space;
     const int fd = any_descriptor();
-    if (::fstatvfs(fd, &space) != 0) return -1;
+    if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return -1;
     const auto blocks = ::geteuid() == 0 ? space.f_bfree : space.f_bavail;
     return static_cast<std::int64_t>(blocks * space.f_frsize);
 }
@@ -252,8 +257,8 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t needed = end - begin;
     const auto full = [&](std::int64_t room) {
         return IoError(ENOSPC,
-                       "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset) + ", with " +
-                           std::to_string(room) + " bytes free,",
+                       "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset) + " (" +
+                           std::to_string(room) + " bytes free)",
                        path_);
     };
     // Asked first, so that a write that cannot fit doesn't take the last blocks from others while it finds out.
@@ -265,9 +270,9 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
     if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
-        // What was reserved before the room ran out goes back, unless somebody else has extended the file meanwhile.
+        // What was reserved before the room ran out goes back, and nothing else: others may be extending the file beside us.
         const std::uint64_t grown = this->size();
-        if (grown > size && grown <= end && ::ftruncate(fd, static_cast<off_t>(size)) != 0) { /* the error below says it all */ }
+        if (grown > begin && grown <= end && ::ftruncate(fd, static_cast<off_t>(begin)) != 0) { /* the error below says it all */ }
         if (error == ENOSPC) throw full(room);
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     }

@@ -16,6 +16,7 @@ namespace deepnvme {
 struct DirectLimits {
     std::uint32_t memory_alignment;
     std::uint32_t offset_alignment;
+    std::uint32_t cache_granule = 4096;  // what the page cache reads and writes back as one: a page or a file system block
 };
 
 enum class Access { read, write, read_write };
@@ -50,13 +51,14 @@ public:
     std::uint64_t size();
 
     // Reserve the part of [offset, offset + length) that lies past the end, so that writes into it need not extend the file one
-    // by one. Throws IoError(ENOSPC), the file left as it was, when the file system has not the room.
+    // by one. Throws IoError(ENOSPC) when the file system has not the room; the file is then no longer than before, unless others
+    // have extended it meanwhile.
     void preallocate(std::uint64_t offset, std::uint64_t length);
 
     // Called when the system turned down a direct transfer; from then on this file is buffered.
     void refuse_direct(const std::string& reason);
 
-    // Bytes an unprivileged writer may still use on the file's file system; -1 when unknown.
+    // Bytes that can still be written to the file system; -1 when it does not know.
     std::int64_t bytes_free();
 
     // The file system's device number: fallbacks are warned about once for each.

@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -38,20 +40,21 @@ PinnedMemory::PinnedMemory(std::size_t size) {
     if (size == 0) return;
     if (size > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
     const std::size_t length = round_up(size, page_size());
-    const std::size_t slack = length >= kHugePage ? kHugePage : 0;
+    // Only a whole aligned extent can be one huge page; less than one is aligned to its size, for drives with large sectors.
+    const std::size_t alignment = std::min(kHugePage, std::bit_ceil(length));
+    const std::size_t slack = alignment > page_size() ? alignment : 0;
 
     void* mapped = ::mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     auto* begin = static_cast<std::byte*>(mapped);
     if (slack) {
-        // Trim to a 2 MiB boundary: only a whole aligned extent can be one huge page.
         const auto address = reinterpret_cast<std::uintptr_t>(begin);
-        const std::size_t head = round_up(address, kHugePage) - address;
+        const std::size_t head = round_up(address, alignment) - address;
         if (head) ::munmap(begin, head);
         if (slack - head) ::munmap(begin + head + length, slack - head);
         begin += head;
-        ::madvise(begin, length, MADV_HUGEPAGE);  // advice: ordinary pages serve where it is not taken
     }
+    if (length >= kHugePage) ::madvise(begin, length, MADV_HUGEPAGE);  // advice: ordinary pages serve where it is not taken
     data_ = begin;
     size_ = size;
     locked_ = ::mlock(begin, length) == 0;

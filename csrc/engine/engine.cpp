@@ -7,6 +7,7 @@
 #include <limits>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "core/process.h"
 
@@ -17,6 +18,7 @@ namespace {
 // Staging is as small as keeps a drive busy, because what stays in the processor's cache between the drive and the copy is faster:
 // reads through 8 slots of 1 MiB ran at 0.95 of those in place, through 32 at 0.79.
 constexpr std::uint64_t kStagingSlot = 1ull << 20;
+constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
 constexpr std::uint64_t kStagingPerWorker = 8ull << 20;
 constexpr std::uint64_t kStagingInAll = 64ull << 20;
 
@@ -36,7 +38,7 @@ EngineOptions checked(EngineOptions options) {
 BlockLimits block_limits(const EngineOptions& options) {
     const auto page = static_cast<std::uint32_t>(::sysconf(_SC_PAGESIZE));
     const auto block = static_cast<std::uint64_t>(options.block_size);
-    const std::uint64_t slot = std::max<std::uint64_t>(std::min(block, kStagingSlot) / page * page, page);
+    const std::uint64_t slot = std::clamp(block, kSmallestSlot, kStagingSlot) / page * page;
     return {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(slot), page};
 }
 
@@ -64,13 +66,18 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
     sum.retries += worker.retries.get();
 }
 
-// True the first time for each file system in this process.
-bool first_fallback_on(std::uint64_t device) {
-    static std::mutex mutex;
-    static std::set<std::uint64_t> seen;
-    std::lock_guard lock(mutex);
-    return seen.insert(device).second;
-}
+// What is to be said, once for each file system, by whoever next has the interpreter's ear.
+struct Warnings {
+    std::mutex mutex;
+    std::set<std::uint64_t> devices;
+    std::vector<std::string> pending;
+    std::atomic<bool> any{false};
+
+    static Warnings& get() {
+        static auto* warnings = new Warnings;
+        return *warnings;
+    }
+};
 
 }  // namespace
 
@@ -106,12 +113,13 @@ Engine::Engine(EngineOptions options, std::string name, BackendFactory make_back
 Engine::~Engine() { close(); }
 
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
-    const std::uint64_t share = std::min(kStagingPerWorker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads));
+    const std::uint64_t staging = std::min({kStagingPerWorker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
+                                            static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
     worker.single_submit = options_.single_submit;
     worker.staging_size = limits_.staging_size;
-    worker.staging_slots = std::clamp(static_cast<std::uint32_t>(share / limits_.staging_size), 1u, worker.queue_depth);
+    worker.staging_slots = std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
     worker.page_size = limits_.page_size;
     const WorkerEvents events{[this](Request& request) { ended(request); },
                               [this](File& file, const std::string& reason) {
@@ -142,7 +150,7 @@ std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, c
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
-    auto file = open_when_possible(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
+    auto file = place.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
     return submit(Request::Kind::read, memory, length, std::move(file), offset, std::move(place));
 }
 
@@ -150,14 +158,14 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
-    auto file = open_when_possible(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
+    auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
     return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
 }
 
 std::shared_ptr<Request> Engine::sync(const std::string& path) {
     check_usable();
     auto place = OpenFilePlace::take();
-    auto file = open_when_possible(path, Access::read, Creation::must_exist, false);
+    auto file = place.open(path, Access::read, Creation::must_exist, false);
     return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, std::move(place));
 }
 
@@ -247,15 +255,22 @@ void Engine::ended(Request& request) {
 }
 
 void Engine::fell_back(File& file, const std::string& reason) {
-    std::lock_guard lock(mutex_);
-    ++totals_.fallbacks[reason];
-    if (first_fallback_on(file.device()))
-        warnings_.push_back("transfers of '" + file.path() + "' go through the page cache, without direct I/O: " + reason);
+    {
+        std::lock_guard lock(mutex_);
+        ++totals_.fallbacks[reason];
+    }
+    Warnings& warnings = Warnings::get();
+    std::lock_guard lock(warnings.mutex);
+    if (!warnings.devices.insert(file.device()).second) return;
+    warnings.pending.push_back("transfers of '" + file.path() + "' go through the page cache, without direct I/O: " + reason);
+    warnings.any.store(true, std::memory_order_release);
 }
 
 std::vector<std::string> Engine::take_warnings() {
-    std::lock_guard lock(mutex_);
-    return std::exchange(warnings_, {});
+    Warnings& warnings = Warnings::get();
+    if (!warnings.any.exchange(false, std::memory_order_acq_rel)) return {};
+    std::lock_guard lock(warnings.mutex);
+    return std::exchange(warnings.pending, {});
 }
 
 void Engine::close() {

@@ -63,8 +63,8 @@ public:
     const EngineOptions& options() const noexcept { return options_; }
     Statistics statistics() const;
 
-    // A reason that direct I/O could not be used, for each file system not yet reported by this process; at most once each.
-    std::vector<std::string> take_warnings();
+    // Of all engines of this process: why direct I/O could not be used, once for each file system.
+    static std::vector<std::string> take_warnings();
 
 private:
     struct Barrier {
@@ -93,7 +93,6 @@ private:
     std::uint64_t epoch_ = 0;  // fsyncs so far
     std::vector<Barrier> barriers_;
     Statistics totals_;
-    std::vector<std::string> warnings_;
 
     Queue queue_;
     std::vector<std::unique_ptr<Worker>> workers_;

@@ -17,6 +17,8 @@ struct Places {
     std::mutex mutex;
     std::condition_variable given_back;
     rlim_t taken = 0;
+    rlim_t waiting = 0;  // of the taken, those without a file, for want of descriptors
+    std::uint64_t given_back_so_far = 0;
     std::uint64_t generation = process_generation();
 
     // A forked child starts with none taken, and never touches its parent's lock, which may have been held at the fork.
@@ -56,11 +58,12 @@ OpenFilePlace::~OpenFilePlace() {
     {
         std::lock_guard lock(places.mutex);
         if (places.taken > 0) --places.taken;
+        ++places.given_back_so_far;
     }
     places.given_back.notify_all();
 }
 
-std::shared_ptr<File> open_when_possible(const std::string& path, Access access, Creation creation, bool expect_direct) {
+std::shared_ptr<File> OpenFilePlace::open(const std::string& path, Access access, Creation creation, bool expect_direct) {
     while (true) {
         try {
             return std::make_shared<File>(path, access, creation, expect_direct);
@@ -68,10 +71,13 @@ std::shared_ptr<File> open_when_possible(const std::string& path, Access access,
             if (error.error() != EMFILE && error.error() != ENFILE) throw;
             Places& places = Places::get();
             std::unique_lock lock(places.mutex);
-            // One place is the caller's own.
-            if (places.taken <= 1) throw;
-            const rlim_t before = places.taken;
-            places.given_back.wait(lock, [&] { return places.taken < before; });
+            // Those who wait here hold a place and no file: they must not wait for each other.
+            ++places.waiting;
+            places.given_back.notify_all();
+            const auto before = places.given_back_so_far;
+            places.given_back.wait(lock, [&] { return places.given_back_so_far != before || places.waiting >= places.taken; });
+            --places.waiting;
+            if (places.given_back_so_far == before) throw;
         }
     }
 }

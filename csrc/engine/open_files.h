@@ -25,12 +25,12 @@ public:
     }
     ~OpenFilePlace();
 
+    // Open a file on this place, like File's constructor. When descriptors run out all the same, waits until a pending request has
+    // given some back, and throws EMFILE only if none holds any.
+    std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct);
+
 private:
     bool held_ = false;
 };
-
-// Opens like File's constructor. When descriptors run out all the same, waits for pending requests to give some back, and throws
-// EMFILE only if none is held by them.
-std::shared_ptr<File> open_when_possible(const std::string& path, Access access, Creation creation, bool expect_direct);
 
 }  // namespace deepnvme

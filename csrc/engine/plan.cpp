@@ -25,17 +25,16 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
         return plan;
     }
 
-    const std::uint32_t border = std::max(limits.page_size, direct->offset_alignment);
+    const std::uint32_t border = std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
     const std::uint64_t body_end = round_down(end, border);
     const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
-    if (body_begin >= body_end) {
-        add(transfer.offset, end, limits.block_size, Route::buffered);
-        return plan;
-    }
-
     // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
     const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
     const bool aligned = (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
+    if (body_begin >= body_end || (!aligned && unit > limits.staging_size)) {
+        add(transfer.offset, end, limits.block_size, Route::buffered);
+        return plan;
+    }
     const std::uint32_t most = aligned ? limits.block_size : std::min(limits.block_size, limits.staging_size);
     const auto stride = static_cast<std::uint32_t>(std::max<std::uint64_t>(round_down(most, unit), unit));
 

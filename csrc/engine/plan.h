@@ -2,8 +2,8 @@
 // a test table.
 //
 // The aligned body goes direct: in place when the memory is aligned too, else through staging. What is left at the two ends goes
-// through the page cache. The border between them lies on a page, not merely on a sector: a buffered write of part of a page
-// reads and later writes back the whole page, and would undo a direct write to the rest of it.
+// through the page cache. The border between them lies on a page (or file system block, where that is larger), not merely on a
+// sector: a buffered write of part of a page reads and later writes back the whole page, and would undo a direct write to the rest.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,7 @@
 #include "engine/request.h"
 
+#include <stdexcept>
+
 namespace deepnvme {
 
 void Request::wait() {
@@ -10,6 +12,11 @@ void Request::wait() {
 bool Request::wait_for(std::chrono::nanoseconds time) {
     std::unique_lock lock(mutex_);
     return ended_.wait_for(lock, time, [this] { return done(); });
+}
+
+void Request::check_process() const {
+    if (generation_ != process_generation())
+        throw std::runtime_error(describe() + " was started by the parent process, and only there can be waited for");
 }
 
 std::optional<IoError> Request::error() const {

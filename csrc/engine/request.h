@@ -12,6 +12,7 @@
 
 #include "core/error.h"
 #include "core/file.h"
+#include "core/process.h"
 #include "engine/backend.h"
 #include "engine/open_files.h"
 #include "engine/plan.h"
@@ -24,7 +25,7 @@ public:
     using Kind = Operation::Kind;
 
     Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length)
-        : kind(kind), memory(memory), offset(offset), length(length), file_(std::move(file)) {}
+        : kind(kind), memory(memory), offset(offset), length(length), generation_(process_generation()), file_(std::move(file)) {}
 
     const Kind kind;
     std::byte* const memory;
@@ -38,6 +39,8 @@ public:
     void wait();
     // False if the time ran out first.
     bool wait_for(std::chrono::nanoseconds time);
+    // Throws std::runtime_error in a forked child, where nobody would end the request.
+    void check_process() const;
     // Empty while under way and after success.
     std::optional<IoError> error() const;
 
@@ -53,6 +56,7 @@ private:
     void fail(IoError error);
     bool failed() const noexcept { return failed_.load(std::memory_order_relaxed); }
 
+    const std::uint64_t generation_;
     std::shared_ptr<File> file_;
     OpenFilePlace place_;  // for a file that this request alone has open
 

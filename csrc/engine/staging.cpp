@@ -1,6 +1,7 @@
 #include "engine/staging.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace deepnvme {
 
@@ -19,11 +20,11 @@ StagingRing::StagingRing(std::uint32_t slot_size, std::uint32_t most_slots, std:
       left_(most_slots) {}
 
 std::byte* StagingRing::lease(std::uint32_t size) {
-    const std::uint32_t units = units_of(size), all = units_of(slot_size_);
+    const std::uint32_t units = units_of(size), step = std::bit_ceil(units), all = units_of(slot_size_);
     while (first_free_ < slots_.size() && slots_[first_free_].used == mask_of(all)) ++first_free_;
     // The first that fits, so that the same memory is used again while its lines are in the cache.
     for (std::size_t i = first_free_; i < slots_.size(); ++i)
-        for (std::uint32_t at = 0; at + units <= all; ++at)
+        for (std::uint32_t at = 0; at + units <= all; at += step)
             if (!(slots_[i].used >> at & mask_of(units))) {
                 slots_[i].used |= mask_of(units) << at;
                 return slots_[i].memory + std::size_t{at} * unit_;

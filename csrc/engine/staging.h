@@ -16,7 +16,8 @@ public:
     // `slot_size`: bytes, a multiple of `page_size`.
     StagingRing(std::uint32_t slot_size, std::uint32_t most_slots, std::uint32_t page_size);
 
-    // Page-aligned memory for `size` bytes, at most slot_size; null while there is not enough. Throws std::bad_alloc.
+    // Memory for `size` bytes, at most slot_size, aligned to `size` if that is a power of two, and to a page in any case; null while
+    // there is not enough. Throws std::bad_alloc.
     std::byte* lease(std::uint32_t size);
     // With the size that was leased.
     void release(const std::byte* memory, std::uint32_t size);

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <future>
+#include <utility>
 
 #include "core/copy.h"
 
@@ -147,6 +148,7 @@ bool Worker::prepare(const Block& block) {
 
 void Worker::offer() {
     std::size_t taken = 0;
+    std::uint32_t attempts = 0;
     while (taken < ready_.size()) {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
         const std::size_t now = backend_->submit(std::span(ready_).subspan(taken, count));
@@ -154,10 +156,16 @@ void Worker::offer() {
         under_way_ += now;
         if (now == count) continue;
         // Full. What is under way makes room when it is reaped; if nothing is, others hold what is short, and time must pass.
-        if (under_way_ > 0) break;
+        if (under_way_ > 0 || ++attempts > kMostAttempts) break;
         std::this_thread::sleep_for(kPause);
     }
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
+    if (attempts <= kMostAttempts) return;
+    for (Operation* operation : std::exchange(ready_, {})) {
+        Slot& slot = static_cast<Slot&>(*operation);
+        fail(*slot.request, EAGAIN, ": the system takes no more operations");
+        end_slot(slot);
+    }
 }
 
 void Worker::complete(Slot& slot, std::int64_t result) {
@@ -171,7 +179,6 @@ void Worker::complete(Slot& slot, std::int64_t result) {
         if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
         return retry(slot);
     }
-    slot.attempts = 0;
     if (result == -EINVAL && slot.route != Route::buffered) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
         events_.fallback(request.file(), "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
@@ -184,28 +191,43 @@ void Worker::complete(Slot& slot, std::int64_t result) {
     }
     if (slot.kind == Operation::Kind::sync) return end_slot(slot);
     if (result == 0) {
-        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, ": the file ends at byte " + std::to_string(slot.offset));
+        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, ", which the file no longer has");
         else fail(request, EIO, ": nothing was written at byte " + std::to_string(slot.offset));
         return end_slot(slot);
     }
 
-    const auto moved = static_cast<std::uint32_t>(result);
+    const std::uint32_t moved = slot.route == Route::buffered || result == slot.length ? static_cast<std::uint32_t>(result)
+                                                                                       : aligned_progress(slot, result);
+    if (moved > 0) slot.attempts = 0;
     (slot.kind == Operation::Kind::read ? counters_.bytes_read : counters_.bytes_written).add(moved);
     (slot.route == Route::buffered ? counters_.bytes_buffered : slot.staging ? counters_.bytes_staged : counters_.bytes_zero_copy)
         .add(moved);
     if (moved < slot.length) {
         counters_.short_transfers.add(1);
-        slot.offset += moved;
-        slot.memory += moved;
-        slot.length -= moved;
-        if (slot.route == Route::buffered) return retry(slot);
-        const auto limits = request.file().limits();
-        const bool aligned = limits && slot.offset % limits->offset_alignment == 0 && slot.length % limits->offset_alignment == 0 &&
-                             reinterpret_cast<std::uintptr_t>(slot.memory) % limits->memory_alignment == 0;
-        return aligned ? retry(slot) : go_buffered(slot);
+        return resume(slot, moved);
     }
     counters_.blocks.add(1);
     if (slot.staging && slot.kind == Operation::Kind::read) copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
+    end_slot(slot);
+}
+
+// How much of what a direct transfer moved counts: the rest must again be fit for a direct transfer.
+std::uint32_t Worker::aligned_progress(const Slot& slot, std::int64_t moved) {
+    const auto limits = slot.request->file().limits().value_or(DirectLimits{1, 1});
+    const std::uint32_t unit = std::max(limits.memory_alignment, limits.offset_alignment);
+    return static_cast<std::uint32_t>(moved / unit * unit);
+}
+
+// Resume a short transfer where it stopped. A direct write stays direct, though it may have to write a few bytes again: in the
+// page cache it could collide with the direct blocks beside it. A read may go there, and must, to find the end of a file.
+void Worker::resume(Slot& slot, std::uint32_t moved) {
+    slot.offset += moved;
+    slot.memory += moved;
+    slot.length -= moved;
+    if (moved > 0) return retry(slot);
+    if (slot.kind == Operation::Kind::read) return go_buffered(slot);
+    if (++slot.attempts <= kMostAttempts) return retry(slot);
+    fail(*slot.request, EIO, ": no progress at byte " + std::to_string(slot.offset));
     end_slot(slot);
 }
 

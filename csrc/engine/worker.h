@@ -46,7 +46,7 @@ private:
     struct Slot : Operation {
         Request* request;
         Route route;
-        std::uint32_t attempts;       // in a row that came back with EAGAIN or EINTR
+        std::uint32_t attempts;       // in a row that moved nothing
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
@@ -57,6 +57,8 @@ private:
     bool prepare(const Block& block);
     void offer();
     void complete(Slot& slot, std::int64_t result);
+    static std::uint32_t aligned_progress(const Slot& slot, std::int64_t moved);
+    void resume(Slot& slot, std::uint32_t moved);
     void retry(Slot& slot);
     void go_buffered(Slot& slot);
     void fail(Request& request, int error, const std::string& detail = "");

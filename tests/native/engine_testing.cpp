@@ -26,7 +26,7 @@ py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t addr
     std::optional<DirectLimits> direct;
     if (!alignment.is_none()) {
         const auto pair = alignment.cast<py::tuple>();
-        direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>()};
+        direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>(), page_size};
     }
     const Plan made = plan({offset, length, address}, direct, {block_size, staging_size, page_size});
     py::list spans, blocks;
@@ -45,18 +45,9 @@ BackendFactory real_backend(const std::string& name) {
     throw py::value_error("no backend '" + name + "' in this build");
 }
 
-std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
-                                       std::int64_t num_threads, bool single_submit, const Faults& faults) {
-    const auto make = [inner = real_backend(backend), faults](unsigned capacity) -> std::unique_ptr<Backend> {
-        return std::make_unique<FaultyBackend>(inner(capacity), faults);
-    };
-    return std::make_unique<Session>(
-        std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make));
-}
-
-// Holds every instant backend made with it until released.
+// Holds every backend made with it until released.
 struct Gate {
-    std::shared_ptr<std::atomic<bool>> held = std::make_shared<std::atomic<bool>>(false);
+    Hold held = std::make_shared<std::atomic<bool>>(false);
 
     void hold() { held->store(true); }
     void release() {
@@ -64,6 +55,27 @@ struct Gate {
         held->notify_all();
     }
 };
+
+// [(submit or complete, read, write or sync, offset, length, result)], in the order in which it happened.
+py::list entries_of(const std::shared_ptr<Journal>& journal) {
+    constexpr const char* kKinds[] = {"read", "write", "sync"};
+    py::list entries;
+    for (const auto& entry : journal->entries())
+        entries.append(py::make_tuple(entry.completed ? "complete" : "submit", kKinds[static_cast<int>(entry.kind)], entry.offset,
+                                      entry.length, entry.result));
+    return entries;
+}
+
+std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
+                                       std::int64_t num_threads, bool single_submit, const Faults& faults, const Gate* gate,
+                                       const std::shared_ptr<Journal>& journal) {
+    const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(),
+                       journal](unsigned capacity) -> std::unique_ptr<Backend> {
+        return std::make_unique<FaultyBackend>(inner(capacity), faults, held, journal);
+    };
+    return std::make_unique<Session>(
+        std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make));
+}
 
 std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
     const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
@@ -89,10 +101,12 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("refuse_every", &Faults::refuse_every)
         .def_readwrite("refuse_direct", &Faults::refuse_direct)
         .def_readwrite("break_after", &Faults::break_after);
-    module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
-               "faults"_a);
-
     py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
+    py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
+        .def(py::init<>())
+        .def("entries", &entries_of);
+    module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
+               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
     module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a, "page_size"_a);

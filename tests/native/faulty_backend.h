@@ -1,13 +1,16 @@
 // A backend that fails on command, around a real one.
 #pragma once
 
+#include <fcntl.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
-
-#include <fcntl.h>
 
 #include "core/error.h"
 #include "engine/backend.h"
@@ -16,7 +19,7 @@ namespace deepnvme::testing {
 
 // Every Nth operation, counted from the first; zero means never.
 struct Faults {
-    unsigned short_every = 0;       // moves at most short_bytes
+    unsigned short_every = 0;       // reports at most short_bytes; of a read, what was not reported is not there
     unsigned short_bytes = 512;
     unsigned error_every = 0;       // completes with `error` without being tried
     int error = EIO;
@@ -26,9 +29,39 @@ struct Faults {
     unsigned break_after = 0;       // reap throws once this many operations have been submitted
 };
 
+// What a backend was asked and what it answered, in order.
+class Journal {
+public:
+    struct Entry {
+        bool completed;  // else submitted
+        Operation::Kind kind;
+        std::uint64_t offset;
+        std::uint32_t length;
+        std::int64_t result;  // of a completion
+    };
+
+    void note(const Entry& entry) {
+        std::lock_guard lock(mutex_);
+        entries_.push_back(entry);
+    }
+    std::vector<Entry> entries() const {
+        std::lock_guard lock(mutex_);
+        return entries_;
+    }
+
+private:
+    mutable std::mutex mutex_;
+    std::vector<Entry> entries_;
+};
+
+// True holds every backend made with it back from reporting completions.
+using Hold = std::shared_ptr<std::atomic<bool>>;
+
 class FaultyBackend final : public Backend {
 public:
-    FaultyBackend(std::unique_ptr<Backend> inner, Faults faults) : inner_(std::move(inner)), faults_(faults) {}
+    // `held` and `journal` may be null.
+    FaultyBackend(std::unique_ptr<Backend> inner, Faults faults, Hold held, std::shared_ptr<Journal> journal)
+        : inner_(std::move(inner)), faults_(faults), held_(std::move(held)), journal_(std::move(journal)) {}
 
     std::string_view name() const noexcept override { return inner_->name(); }
 
@@ -39,6 +72,7 @@ public:
             ++count_;
             if (const int error = error_for(*operation)) {
                 made_up_.push_back({operation, -error});
+                note(*operation, false, 0);
                 ++taken;
                 continue;
             }
@@ -46,27 +80,31 @@ public:
                                  operation->kind != Operation::Kind::sync && operation->length > faults_.short_bytes;
             if (shorten) {
                 lengths_[operation] = operation->length;
-                operation->length = faults_.short_bytes;
+                operation->length = std::min(shortened(*operation), operation->length);
             }
             if (inner_->submit(std::span(&operation, 1)) == 0) {
                 restore(operation);
                 break;
             }
+            note(*operation, false, 0);
             ++taken;
         }
         return taken;
     }
 
     std::size_t reap(std::span<Completion> completions) override {
+        if (held_) held_->wait(true);
         if (faults_.break_after && count_ >= faults_.break_after) throw IoError(EBADF, "a broken backend", "");
         std::size_t count = 0;
         while (!made_up_.empty() && count < completions.size()) {
             completions[count++] = made_up_.back();
             made_up_.pop_back();
         }
-        if (count) return count;
-        count = inner_->reap(completions);
-        for (std::size_t i = 0; i < count; ++i) restore(completions[i].operation);
+        if (!count) {
+            count = inner_->reap(completions);
+            for (std::size_t i = 0; i < count; ++i) cut_short(completions[i]);
+        }
+        for (std::size_t i = 0; i < count; ++i) note(*completions[i].operation, true, completions[i].result);
         return count;
     }
 
@@ -81,15 +119,37 @@ private:
         return faults_.error;
     }
 
-    void restore(Operation* operation) {
+    // What the system is asked for instead. A direct transfer has to stay aligned, whatever is reported of it afterwards.
+    std::uint32_t shortened(const Operation& operation) const {
+        constexpr std::uint32_t kSafe = 4096;
+        if (!(::fcntl(operation.fd, F_GETFL) & O_DIRECT)) return faults_.short_bytes;
+        return (faults_.short_bytes + kSafe - 1) / kSafe * kSafe;
+    }
+
+    void cut_short(Completion& completion) {
+        if (!restore(completion.operation) || completion.result <= static_cast<std::int64_t>(faults_.short_bytes)) return;
+        const auto moved = static_cast<std::size_t>(completion.result);
+        completion.result = faults_.short_bytes;
+        if (completion.operation->kind == Operation::Kind::read)
+            std::memset(completion.operation->memory + faults_.short_bytes, 0xDD, moved - faults_.short_bytes);
+    }
+
+    bool restore(Operation* operation) {
         const auto found = lengths_.find(operation);
-        if (found == lengths_.end()) return;
+        if (found == lengths_.end()) return false;
         operation->length = found->second;
         lengths_.erase(found);
+        return true;
+    }
+
+    void note(const Operation& operation, bool completed, std::int64_t result) {
+        if (journal_) journal_->note({completed, operation.kind, operation.offset, operation.length, result});
     }
 
     std::unique_ptr<Backend> inner_;
     Faults faults_;
+    Hold held_;
+    std::shared_ptr<Journal> journal_;
     unsigned long count_ = 0;
     unsigned long offers_ = 0;
     unsigned long errors_ = 0;
@@ -101,7 +161,7 @@ private:
 // released, so that requests pile up.
 class InstantBackend final : public Backend {
 public:
-    explicit InstantBackend(std::shared_ptr<std::atomic<bool>> held) : held_(std::move(held)) {}
+    explicit InstantBackend(Hold held) : held_(std::move(held)) {}
 
     std::string_view name() const noexcept override { return "instant"; }
 
@@ -129,7 +189,7 @@ public:
     }
 
 private:
-    std::shared_ptr<std::atomic<bool>> held_;
+    Hold held_;
     std::atomic<bool> woken_{false};
     std::vector<Completion> done_;
 };

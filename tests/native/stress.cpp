@@ -72,7 +72,7 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
     options.num_threads = 2;
     {
         Engine engine(options, choice.name, [&](unsigned capacity) -> std::unique_ptr<Backend> {
-            return std::make_unique<FaultyBackend>(choice.make(capacity), faults);
+            return std::make_unique<FaultyBackend>(choice.make(capacity), faults, nullptr, nullptr);
         });
         auto file = std::make_shared<File>(path, Access::read_write, Creation::if_missing);
         std::vector<std::thread> submitters;

@@ -1,0 +1,1 @@
+"""What the benchmarks share: contenders, the drive between measurements, figures and their verdicts."""

@@ -1,0 +1,53 @@
+"""Figures with their spread, and whether they reach what they must."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median between its quartiles. Half the rounds lie inside, whatever one disturbed round did."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of a target table. ``figure`` is None when it could not be measured; ``note`` then says why."""
+
+    what: str
+    figure: Spread | None
+    sense: Literal["at least", "at most"]
+    bound: float
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.figure is None:
+            return None
+        return self.figure.median >= self.bound if self.sense == "at least" else self.figure.median <= self.bound
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "figure": vars(self.figure) if self.figure else None,
+            "sense": self.sense,
+            "bound": self.bound,
+            "unit": self.unit,
+            "met": self.met,
+            "note": self.note,
+        }

@@ -1,0 +1,45 @@
+"""Bounds on what one contender does in terms of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.figures import Spread, Verdict
+from harness.interleave import Result, Series
+from harness.workloads import Sample
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on ours / theirs, each a (contender, memory). A rate must reach it, CPU time per GB must not exceed it."""
+
+    what: str
+    workload: str
+    ours: tuple[str, str]
+    theirs: tuple[str, str]
+    quantity: Literal["rate", "cpu"]
+    bound: float
+
+
+def judge(target: Target, results: Sequence[Result]) -> Verdict:
+    """The ratio round by round. What took no part is no verdict, and the note says why."""
+    result = next(result for result in results if result.workload.name == target.workload)
+    sense: Literal["at least", "at most"] = "at least" if target.quantity == "rate" else "at most"
+    pair: list[Series] = []
+    for name, memory in (target.ours, target.theirs):
+        series = result.find(name, memory)
+        if series is None or series.failure:
+            reason = series.failure if series else f"{name}, {memory}, took no part"
+            return Verdict(target.what, None, sense, target.bound, note=reason)
+        pair.append(series)
+    ratios = [_ratio(target.quantity, ours, theirs) for ours, theirs in zip(pair[0].samples, pair[1].samples, strict=True)]
+    return Verdict(target.what, Spread.of(ratios), sense, target.bound)
+
+
+def _ratio(quantity: Literal["rate", "cpu"], ours: Sample, theirs: Sample) -> float:
+    if quantity == "rate":
+        return ours.gb_per_second / theirs.gb_per_second
+    # The tiny transfers of a trial run may take less time than the kernel charges.
+    return ours.cpu_seconds_per_gb / max(theirs.cpu_seconds_per_gb, 1e-6)

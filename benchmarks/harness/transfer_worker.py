@@ -1,0 +1,260 @@
+"""The process in which a library moves tensors: ``python -m harness.transfer_worker LIBRARY REQUESTS REPLIES``.
+
+Runs in the interpreter that has the library, ours or DeepSpeed's, and stays, so that neither imports nor allocations nor
+page faults of the tensors are ever measured. Requests and replies are JSON lines on two descriptors of their own, because
+libraries print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+
+from harness import pattern
+
+Transfer = Callable[[], None]
+
+
+def _pieces(tensor: torch.Tensor, seed: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for done, chunk in pattern.chunks(seed, start, tensor.numel()):
+        # A bytearray, because torch warns of memory that it may not write.
+        yield tensor[done : done + len(chunk)], torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+
+
+def _fill(tensor: torch.Tensor, seed: int, start: int) -> None:
+    for piece, content in _pieces(tensor, seed, start):
+        piece.copy_(content)
+
+
+def _holds(tensor: torch.Tensor, seed: int, start: int) -> bool:
+    return all(torch.equal(piece, content) for piece, content in _pieces(tensor, seed, start))
+
+
+def _resident(field: str) -> int:
+    """``VmRSS``, or ``VmHWM``, its highest value since ``_forget_peak``; bytes."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def _forget_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as clear_refs:
+            clear_refs.write("5")
+        return True
+    except OSError:
+        return False
+
+
+def _cpu_seconds() -> float:
+    # All threads, the kernel's io_uring workers included: those belong to this process.
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _measure(transfer: Transfer) -> dict[str, float | int | None]:
+    gc.collect()
+    can_see_peak = _forget_peak()
+    resident = _resident("VmRSS")
+    cpu, clock = _cpu_seconds(), time.perf_counter()
+    transfer()
+    seconds, cpu_seconds = time.perf_counter() - clock, _cpu_seconds() - cpu
+    growth = max(0, _resident("VmHWM") - resident) if can_see_peak else None
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_growth": growth}
+
+
+class _Tensors:
+    """Tensors of one shape, by kind of memory. Kept until another shape is asked for: touching 1 GiB takes longer than
+    writing it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._shape: tuple[int, int] | None = None
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        self._locked: list[torch.Tensor] = []
+
+    def get(self, memory: str, count: int, nbytes: int) -> list[torch.Tensor]:
+        if self._shape != (count, nbytes):
+            self.free()
+            self._shape = (count, nbytes)
+        if memory not in self._kept:
+            self._kept[memory] = self._allocate(memory, count, nbytes)
+        return self._kept[memory]
+
+    def free(self) -> None:
+        self._kept.clear()
+        while self._locked:
+            self._handle.free_cpu_locked_tensor(self._locked.pop())
+        self._shape = None
+
+    def _allocate(self, memory: str, count: int, nbytes: int) -> list[torch.Tensor]:
+        if memory == "pinned":
+            # Slices of one locked buffer, as swappers hold them; DeepSpeed knows slices of its buffers for pinned, too.
+            buffer = self._handle.new_cpu_locked_tensor(count * nbytes, torch.empty(0, dtype=torch.uint8))
+            self._locked.append(buffer)
+            tensors = [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
+        elif memory == "ordinary":
+            tensors = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
+        elif memory == "misaligned":
+            tensors = [torch.empty(nbytes + 1, dtype=torch.uint8)[1:] for _ in range(count)]
+        else:
+            raise ValueError(f"unknown kind of memory {memory!r}")
+        for index, tensor in enumerate(tensors):
+            _fill(tensor, 0, index * nbytes)
+        return tensors
+
+
+class Worker:
+    """One library, its faces made on first use."""
+
+    def __init__(self, library: str, backend: str) -> None:
+        self._library = library
+        self._options: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
+        if library == "deepspeed":
+            # DeepSpeed opens a file as its transfer is queued: 4000 at once.
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # The same names in both, which is the point.
+        self._op = importlib.import_module(f"{library}.ops.op_builder").AsyncIOBuilder().load()
+        self._handle = self._op.aio_handle(**self._options)
+        self._engine: Any = None
+        self._tensors = _Tensors(self._handle)
+
+    def describe(self) -> dict[str, Any]:
+        described: dict[str, Any] = {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "block_size": self._handle.get_block_size(),
+            "queue_depth": self._handle.get_queue_depth(),
+        }
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            described["version"] = importlib.metadata.version(self._library)
+        if self._library == "deepnvme":
+            described["backend"] = self._face("engine").backend
+        return described
+
+    def transfer(
+        self,
+        *,
+        face: str,
+        memory: str,
+        operation: str,
+        paths: list[str],
+        nbytes: int,
+        fill: int | None = None,
+        check: int | None = None,
+    ) -> dict[str, Any]:
+        """Move one tensor of ``nbytes`` to or from each path. ``fill``, ``check``: patterns that the tensors hold before,
+        and must hold after."""
+        tensors = self._tensors.get(memory, len(paths), nbytes)
+        if fill is not None:
+            for index, tensor in enumerate(tensors):
+                _fill(tensor, fill, index * nbytes)
+        measured = _measure(self._prepared(self._face(face), operation, tensors, paths, 0))
+        if check is not None:
+            for index, tensor in enumerate(tensors):
+                if not _holds(tensor, check, index * nbytes):
+                    raise ValueError(f"tensor {index} of {len(tensors)} does not hold what its file does")
+        return measured
+
+    def footprint(
+        self, *, face: str, operation: str, path: str, offset: int, nbytes: int, options: dict[str, int]
+    ) -> dict[str, Any]:
+        """Memory that a new engine or handle takes for its first request, one that is aligned in no way."""
+        (tensor,) = self._tensors.get("misaligned", 1, nbytes)
+        if operation == "write":
+            _fill(tensor, 0, offset)
+        # Code, allocator arenas and imports that come with the first use of anything are not the request's.
+        (small,) = _Tensors(self._handle).get("pinned", 1, 4096)
+        self._prepared(self._new_face(face), "read", [small], [path], 0)()
+
+        measured = _measure(lambda: self._prepared(self._new_face(face, **options), operation, [tensor], [path], offset)())
+        if operation == "read" and not _holds(tensor, 0, offset):
+            raise ValueError("the tensor does not hold what its file does")
+        return measured
+
+    def _face(self, face: str) -> Any:
+        if face == "handle":
+            return self._handle
+        if self._engine is None:
+            self._engine = self._new_face("engine")
+        return self._engine
+
+    def _new_face(self, face: str, **options: Any) -> Any:
+        options |= self._options
+        if face == "handle":
+            return self._op.aio_handle(**options)
+        import deepnvme
+
+        return deepnvme.Engine(**options)
+
+    def _prepared(self, face: Any, operation: str, tensors: list[torch.Tensor], paths: list[str], offset: int) -> Transfer:
+        if hasattr(face, "wait"):
+            start = face.async_pread if operation == "read" else face.async_pwrite
+
+            def through_handle() -> None:
+                for tensor, path in zip(tensors, paths, strict=True):
+                    # DeepSpeed reports a refusal as -1.
+                    if start(tensor, path, offset) != 0:
+                        raise OSError(f"{operation} of '{path}' was refused")
+                completed = face.wait()
+                if completed != len(paths):
+                    raise OSError(f"wait() returned {completed} for {len(paths)} requests")
+
+            return through_handle
+
+        submit = face.read if operation == "read" else face.write
+
+        def through_engine() -> None:
+            futures = [submit(tensor, path, offset) for tensor, path in zip(tensors, paths, strict=True)]
+            for future in futures:
+                future.result()
+
+        return through_engine
+
+
+def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
+    methods: dict[str, Callable[..., dict[str, Any]]] = {
+        "transfer": worker.transfer,
+        "footprint": worker.footprint,
+    }
+    for line in requests:
+        request = json.loads(line)
+        try:
+            reply: dict[str, Any] = {"done": methods[request["method"]](**request["arguments"])}
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def main() -> None:
+    library, backend, request_fd, reply_fd = sys.argv[1:]
+    with os.fdopen(int(request_fd)) as requests, os.fdopen(int(reply_fd), "w") as replies:
+        try:
+            worker = Worker(library, backend)
+            hello = {"done": worker.describe()}
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
+            return
+        print(json.dumps(hello), file=replies, flush=True)
+        _serve(worker, requests, replies)
+
+
+if __name__ == "__main__":
+    main()

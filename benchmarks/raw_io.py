@@ -1,0 +1,296 @@
+"""Tensors to and from the drive: DeepNVMe against fio and DeepSpeed, interleaved within one run.
+
+    python benchmarks/raw_io.py --dir /mnt/nvme --json raw_io.json --deepspeed-python ~/deepspeed/bin/python
+
+Only ratios within one run mean anything: drives, virtual ones above all, drift by a factor of two from hour to hour. So
+each round lets every contender move the same bytes once, and a ratio is taken round by round, between neighbours in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import drive, fio, footprints, interleave, libraries
+from harness.figures import Verdict
+from harness.interleave import Result
+from harness.meminfo import meminfo
+from harness.tables import rate_table, size_text, verdict_table
+from harness.targets import Target, judge
+from harness.workloads import Contender, ContenderFailed, Memory, Operation, Workload
+
+MIB = 1 << 20
+KIB = 1 << 10
+MEMORIES: tuple[Memory, ...] = ("pinned", "ordinary", "misaligned")
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: Path
+    deepspeed_python: str | None
+    rounds: int
+    size: int
+    small_files: int
+    backend: str
+    quick: bool
+
+
+@dataclass
+class Measurements:
+    """Everything one run found out."""
+
+    results: list[Result] = field(default_factory=list)
+    footprints: list[Verdict] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def workloads(settings: Settings) -> list[Workload]:
+    def large(name: str, operation: Operation, state: Literal["existing", "preallocated", "absent"]) -> Workload:
+        return Workload(name, operation, state, files=1, nbytes=settings.size, block_size=MIB)
+
+    def small(name: str, operation: Operation) -> Workload:
+        return Workload(name, operation, "existing", settings.small_files, nbytes=64 * KIB, block_size=64 * KIB)
+
+    return [
+        large("read", "read", "existing"),
+        large("overwrite", "write", "existing"),
+        large("fresh", "write", "absent"),
+        large("preallocated", "write", "preallocated"),
+        small("small read", "read"),
+        small("small write", "write"),
+    ]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(settings: Settings, progress: Callable[[str], None]) -> Measurements:
+    """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
+    check_memory(settings)
+    measurements = Measurements()
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raw_io-", dir=settings.directory)))
+        small_bytes = settings.small_files * 64 * KIB
+        drive.check(directory, 2 * settings.size + 2 * small_bytes)
+        contenders = list(assemble(settings, directory, stack, measurements, progress))
+        for workload in workloads(settings):
+            measurements.results.append(interleave.run(workload, contenders, directory, settings.rounds, progress))
+        progress("memory beyond the tensors")
+        measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend))
+    return measurements
+
+
+def check_memory(settings: Settings) -> None:
+    """Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size."""
+    tensors = 7 if settings.deepspeed_python else 3
+    needed = tensors * max(settings.size, settings.small_files * 64 * KIB)
+    available = meminfo("MemAvailable")
+    if needed > available:
+        raise drive.Unsuitable(
+            f"{needed} bytes of memory are needed for the tensors, {available} are available; give a smaller --size"
+        )
+
+
+def assemble(
+    settings: Settings,
+    directory: Path,
+    stack: contextlib.ExitStack,
+    measurements: Measurements,
+    progress: Callable[[str], None],
+) -> Iterator[Contender]:
+    """Start whoever can take part, and note why someone cannot."""
+    progress("starting DeepNVMe (compiles on first use)")
+    ours = stack.enter_context(libraries.LibraryProcess(sys.executable, "deepnvme", directory, settings.backend))
+    measurements.described["deepnvme"] = ours.described
+    for seed, memory in enumerate(MEMORIES, start=1):
+        yield libraries.LibraryContender(ours, "engine", "engine", memory, seed)
+        yield libraries.LibraryContender(ours, "handle", "handle", memory, 10 + seed)
+
+    if settings.deepspeed_python is None:
+        measurements.notes.append("DeepSpeed left out: give --deepspeed-python")
+    else:
+        progress("starting DeepSpeed (compiles on first use: minutes)")
+        theirs = stack.enter_context(libraries.LibraryProcess(settings.deepspeed_python, "deepspeed", directory, "auto"))
+        measurements.described["deepspeed"] = theirs.described
+        for seed, memory in enumerate(MEMORIES, start=21):
+            yield libraries.LibraryContender(theirs, "deepspeed", "handle", memory, seed)
+
+    program = fio.find()
+    if program is None:
+        measurements.notes.append("fio left out: not found; install it with your package manager")
+        return
+    engine = fio.ioengine(program, directory)
+    measurements.described["fio"] = {"version": fio.version(program), "ioengine": engine}
+    if engine != "io_uring":
+        measurements.notes.append(f"fio runs on {engine}: io_uring is refused here")
+    yield fio.Fio(program, engine, "default")
+    try:
+        # fio aligns its buffers to a huge page each way.
+        stack.enter_context(fio.huge_pages((fio.QUEUE_DEPTH + 8) * MIB, may_reserve=not settings.quick))
+    except fio.HugePagesUnavailable as error:
+        measurements.notes.append(f"fio with huge pages left out: {error}")
+        return
+    yield fio.Fio(program, engine, "huge pages")
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def targets(settings: Settings) -> list[Target]:
+    """The rows that compare. Against fio it is the engine, against DeepSpeed its handle, with defaults on both sides."""
+    one, many = size_text(settings.size), f"{settings.small_files} x 64 KiB"
+    large = ("read", "overwrite", "fresh")
+    engine, handle, deepspeed = (("engine", "pinned"), ("handle", "pinned"), ("deepspeed", "pinned"))
+    huge = ("fio", "huge pages")
+    found = [Target(f"{one} {name}, pinned: engine / fio with huge pages", name, engine, huge, "rate", 0.97) for name in large]
+    found += [
+        Target(f"{one} {name}, pinned: handle / DeepSpeed", name, handle, deepspeed, "rate", bound)
+        for name, bound in zip(large, (1.25, 1.2, 1.3), strict=True)
+    ]
+    found += [
+        Target(f"{one} {name}: engine, ordinary / pinned", name, ("engine", "ordinary"), engine, "rate", 0.85) for name in large
+    ]
+    for name, bound in (("small read", 3.2), ("small write", 2.5)):
+        # Like with like: fio's default buffers are ordinary memory, its huge pages are what ours are pinned in.
+        for memory, buffers in (("pinned", "huge pages"), ("ordinary", "default")):
+            what = f"{many} {name.removeprefix('small ')}, {memory}: handle"
+            found += [
+                Target(f"{what} / fio, {buffers} buffers", name, ("handle", memory), ("fio", buffers), "rate", 0.8),
+                Target(f"{what} / DeepSpeed", name, ("handle", memory), ("deepspeed", memory), "rate", bound),
+            ]
+    found += [
+        Target(f"CPU s/GB, {one} {name}, pinned: handle / DeepSpeed", name, handle, deepspeed, "cpu", 0.3) for name in large
+    ]
+    return found
+
+
+# -- reporting ---------------------------------------------------------------------------------------------------------
+
+
+def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[Verdict], started: str) -> dict[str, Any]:
+    filesystem = drive.filesystem_of(settings.directory)
+    return {
+        "benchmark": "raw_io",
+        "started": started,
+        "machine": {
+            "kernel": platform.release(),
+            "architecture": platform.machine(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "memory": meminfo("MemTotal"),
+            "filesystem": filesystem.type,
+            "device": Path(filesystem.device).name,
+        },
+        "settings": {
+            "rounds": settings.rounds,
+            "size": settings.size,
+            "small_files": settings.small_files,
+            "backend": settings.backend,
+            "quick": settings.quick,
+        },
+        "contenders": measurements.described,
+        "notes": measurements.notes,
+        "workloads": [
+            {**vars(result.workload), "series": [series.as_json() for series in result.series]} for result in measurements.results
+        ],
+        "targets": [verdict.as_json() for verdict in verdicts],
+    }
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"a size such as 256M or 1G, got '{text}'")
+    nbytes = int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+    if nbytes == 0 or nbytes % MIB:
+        # Else fio's last block would be short, and it is refused where O_DIRECT wants whole sectors.
+        raise argparse.ArgumentTypeError(f"a multiple of 1 MiB, got '{text}'")
+    return nbytes
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a positive number, got '{text}'")
+    return int(text)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument(
+        "--dir", type=Path, default=Path.cwd(), help="a directory on the drive to measure (default: the current one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
+    parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 7)")
+    parser.add_argument("--size", type=parse_size, help="bytes of the large tensor (default: 1G)")
+    parser.add_argument("--backend", default="auto", help="ours: auto, io_uring, libaio or threads (default: auto)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a trial of the benchmark itself: tiny, and no system setting is touched"
+    )
+    given = parser.parse_args(arguments)
+    if not given.dir.is_dir():
+        parser.error(f"--dir: '{given.dir}' is not a directory")
+    if given.deepspeed_python is not None:
+        # Absolute, because it is started elsewhere; a link is not followed, because a virtual environment's interpreter is one.
+        found = shutil.which(given.deepspeed_python)
+        if found is None:
+            parser.error(f"--deepspeed-python: '{given.deepspeed_python}' cannot be run")
+        given.deepspeed_python = os.path.abspath(found)
+    if given.json and not given.json.resolve().parent.is_dir():
+        parser.error(f"--json: '{given.json.parent}' is not a directory")
+    settings = Settings(
+        directory=given.dir.resolve(),
+        deepspeed_python=given.deepspeed_python,
+        rounds=given.rounds or (2 if given.quick else 7),
+        size=given.size or (8 * MIB if given.quick else 1 << 30),
+        small_files=50 if given.quick else 4000,
+        backend=given.backend,
+        quick=given.quick,
+    )
+    return settings, given.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, json_path = parse_arguments(arguments)
+    # A terminated run puts files and system settings back as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    try:
+        measurements = measure(settings, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
+    except (drive.Unsuitable, ContenderFailed) as error:
+        print(f"raw_io: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("raw_io: interrupted; its files are removed", file=sys.stderr)
+        return 130
+
+    verdicts = [judge(target, measurements.results) for target in targets(settings)] + measurements.footprints
+    for result in measurements.results:
+        print(rate_table(result))
+    print(verdict_table(verdicts))
+    for note in measurements.notes:
+        print(f"note: {note}")
+    if json_path:
+        json_path.write_text(json.dumps(as_json(settings, measurements, verdicts, started), indent=1) + "\n")
+    failed = [series for result in measurements.results for series in result.series if series.failure]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The worlds that tests happen in: a drive, backends, engines sound and faulty, disks of their own, other interpreters."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import deepnvme
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
+from .disks import MIB, Disk, loop_disk, memory_disk
+from .interpreters import Interpreters
+from .native import EngineTestingBuilder
+
+BACKENDS = ("io_uring", "libaio", "threads")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--io-dir", help="directory on the drive to test; default: a temporary one that is not in memory")
+    parser.addoption("--deepspeed-python", help="an interpreter that has DeepSpeed, for tests/compat")
+
+
+@pytest.fixture(scope="session")
+def io_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """On a real drive, empty, removed at the end."""
+    chosen = request.config.getoption("--io-dir")
+    places = [Path(chosen)] if chosen else [Path(tempfile.gettempdir()), Path("/var/tmp"), request.config.rootpath]
+    place = next((place for place in places if chosen or (os.access(place, os.W_OK) and not _in_memory(place))), None)
+    if place is None:
+        pytest.skip("needs a directory that is not in memory: use --io-dir")
+    path = Path(tempfile.mkdtemp(prefix="deepnvme-test-", dir=place))
+    path.chmod(0o755)  # for tests that give up their privileges
+    yield path
+    shutil.rmtree(path)
+
+
+def _in_memory(path: Path) -> bool:
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
+@pytest.fixture
+def drive(io_dir: Path) -> Iterator[Path]:
+    """The test's own directory on the drive."""
+    path = Path(tempfile.mkdtemp(dir=io_dir))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def op() -> ModuleType:
+    """The compiled async_io op."""
+    return AsyncIOBuilder().load()
+
+
+@pytest.fixture(scope="session")
+def testing() -> ModuleType:
+    """The engine with backends that the op does not have."""
+    return EngineTestingBuilder().load()
+
+
+@pytest.fixture(scope="session")
+def backends(op: ModuleType) -> list[str]:
+    """Those that work here."""
+    return [name for name, obstacle in op.backends().items() if obstacle is None]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, op: ModuleType) -> str:
+    """Each backend in turn."""
+    name: str = request.param
+    obstacle = op.backends()[name]
+    if obstacle is not None:
+        pytest.skip(f"needs the {name} backend: {obstacle}")
+    return name
+
+
+@pytest.fixture
+def engine() -> Iterator[deepnvme.Engine]:
+    """As a user makes it, without a word."""
+    with deepnvme.Engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def handle(op: ModuleType) -> Any:
+    """DeepSpeed's handle, as DeepSpeed makes it."""
+    return op.aio_handle()
+
+
+@pytest.fixture
+def faulty(testing: ModuleType) -> Iterator[Callable[..., Any]]:
+    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, or fields of Faults."""
+    made = []
+
+    def make(backend: str, *, block_size: int = 4096, queue_depth: int = 32, num_threads: int = 1, **more: Any) -> Any:
+        gate, journal = more.pop("gate", None), more.pop("journal", None)
+        faults = testing.Faults()
+        for name, value in more.items():
+            setattr(faults, name, value)
+        made.append(testing.faulty_engine(backend, block_size, queue_depth, num_threads, False, faults, gate, journal))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def gate(testing: ModuleType) -> Iterator[Any]:
+    """Holds back the completions of an engine that was given it, from the start. Open at the end of the test."""
+    gate = testing.Gate()
+    gate.hold()
+    yield gate
+    gate.release()
+
+
+@pytest.fixture
+def small_disk(drive: Path) -> Iterator[Disk]:
+    """32 MiB of ext4."""
+    with loop_disk(drive, "ext4", 32 * MIB) as disk:
+        yield disk
+
+
+@pytest.fixture
+def tmpfs(drive: Path) -> Iterator[Disk]:
+    """32 MiB in memory, without direct I/O."""
+    with memory_disk(drive, 32 * MIB) as disk:
+        yield disk
+
+
+@pytest.fixture(scope="session")
+def interpreters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
+    """Runs programs in interpreters of their own."""
+    directory = tmp_path_factory.mktemp("interpreters")
+    served = Interpreters(directory)
+    yield served
+    served.close()

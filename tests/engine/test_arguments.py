@@ -1,0 +1,366 @@
+"""What cannot be transferred is refused with a clear error, before any byte moves."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from ..memory import page_aligned
+
+
+@pytest.fixture
+def file(drive: Path) -> Path:
+    """A file of 10 000 bytes that no refused transfer may change."""
+    path = drive / "file"
+    path.write_bytes(b"x" * 10_000)
+    return path
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    return page_aligned(b"y" * 8192)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("value", [-(2**40), -1, 0, 511, (1 << 30) + 1, 2**62])
+def test_an_absurd_block_size_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"block_size must be in \[512, 1073741824\], got {value}"):
+        deepnvme.Engine(block_size=value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 4097, 2**40])
+def test_an_absurd_queue_depth_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"queue_depth must be in \[1, 4096\], got {value}"):
+        deepnvme.Engine(queue_depth=value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 257, 2**40])
+def test_an_absurd_number_of_threads_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_threads must be in \[1, 256\], got {value}"):
+        deepnvme.Engine(num_threads=value)
+
+
+@pytest.mark.parametrize("name", ["block_size", "queue_depth", "num_threads"])
+@pytest.mark.parametrize("value", ["8", 8.5, None, 2**70])
+def test_a_setting_that_is_no_number_of_bytes_or_things_is_refused(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        deepnvme.Engine(**{name: value})
+
+
+def test_an_unknown_backend_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, io_uring, libaio, threads, got 'posix'"):
+        deepnvme.Engine(backend="posix")  # type: ignore[arg-type]
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: None, id="None"),
+    pytest.param(lambda: [1, 2, 3], id="list"),
+    pytest.param(lambda: b"bytes", id="bytes"),
+    pytest.param(lambda: bytearray(8), id="bytearray"),
+    pytest.param(lambda: memoryview(bytearray(8)), id="memoryview"),
+    pytest.param(lambda: array.array("f", [1.0]), id="array"),
+    pytest.param(lambda: torch.empty(1).untyped_storage(), id="storage"),
+    pytest.param(lambda: torch.Tensor, id="the class"),
+    pytest.param(lambda: pytest.importorskip("numpy", reason="needs numpy").zeros(8), id="numpy"),
+    pytest.param(lambda: torch.eye(4).to_sparse(), id="sparse"),
+])  # fmt: skip
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_what_is_no_dense_tensor_is_a_type_error(engine: deepnvme.Engine, file: Path, direction: str, make: Any) -> None:
+    with pytest.raises(TypeError, match=r"(?i)tensor"):
+        getattr(engine, direction)(make(), file)
+    assert file.read_bytes() == b"x" * 10_000
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_compressed_sparse_tensor_is_a_type_error(engine: deepnvme.Engine, file: Path) -> None:
+    with pytest.raises(TypeError, match="sparse_csr"):
+        engine.write(torch.eye(4).to_sparse_csr(), file)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_meta_tensor_has_no_memory(engine: deepnvme.Engine, file: Path, direction: str) -> None:
+    with pytest.raises(ValueError, match="meta"):
+        getattr(engine, direction)(torch.empty(8, device="meta"), file)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_fake_tensor_is_refused(engine: deepnvme.Engine, file: Path, direction: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(8)
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        getattr(engine, direction)(fake, file)
+    assert file.read_bytes() == b"x" * 10_000
+
+
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: torch.zeros(64, 8).t(), id="transposed"),
+    pytest.param(lambda: torch.zeros(512)[::2], id="strided"),
+    pytest.param(lambda: torch.zeros(1, 8).expand(8, 8), id="expanded"),
+    pytest.param(lambda: torch.zeros(8, dtype=torch.complex64).conj(), id="conjugate"),
+    pytest.param(lambda: torch.zeros(8, dtype=torch.complex64).conj().imag, id="negative"),
+])  # fmt: skip
+def test_reading_into_a_tensor_laid_out_otherwise_is_refused(engine: deepnvme.Engine, file: Path, make: Any) -> None:
+    target = make()
+    with pytest.raises(ValueError, match="cannot read into a tensor that is"):
+        engine.read(target, file)
+    assert not target.resolve_conj().resolve_neg().any()
+
+
+# Ranges
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("offset", [-1, -4096, -(2**63)])
+def test_a_negative_offset_is_refused(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, direction: str, offset: int
+) -> None:
+    with pytest.raises(ValueError, match=f"offset must not be negative, got {offset}"):
+        getattr(engine, direction)(tensor, file, offset)
+    assert file.read_bytes() == b"x" * 10_000
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("offset", [2**63 - 1, 2**63 - 8191])
+def test_an_offset_past_the_largest_file_is_refused(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, direction: str, offset: int
+) -> None:
+    with pytest.raises(ValueError, match=f"offset {offset} plus 8192 bytes is past the largest file offset"):
+        getattr(engine, direction)(tensor, file, offset)
+    assert file.stat().st_size == 10_000
+
+
+def test_an_offset_past_what_the_file_system_can_hold_leaves_the_file_as_it_is(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path
+) -> None:
+    with pytest.raises(OSError, match="write of 8192 bytes") as caught:
+        engine.write(tensor, file, 2**63 - 8192 - 1).result()
+    assert caught.value.filename == str(file)
+    assert file.stat().st_size == 10_000
+
+
+@pytest.mark.parametrize("offset", [2**63, 2**64, 2**100, -(2**63) - 1])
+def test_an_offset_of_more_than_64_bits_is_refused(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, offset: int
+) -> None:
+    with pytest.raises((ValueError, OverflowError, TypeError)):
+        engine.write(tensor, file, offset)
+    assert file.stat().st_size == 10_000
+
+
+@pytest.mark.parametrize("offset", ["0", 0.5, None])
+def test_an_offset_that_is_no_whole_number_is_a_type_error(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, offset: Any
+) -> None:
+    with pytest.raises(TypeError):
+        engine.read(tensor, file, offset)
+
+
+@pytest.mark.parametrize("offset", [1809, 10_000, 10_001, 2**40])
+def test_a_file_shorter_than_asked_is_said_with_both_lengths(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, offset: int
+) -> None:
+    with pytest.raises(ValueError, match=f"bytes .{offset}, {offset + 8192}. is past the end of '{file}', which has 10000 bytes"):
+        engine.read(tensor, file, offset)
+    assert tensor.eq(ord("y")).all()
+
+
+# Paths
+
+
+@pytest.mark.parametrize("path", [None, 3, 3.5, ["path"], object()], ids=lambda path: type(path).__name__)
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_what_is_no_path_is_a_type_error(engine: deepnvme.Engine, tensor: torch.Tensor, direction: str, path: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not"):
+        getattr(engine, direction)(tensor, path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", b"a\0b", "\0"])
+def test_a_path_with_a_nul_is_refused(engine: deepnvme.Engine, tensor: torch.Tensor, path: Any) -> None:
+    with pytest.raises(ValueError, match="null"):
+        engine.write(tensor, path)
+
+
+def test_a_path_that_no_encoding_has_is_refused(engine: deepnvme.Engine, tensor: torch.Tensor) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        engine.write(tensor, "lone surrogate \ud800")
+
+
+def test_an_empty_path_is_no_file(engine: deepnvme.Engine, tensor: torch.Tensor) -> None:
+    with pytest.raises(FileNotFoundError):
+        engine.write(tensor, "")
+
+
+def test_a_path_longer_than_the_system_takes_is_said(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path) -> None:
+    with pytest.raises(OSError, match="too long") as caught:
+        engine.write(tensor, drive / ("x" * 300))
+    assert caught.value.filename == str(drive / ("x" * 300))
+
+
+@pytest.mark.parametrize("name", ["ausführlich-тензор-张量-🙂", "with space", "new\nline", "-dash", "%s{}"])
+def test_any_name_is_a_name(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path, name: str) -> None:
+    engine.write(tensor, drive / name).result()
+    assert (drive / name).read_bytes() == b"y" * 8192
+
+
+def test_a_name_that_is_not_utf8_is_a_name(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path) -> None:
+    name = os.fsencode(drive) + b"/\xff\xfe"
+    engine.write(tensor, name).result()
+    engine.read(tensor, os.fsdecode(name)).result()
+    assert os.path.getsize(name) == 8192
+
+
+def test_an_error_names_a_path_that_is_not_utf8(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path) -> None:
+    name = os.fsdecode(os.fsencode(drive) + b"/missing-\xff")
+    with pytest.raises(FileNotFoundError) as caught:
+        engine.read(tensor, name)
+    assert caught.value.filename == name
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda engine, tensor, path: engine.read(tensor, path), id="read"),
+    pytest.param(lambda engine, tensor, path: engine.fsync(path), id="fsync"),
+    pytest.param(lambda engine, tensor, path: engine.open(path), id="open"),
+    pytest.param(lambda engine, tensor, path: engine.open(path, "r+"), id="open to change"),
+    pytest.param(lambda engine, tensor, path: engine.write(tensor, path / "below"), id="write below"),
+])  # fmt: skip
+def test_a_missing_file_is_named(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path, call: Any) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        call(engine, tensor, drive / "missing")
+    assert str(drive / "missing") in caught.value.filename
+    assert not (drive / "missing").exists()
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda engine, tensor, path: engine.read(tensor, path), id="read"),
+    pytest.param(lambda engine, tensor, path: engine.write(tensor, path), id="write"),
+    pytest.param(lambda engine, tensor, path: engine.open(path), id="open"),
+    pytest.param(lambda engine, tensor, path: engine.open(path, "w"), id="open to write"),
+])  # fmt: skip
+def test_a_directory_is_no_file(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path, call: Any) -> None:
+    with pytest.raises(IsADirectoryError) as caught:
+        call(engine, tensor, drive)
+    assert caught.value.filename == str(drive)
+
+
+def test_a_file_is_no_directory(engine: deepnvme.Engine, tensor: torch.Tensor, file: Path) -> None:
+    with pytest.raises(NotADirectoryError):
+        engine.write(tensor, file / "below")
+
+
+def test_a_circle_of_links_ends(engine: deepnvme.Engine, tensor: torch.Tensor, drive: Path) -> None:
+    (drive / "circle").symlink_to(drive / "circle")
+    with pytest.raises(OSError, match="symbolic links"):
+        engine.write(tensor, drive / "circle")
+
+
+def test_a_link_leads_to_its_file(engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, drive: Path) -> None:
+    (drive / "link").symlink_to(file)
+    engine.write(tensor, drive / "link", 10_000).result()
+    assert file.stat().st_size == 18_192
+
+
+@pytest.fixture(params=["pipe", "socket", "character device", "terminal"])
+def no_file(request: pytest.FixtureRequest, drive: Path) -> Iterator[Path]:
+    """Something that opening might wait for, and that has no offsets."""
+    path = drive / "special"
+    listener = socket.socket(socket.AF_UNIX)
+    descriptors: tuple[int, ...] = ()
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        listener.bind(os.path.relpath(path))
+    elif request.param == "character device":
+        path = Path("/dev/null")
+    else:
+        descriptors = os.openpty()
+        path = Path(os.ttyname(descriptors[1]))
+    yield path
+    listener.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda engine, tensor, path: engine.read(tensor, path), id="read"),
+    pytest.param(lambda engine, tensor, path: engine.write(tensor, path), id="write"),
+    pytest.param(lambda engine, tensor, path: engine.fsync(path), id="fsync"),
+    pytest.param(lambda engine, tensor, path: engine.open(path, "w"), id="open"),
+])  # fmt: skip
+def test_what_has_no_offsets_is_refused_without_waiting(
+    engine: deepnvme.Engine, tensor: torch.Tensor, no_file: Path, call: Callable[..., Any]
+) -> None:
+    with pytest.raises(OSError, match="neither a regular file nor a block device") as caught:
+        call(engine, tensor, no_file)
+    assert caught.value.filename == str(no_file)
+
+
+# Closed things
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda engine, tensor, path: engine.read(tensor, path), id="read"),
+    pytest.param(lambda engine, tensor, path: engine.write(tensor, path), id="write"),
+    pytest.param(lambda engine, tensor, path: engine.fsync(path), id="fsync"),
+    pytest.param(lambda engine, tensor, path: engine.open(path), id="open"),
+])  # fmt: skip
+def test_a_closed_engine_says_so(tensor: torch.Tensor, file: Path, call: Any) -> None:
+    engine = deepnvme.Engine()
+    engine.close()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        call(engine, tensor, file)
+    assert file.read_bytes() == b"x" * 10_000
+
+
+def test_a_write_to_a_closed_engine_creates_no_file(tensor: torch.Tensor, drive: Path) -> None:
+    engine = deepnvme.Engine()
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        engine.write(tensor, drive / "new")
+    assert not (drive / "new").exists()
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda engine, tensor, file: engine.read(tensor, file), id="read"),
+    pytest.param(lambda engine, tensor, file: engine.write(tensor, file), id="write"),
+    pytest.param(lambda engine, tensor, file: engine.fsync(file), id="fsync"),
+    pytest.param(lambda engine, tensor, file: file.size(), id="size"),
+])  # fmt: skip
+def test_a_closed_file_says_so(engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, call: Any) -> None:
+    opened = engine.open(file, "r+")
+    opened.close()
+    with pytest.raises(ValueError, match="the file is closed"):
+        call(engine, tensor, opened)
+
+
+def test_closing_twice_is_closing_once(engine: deepnvme.Engine, file: Path) -> None:
+    opened = engine.open(file)
+    opened.close()
+    opened.close()
+    assert opened.closed
+    engine.close()
+    engine.close()
+    assert engine.closed
+
+
+def test_a_closed_engine_still_tells_what_it_did(tensor: torch.Tensor, file: Path) -> None:
+    with deepnvme.Engine() as engine:
+        engine.write(tensor, file)
+    assert engine.stats().bytes_written == 8192

@@ -1,0 +1,101 @@
+"""A flush begins when every earlier write has ended, and needs no later one."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import deepnvme
+
+from ..memory import page_aligned
+
+Faulty = Callable[..., Any]
+BLOCK = page_aligned(b"x" * 65536)
+
+
+def positions(journal: Any, event: str, kind: str) -> list[int]:
+    return [at for at, (what, of, *_) in enumerate(journal.entries()) if (what, of) == (event, kind)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_flush_is_submitted_after_the_last_earlier_write_has_completed(
+    faulty: Faulty, testing: ModuleType, backend: Any, drive: Path, threads: int
+) -> None:
+    journal = testing.Journal()
+    engine = faulty(backend, num_threads=threads, journal=journal)
+    for index in range(10):
+        engine.write(BLOCK, drive / str(index))
+    engine.fsync(drive / "0").result()
+    assert max(positions(journal, "complete", "write")) < min(positions(journal, "submit", "sync"))
+
+
+def test_a_flush_does_not_wait_for_later_writes(faulty: Faulty, testing: ModuleType, gate: Any, drive: Path) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", queue_depth=2, gate=gate, journal=journal)
+    engine.write(BLOCK, drive / "file")
+    flushed = engine.fsync(drive / "file")
+    later = [engine.write(BLOCK, drive / "file", (index + 1) * 65536) for index in range(200)]
+    gate.release()
+    flushed.result()
+    for future in later:
+        future.result()
+    assert positions(journal, "submit", "sync")[0] < max(positions(journal, "complete", "write"))
+
+
+def test_a_flush_is_pending_while_an_earlier_write_is(faulty: Faulty, gate: Any, drive: Path) -> None:
+    engine = faulty("threads", gate=gate)
+    engine.write(BLOCK, drive / "file")
+    flushed = engine.fsync(drive / "file")
+    time.sleep(0.05)
+    assert not flushed.done()
+
+
+def test_two_flushes_each_wait_for_their_own_writes(faulty: Faulty, testing: ModuleType, drive: Path) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", num_threads=2, journal=journal)
+    engine.write(BLOCK, drive / "file").result()
+    first = engine.fsync(drive / "file")
+    engine.write(BLOCK, drive / "file", 65536)
+    second = engine.fsync(drive / "file")
+    assert (first.result(), second.result()) == (0, 0)
+    assert max(positions(journal, "complete", "write")) < max(positions(journal, "submit", "sync"))
+
+
+def test_a_flush_after_a_write_that_failed_still_happens(faulty: Faulty, drive: Path) -> None:
+    engine = faulty("threads", error_every=1, error_limit=1)
+    failed = engine.write(BLOCK, drive / "file")
+    assert engine.fsync(drive / "file").result() == 0
+    assert failed.exception() is not None
+
+
+def test_a_flush_that_fails_says_of_which_file(faulty: Faulty, backend: Any, drive: Path) -> None:
+    (drive / "file").touch()
+    engine = faulty(backend, error_every=1, error=errno.EIO)
+    with pytest.raises(OSError, match="fsync") as caught:
+        engine.fsync(drive / "file").result()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+
+
+def test_a_flush_of_an_idle_engine_is_a_flush(backend: Any, drive: Path) -> None:
+    (drive / "file").write_bytes(b"x")
+    with deepnvme.Engine(backend=backend) as engine:
+        assert engine.fsync(drive / "file").result() == 0
+        assert engine.stats().requests == 1
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "rw", "w"])
+def test_an_open_file_is_flushed_whatever_its_mode(engine: deepnvme.Engine, drive: Path, mode: Any) -> None:
+    (drive / "file").write_bytes(b"x")
+    with engine.open(drive / "file", mode) as file:
+        assert engine.fsync(file).result() == 0
+
+
+def test_a_flush_moves_no_bytes(engine: deepnvme.Engine, drive: Path) -> None:
+    (drive / "file").touch()
+    assert engine.fsync(drive / "file").nbytes == 0

@@ -1,0 +1,243 @@
+"""A request's end, however it comes: waited for, timed out, interrupted, forgotten."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from ..memory import page_aligned, pattern
+
+Faulty = Callable[..., Any]
+
+
+@pytest.fixture
+def held(faulty: Faulty, gate: Any, backend: Any) -> Any:
+    """An engine whose requests do not end before the gate is opened."""
+    return faulty(backend, gate=gate)
+
+
+@pytest.fixture
+def broken(faulty: Faulty) -> Any:
+    """An engine whose every transfer fails."""
+    return faulty("threads", error_every=1, error=errno.EIO)
+
+
+def test_a_timeout_is_an_error_and_the_request_goes_on(held: Any, gate: Any, drive: Path) -> None:
+    content = pattern(10_000)
+    future = held.write(page_aligned(content), drive / "file")
+    with pytest.raises(TimeoutError, match=r"write of 10000 bytes at offset 0 has not ended within 0.05 s"):
+        future.result(0.05)
+    gate.release()
+    assert future.result() == 10_000
+    assert (drive / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, -1, -1e300])
+def test_no_time_at_all_times_out_at_once(held: Any, drive: Path, timeout: float) -> None:
+    future = held.write(page_aligned(b"x"), drive / "file")
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        future.result(timeout)
+    assert time.monotonic() - begin < 0.5
+
+
+@pytest.mark.parametrize("timeout", [1e300, float("inf")])
+def test_a_timeout_beyond_all_measure_is_none(held: Any, gate: Any, drive: Path, timeout: float) -> None:
+    future = held.write(page_aligned(b"x"), drive / "file")
+    threading.Timer(0.1, gate.release).start()
+    assert future.result(timeout) == 1
+
+
+@pytest.mark.parametrize("timeout", ["1", [], object()], ids=lambda timeout: type(timeout).__name__)
+def test_a_timeout_that_is_no_number_is_a_type_error(engine: deepnvme.Engine, drive: Path, timeout: Any) -> None:
+    future = engine.write(page_aligned(b"x"), drive / "file")
+    with pytest.raises(TypeError):
+        future.result(timeout)
+
+
+def test_waiting_for_an_exception_times_out_too(held: Any, drive: Path) -> None:
+    with pytest.raises(TimeoutError):
+        held.write(page_aligned(b"x"), drive / "file").exception(0.01)
+
+
+def test_a_request_that_failed_raises_each_time_it_is_asked(broken: Any, drive: Path) -> None:
+    future = broken.write(page_aligned(b"x" * 4096), drive / "file")
+    for _ in range(2):
+        with pytest.raises(OSError, match="write of 4096 bytes at offset 0"):
+            future.result()
+
+
+def test_an_exception_is_returned_not_raised(broken: Any, drive: Path) -> None:
+    error = broken.write(page_aligned(b"x" * 4096), drive / "file").exception()
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (errno.EIO, str(drive / "file"))
+
+
+def test_a_request_that_went_well_has_no_exception(engine: deepnvme.Engine, drive: Path) -> None:
+    assert engine.write(page_aligned(b"x"), drive / "file").exception() is None
+
+
+def test_done_turns_true_at_the_end_and_not_before(held: Any, gate: Any, drive: Path) -> None:
+    future = held.write(page_aligned(b"x"), drive / "file")
+    time.sleep(0.05)
+    before = future.done()
+    gate.release()
+    future.result()
+    assert (before, future.done()) == (False, True)
+
+
+def test_a_failed_request_is_done(broken: Any, drive: Path) -> None:
+    future = broken.write(page_aligned(b"x" * 4096), drive / "file")
+    future.exception()
+    assert future.done()
+
+
+def test_a_future_knows_what_was_asked_for(held: Any, drive: Path) -> None:
+    assert held.write(torch.empty(7, dtype=torch.float64), drive / "file").nbytes == 56
+
+
+def test_every_thread_that_waits_is_told(held: Any, gate: Any, drive: Path) -> None:
+    future = held.write(page_aligned(b"x" * 5000), drive / "file")
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(future.result())) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    gate.release()
+    for thread in threads:
+        thread.join(10)
+    assert results == [5000] * 5
+
+
+def test_other_threads_run_while_one_waits(held: Any, gate: Any, drive: Path) -> None:
+    future = held.write(page_aligned(b"x"), drive / "file")
+    threading.Timer(0.1, gate.release).start()  # would never run if the waiting kept the interpreter's lock
+    assert future.result() == 1
+
+
+@pytest.mark.parametrize("wait", [
+    pytest.param(lambda engine, future: future.result(), id="result"),
+    pytest.param(lambda engine, future: future.result(60), id="result with a timeout"),
+    pytest.param(lambda engine, future: future.exception(), id="exception"),
+    pytest.param(lambda engine, future: engine.close(), id="close"),
+])  # fmt: skip
+def test_ctrl_c_interrupts_the_waiting_and_not_the_request(
+    faulty: Faulty, gate: Any, drive: Path, wait: Callable[[Any, Any], object]
+) -> None:
+    content = pattern(10_000)
+    engine = faulty("threads", gate=gate)
+    future = engine.write(page_aligned(content), drive / "file")
+    sent: list[float] = []
+
+    def press() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.1, press).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(engine, future)
+    assert time.monotonic() - sent[0] < 1
+    gate.release()
+    assert future.result() == 10_000
+    assert engine.write(page_aligned(content), drive / "file", 10_000).result() == 10_000  # and the engine is not closed
+    assert (drive / "file").read_bytes() == content * 2
+
+
+def test_a_tensor_lives_while_its_request_does(held: Any, drive: Path) -> None:
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    future = held.write(tensor, drive / "file")
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    assert not future.done()
+
+
+def test_a_tensor_lives_while_its_request_does_though_the_future_is_dropped(held: Any, gate: Any, drive: Path) -> None:
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    held.write(tensor, drive / "file")
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    gate.release()
+    held.close()
+    assert (drive / "file").read_bytes() == b"x" * 4096
+
+
+@pytest.mark.parametrize("wait", ["result", "exception"])
+def test_a_tensor_is_let_go_once_its_request_was_waited_for(engine: deepnvme.Engine, drive: Path, wait: str) -> None:
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    future = engine.write(tensor, drive / "file")
+    getattr(future, wait)()
+    del tensor
+    assert alive() is None
+
+
+def test_a_tensor_of_a_failed_request_is_let_go(broken: Any, drive: Path) -> None:
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    future = broken.write(tensor, drive / "file")
+    future.exception()
+    del tensor
+    assert alive() is None
+
+
+def test_tensors_of_forgotten_requests_are_let_go_as_later_ones_come(engine: deepnvme.Engine, drive: Path) -> None:
+    alive = []
+    for index in range(200):
+        tensor = page_aligned(b"x" * 4096)
+        alive.append(weakref.ref(tensor))
+        engine.write(tensor, drive / str(index % 4))
+        del tensor
+    engine.write(page_aligned(b"x"), drive / "last").result()
+    engine.write(page_aligned(b"x"), drive / "last").result()
+    assert not any(reference() is not None for reference in alive)
+
+
+def test_the_copy_of_a_tensor_that_is_not_contiguous_lives_as_long_as_the_request(held: Any, gate: Any, drive: Path) -> None:
+    tensor = torch.arange(20_000, dtype=torch.int32)[::2]
+    future = held.write(tensor, drive / "file")
+    expected = tensor.clone()
+    tensor.zero_()  # the copy is what is written
+    del tensor
+    other = [torch.full((10_000,), -1, dtype=torch.int32) for _ in range(20)]  # would land in the copy's place
+    gate.release()
+    future.result()
+    assert torch.frombuffer(bytearray((drive / "file").read_bytes()), dtype=torch.int32).equal(expected)
+    assert len(other) == 20
+
+
+def test_a_future_outlives_its_engine(drive: Path) -> None:
+    engine = deepnvme.Engine()
+    future = engine.write(page_aligned(b"x" * 5000), drive / "file")
+    del engine
+    assert future.result() == 5000
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_end_of_a_with_block_waits_for_everything(drive: Path, backend: Any, count: int) -> None:
+    content = pattern(1 << 20)
+    with deepnvme.Engine(backend=backend, num_threads=count) as engine:
+        for index in range(20):
+            engine.write(page_aligned(content), drive / str(index))
+    assert all((drive / str(index)).read_bytes() == content for index in range(20))
+
+
+def test_an_error_nobody_asked_for_does_not_come_out_of_close(broken: Any, drive: Path) -> None:
+    broken.write(page_aligned(b"x" * 4096), drive / "file")
+    broken.close()
+    assert broken.stats()["failed_requests"] == 1

@@ -1,0 +1,124 @@
+"""Page-locked tensors: what they are, who knows of them, and that they go away."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+MIB = 1 << 20
+
+
+def locked_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmLck:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("shape", [-1, (3, -1)])
+def test_a_negative_size_is_refused(engine: deepnvme.Engine, shape: Any) -> None:
+    with pytest.raises(ValueError, match="must not be negative, got"):
+        engine.empty_pinned(shape)
+
+
+@pytest.mark.parametrize("shape", [2**50, (2**31, 2**30), 2**62], ids=str)
+def test_more_than_there_is_is_a_memory_error(engine: deepnvme.Engine, shape: Any) -> None:
+    with pytest.raises(MemoryError):
+        engine.empty_pinned(shape, torch.float32)
+
+
+def test_an_unlocked_buffer_serves_after_a_warning(interpreters: Any) -> None:
+    interpreters.run("""
+        import ctypes, os, resource, warnings
+        import deepnvme
+        if os.geteuid() == 0:
+            os.setgroups([]), os.setgid(65534), os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+        engine = deepnvme.Engine("threads")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            first, second = engine.empty_pinned(5000), engine.empty_pinned(5000)
+        assert [type(warning.message) for warning in caught] == [RuntimeWarning]
+        assert "mlock of 20000 bytes was refused" in str(caught[0].message)
+        assert first.eq(0).all() and op.is_pinned(first) and op.is_pinned(second)
+    """).check()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.uint8, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [0, (0, 3), 1, 1000, (3, 5, 7), (), [2, 3]], ids=str)
+def test_a_pinned_tensor_has_the_shape_and_dtype_asked_for(
+    engine: deepnvme.Engine, shape: Any, dtype: torch.dtype | None
+) -> None:
+    tensor = engine.empty_pinned(shape, dtype)
+    assert tensor.shape == torch.empty(shape).shape
+    assert tensor.dtype == (dtype or torch.get_default_dtype())
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize(("nbytes", "alignment"), [(1, 4096), (MIB, 4096), (2 * MIB, 2 * MIB), (5 * MIB + 1, 2 * MIB)])
+def test_a_pinned_tensor_starts_where_a_huge_page_can(engine: deepnvme.Engine, nbytes: int, alignment: int) -> None:
+    assert engine.empty_pinned(nbytes, torch.uint8).data_ptr() % alignment == 0
+
+
+def test_pinned_memory_is_locked_while_it_lives_and_no_longer(engine: deepnvme.Engine) -> None:
+    before = locked_bytes()
+    tensor = engine.empty_pinned(4 * MIB, torch.uint8)
+    during = locked_bytes() - before
+    if not during:
+        pytest.skip("needs a memlock limit above 4 MiB")
+    del tensor
+    gc.collect()
+    assert (during, locked_bytes() - before) == (4 * MIB, 0)
+
+
+def test_a_view_keeps_the_memory(engine: deepnvme.Engine, drive: Path) -> None:
+    tensor = engine.empty_pinned(MIB, torch.uint8)
+    tensor.fill_(7)
+    whole, view = weakref.ref(tensor), tensor[4096:8192]
+    del tensor
+    gc.collect()
+    assert whole() is None
+    engine.write(view, drive / "file").result()
+    assert (drive / "file").read_bytes() == b"\7" * 4096
+
+
+def test_a_pinned_tensor_is_transferred_without_a_copy(engine: deepnvme.Engine, drive: Path) -> None:
+    engine.write(engine.empty_pinned(MIB, torch.uint8), drive / "file").result()
+    assert engine.stats().bytes_zero_copy == MIB
+
+
+def test_pinned_are_the_tensor_and_its_views(engine: deepnvme.Engine, op: ModuleType) -> None:
+    tensor = engine.empty_pinned(1000)
+    assert op.is_pinned(tensor)
+    assert op.is_pinned(tensor[999:])
+    assert op.is_pinned(tensor.view(10, 100).t())
+
+
+def test_pinned_is_no_other_tensor(engine: deepnvme.Engine, op: ModuleType) -> None:
+    engine.empty_pinned(1000)
+    assert not op.is_pinned(torch.empty(1000))
+    assert not op.is_pinned(torch.empty(1000, device="meta"))
+
+
+def test_memory_that_has_gone_is_not_taken_for_pinned(engine: deepnvme.Engine, op: ModuleType) -> None:
+    """Its address may come back as an ordinary tensor's."""
+    for _ in range(50):
+        tensor = engine.empty_pinned(MIB, torch.uint8)
+        del tensor
+        assert not op.is_pinned(torch.empty(MIB, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("nbytes", [-1, -(2**40)])
+def test_a_buffer_of_negative_size_is_refused(op: ModuleType, nbytes: int) -> None:
+    with pytest.raises(ValueError, match=f"nbytes must not be negative, got {nbytes}"):
+        op.empty_pinned(nbytes)

@@ -1,0 +1,188 @@
+"""What an engine takes from the system it gives back: descriptors, threads, mappings, locked pages, memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from ..memory import Surrounded, page_aligned, zeros
+
+KIB = 1024
+
+
+def holdings() -> dict[str, int]:
+    """What this process holds, by kind."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "locked KiB": int(re.search(r"VmLck:\s+(\d+)", status)[1]),  # type: ignore[index]
+    }
+
+
+def assert_nothing_is_kept(times: int, work: Callable[[], object]) -> None:
+    for _ in range(3):
+        work()  # what is kept once is kept for good
+    before = holdings()
+    for _ in range(times):
+        work()
+    after = holdings()
+    # The allocator may keep a mapping or two for itself; a leak of the engine's would be one for each time.
+    assert after["mappings"] - before["mappings"] < 20
+    assert {**after, "mappings": 0} == {**before, "mappings": 0}
+
+
+def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any) -> None:
+    tensor = Surrounded(bytes(100 * KIB), 1).tensor  # staged, so that the staging is there to be leaked
+
+    def work() -> None:
+        with deepnvme.Engine(backend=backend, queue_depth=4) as engine:
+            engine.write(tensor, drive / "file", 7).result()
+
+    assert_nothing_is_kept(100, work)
+
+
+def test_engines_that_are_dropped_leave_nothing_behind(drive: Path, backend: Any) -> None:
+    tensor = page_aligned(bytes(100 * KIB))
+
+    def work() -> None:
+        deepnvme.Engine(backend=backend, queue_depth=4).write(tensor, drive / "file", 7)
+
+    assert_nothing_is_kept(50, work)
+
+
+def test_handles_that_are_dropped_leave_nothing_behind(op: ModuleType, drive: Path) -> None:
+    tensor = page_aligned(bytes(100 * KIB))
+
+    def work() -> None:
+        op.aio_handle().async_pwrite(tensor, str(drive / "file"))
+
+    assert_nothing_is_kept(50, work)
+
+
+def test_a_thousand_requests_leave_nothing_behind(drive: Path, backend: Any) -> None:
+    tensor = page_aligned(bytes(5 * KIB))
+    with deepnvme.Engine(backend=backend) as engine:
+
+        def work() -> None:
+            for future in [engine.write(tensor, drive / str(index % 100), 7) for index in range(1000)]:
+                future.result()
+
+        assert_nothing_is_kept(1, work)
+
+
+def test_a_thousand_forgotten_requests_leave_nothing_behind(drive: Path) -> None:
+    tensor = page_aligned(bytes(5 * KIB))
+
+    def work() -> None:
+        with deepnvme.Engine() as engine:
+            for index in range(1000):
+                engine.write(tensor, drive / str(index % 100), 7)
+
+    assert_nothing_is_kept(1, work)
+
+
+def test_refused_requests_leave_nothing_behind(engine: deepnvme.Engine, drive: Path) -> None:
+    (drive / "file").write_bytes(bytes(100))
+    attempts: list[Callable[[], object]] = [
+        lambda: engine.read(zeros(200).tensor, drive / "file"),
+        lambda: engine.read(zeros(200).tensor, drive / "missing"),
+        lambda: engine.write(zeros(200).tensor, drive),
+        lambda: engine.write(zeros(200).tensor, drive / "file", -1),
+        lambda: engine.write(zeros(200).tensor, drive / "file", 2**63 - 1000),
+        lambda: engine.open(drive / "file", "x"),
+    ]
+
+    def work() -> None:
+        for attempt in attempts:
+            with pytest.raises((OSError, ValueError)):
+                attempt()
+
+    assert_nothing_is_kept(50, work)
+
+
+def test_failed_requests_leave_nothing_behind(faulty: Any, drive: Path) -> None:
+    engine = faulty("threads", error_every=2, error=errno.EIO)
+    tensor = page_aligned(bytes(50 * KIB))
+
+    def work() -> None:
+        engine.write(tensor, drive / "file", 7).exception()
+
+    assert_nothing_is_kept(100, work)
+
+
+def test_open_files_leave_nothing_behind(engine: deepnvme.Engine, drive: Path) -> None:
+    tensor = page_aligned(bytes(9 * KIB))
+
+    def work() -> None:
+        file = engine.open(drive / "file", "rw")
+        engine.write(tensor, file, 7).result()  # both descriptors
+        del file
+
+    assert_nothing_is_kept(100, work)
+
+
+def test_pinned_tensors_leave_nothing_behind(engine: deepnvme.Engine) -> None:
+    def work() -> None:
+        engine.empty_pinned(1 << 20)
+
+    assert_nothing_is_kept(100, work)
+
+
+def test_memory_does_not_grow_with_the_requests_that_have_been(drive: Path) -> None:
+    def resident() -> int:
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    tensor = page_aligned(bytes(KIB))
+    with deepnvme.Engine() as engine, engine.open(drive / "file", "w") as file:
+        for _ in range(2000):
+            engine.write(tensor, file).result()
+        before = resident()
+        for _ in range(10_000):
+            engine.write(tensor, file).result()
+        assert resident() - before < 2000  # KiB: 0.2 a request would be a leak of each
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_staging_takes_no_more_than_its_share(interpreters: Any, drive: Path, threads: int) -> None:
+    """A misaligned tensor of 256 MiB, depth 128 and 1 MiB blocks: 64 MiB of staging in all, as is promised."""
+    (drive / "file").touch()
+    os.truncate(drive / "file", 256 << 20)
+    interpreters.run(f"""
+        import deepnvme, re
+        def memory(name):
+            return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+        engine = deepnvme.Engine(queue_depth=128, num_threads={threads})
+        tensor = torch.zeros((256 << 20) + 1, dtype=torch.uint8)[1:]
+        before = memory("VmRSS")
+        open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
+        engine.read(tensor, {str(drive / "file")!r}).result()
+        grown = memory("VmHWM") - before
+        assert engine.stats().bytes_staged == 256 << 20
+        assert grown < (64 + 8) << 10, grown
+    """).check()
+
+
+def test_tensors_of_a_handle_are_let_go_after_wait(op: ModuleType, drive: Path) -> None:
+    import weakref
+
+    handle = op.aio_handle()
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor)
+    handle.async_pwrite(tensor, str(drive / "file"))
+    del tensor
+    handle.wait()
+    assert alive() is None

@@ -1,0 +1,55 @@
+"""Tensors whose address and surroundings a test decides."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import torch
+
+PAGE = mmap.PAGESIZE
+GUARD = b"\xa5"
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that tell every place from every other, and ``seed`` from every other seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The tensor's bytes, in the order of its elements."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+class Surrounded:
+    """A tensor of ``content``, ``misalignment`` bytes after the start of a page, with guard bytes before and after it."""
+
+    def __init__(self, content: bytes, misalignment: int = 0, dtype: torch.dtype = torch.uint8) -> None:
+        self._begin = PAGE + misalignment
+        self._end = self._begin + len(content)
+        self._memory = mmap.mmap(-1, (self._end // PAGE + 2) * PAGE)
+        self._memory.write(GUARD * len(self._memory))
+        self._memory[self._begin : self._end] = content
+        if content:
+            flat = torch.frombuffer(self._memory, dtype=torch.uint8, offset=self._begin, count=len(content))
+            self.tensor = flat.view(dtype) if misalignment % dtype.itemsize == 0 else flat
+        else:
+            self.tensor = torch.empty(0, dtype=dtype)
+
+    def content(self) -> bytes:
+        return self._memory[self._begin : self._end]
+
+    def surroundings_are_intact(self) -> bool:
+        around = self._memory[: self._begin] + self._memory[self._end :]
+        return around == GUARD * len(around)
+
+
+def page_aligned(content: bytes) -> torch.Tensor:
+    """A tensor that is transferred in place."""
+    return Surrounded(content).tensor
+
+
+def zeros(nbytes: int, misalignment: int = 0) -> Surrounded:
+    """To read into."""
+    return Surrounded(bytes(nbytes), misalignment)

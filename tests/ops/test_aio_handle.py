@@ -1,0 +1,623 @@
+"""DeepSpeed's handle, method by method: its names, its order, its results (docs/design.md, the contract)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ..memory import bytes_of, page_aligned, pattern, zeros
+
+SIZE = 10_001
+
+
+@pytest.fixture
+def path(drive: Path) -> str:
+    """Of a file that is not there yet. DeepSpeed's callers pass strings."""
+    return str(drive / "file")
+
+
+@pytest.fixture
+def file(path: str) -> str:
+    """Of a file of 10 001 bytes, the pattern."""
+    Path(path).write_bytes(pattern(SIZE))
+    return path
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    return page_aligned(pattern(SIZE))
+
+
+# The constructor
+
+
+@pytest.mark.parametrize("name", ["block_size", "queue_depth", "intra_op_parallelism", "num_threads"])
+@pytest.mark.parametrize("value", [0, -1, 2**40])
+def test_an_absurd_setting_is_refused_with_its_range_and_value(op: ModuleType, name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"must be in \[\d+, \d+\], got {value}"):
+        op.aio_handle(**{name: value})
+
+
+def test_two_numbers_of_workers_are_refused(op: ModuleType) -> None:
+    with pytest.raises(ValueError, match="num_threads is another name for intra_op_parallelism, got 3 and 2"):
+        op.aio_handle(intra_op_parallelism=2, num_threads=3)
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, [2]], ids=str)
+def test_a_number_of_workers_that_is_none_is_a_type_error(op: ModuleType, value: Any) -> None:
+    with pytest.raises(TypeError):
+        op.aio_handle(num_threads=value)
+
+
+def settings(handle: Any) -> tuple[Any, ...]:
+    return (
+        handle.get_block_size(), handle.get_queue_depth(), handle.get_single_submit(), handle.get_overlap_events(),
+        handle.get_intra_op_parallelism(),
+    )  # fmt: skip
+
+
+def test_the_defaults_are_deepspeeds(handle: Any) -> None:
+    assert settings(handle) == (1048576, 128, False, False, 1)
+
+
+def test_settings_come_in_deepspeeds_order(op: ModuleType) -> None:
+    assert settings(op.aio_handle(4096, 7, True, True, 2)) == (4096, 7, True, True, 2)
+
+
+def test_settings_have_deepspeeds_names(op: ModuleType) -> None:
+    made = op.aio_handle(block_size=4096, queue_depth=7, single_submit=True, overlap_events=True, intra_op_parallelism=2)
+    assert settings(made) == (4096, 7, True, True, 2)
+
+
+def test_num_threads_is_the_tutorials_name(op: ModuleType) -> None:
+    made = op.aio_handle(num_threads=3)
+    assert (made.get_intra_op_parallelism(), made.get_thread_count()) == (3, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_alignment_is_a_sector_for_each_worker(op: ModuleType, threads: int) -> None:
+    assert op.aio_handle(intra_op_parallelism=threads).get_alignment() == 512 * threads
+
+
+def test_a_handle_can_be_given_a_backend(op: ModuleType, backend: Any) -> None:
+    assert op.aio_handle(backend=backend).stats()["backend"] == backend
+
+
+# Bad input
+
+READS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "read": lambda handle, tensor, path: handle.read(tensor, path, False),
+    "pread": lambda handle, tensor, path: handle.pread(tensor, path, False, False),
+    "pread, asynchronous": lambda handle, tensor, path: handle.pread(tensor, path, False, True),
+    "sync_pread": lambda handle, tensor, path: handle.sync_pread(tensor, path),
+    "async_pread": lambda handle, tensor, path: handle.async_pread(tensor, path),
+}
+WRITES: dict[str, Callable[[Any, Any, Any], object]] = {
+    "write": lambda handle, tensor, path: handle.write(tensor, path, False),
+    "pwrite": lambda handle, tensor, path: handle.pwrite(tensor, path, False, False),
+    "pwrite, asynchronous": lambda handle, tensor, path: handle.pwrite(tensor, path, False, True),
+    "sync_pwrite": lambda handle, tensor, path: handle.sync_pwrite(tensor, path),
+    "async_pwrite": lambda handle, tensor, path: handle.async_pwrite(tensor, path),
+}
+CALLS = {**READS, **WRITES}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_missing_file_is_named_and_nothing_is_pending(handle: Any, tensor: torch.Tensor, path: str, name: str) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        READS[name](handle, tensor, path)
+    assert caught.value.filename == path
+    assert handle.wait() == 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_directory_is_no_file(handle: Any, tensor: torch.Tensor, drive: Path, name: str) -> None:
+    with pytest.raises(IsADirectoryError):
+        CALLS[name](handle, tensor, str(drive))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_file_shorter_than_the_tensor_is_refused(handle: Any, file: str, name: str) -> None:
+    with pytest.raises(ValueError, match="which has 10001 bytes"):
+        READS[name](handle, torch.empty(SIZE + 1, dtype=torch.uint8), file)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("no_tensor", [None, b"bytes", [1.0]], ids=lambda value: type(value).__name__)
+def test_what_is_no_tensor_is_a_type_error(handle: Any, file: str, name: str, no_tensor: Any) -> None:
+    with pytest.raises(TypeError):
+        CALLS[name](handle, no_tensor, file)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("no_path", [None, 3.5, ["path"]], ids=lambda value: type(value).__name__)
+def test_what_is_no_path_is_a_type_error(handle: Any, tensor: torch.Tensor, name: str, no_path: Any) -> None:
+    with pytest.raises(TypeError):
+        CALLS[name](handle, tensor, no_path)
+
+
+@pytest.mark.parametrize("name", ["sync_pread", "sync_pwrite", "async_pread", "async_pwrite"])
+def test_a_negative_offset_is_refused(handle: Any, tensor: torch.Tensor, file: str, name: str) -> None:
+    with pytest.raises(ValueError, match="offset must not be negative, got -1"):
+        getattr(handle, name)(tensor, file, -1)
+
+
+# What each method returns and does
+
+
+def test_read_returns_zero_in_silence(handle: Any, file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    target = zeros(SIZE)
+    assert handle.read(target.tensor, file, False) == 0
+    assert target.content() == pattern(SIZE)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_write_returns_zero_in_silence(handle: Any, tensor: torch.Tensor, path: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert handle.write(tensor, path, False) == 0
+    assert Path(path).read_bytes() == pattern(SIZE)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("name", "pending"), [("pread", False), ("pread", True), ("pwrite", False), ("pwrite", True)])
+def test_pread_and_pwrite_return_what_they_completed(
+    handle: Any, tensor: torch.Tensor, file: str, name: str, pending: bool
+) -> None:
+    assert getattr(handle, name)(tensor, file, False, pending) == (0 if pending else 1)
+    assert handle.wait() == (1 if pending else 0)
+
+
+def test_the_fourth_argument_is_called_async(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    assert handle.pread(buffer=tensor, filename=file, validate=False, **{"async": True}, file_offset=0) == 0
+    assert handle.wait() == 1
+
+
+@pytest.mark.parametrize("name", ["sync_pread", "sync_pwrite"])
+def test_synchronous_calls_return_one(handle: Any, tensor: torch.Tensor, file: str, name: str) -> None:
+    assert getattr(handle, name)(tensor, file) == 1
+
+
+@pytest.mark.parametrize("name", ["async_pread", "async_pwrite"])
+def test_asynchronous_calls_return_zero_and_wait_the_count(handle: Any, tensor: torch.Tensor, file: str, name: str) -> None:
+    assert [getattr(handle, name)(tensor, file) for _ in range(5)] == [0] * 5
+    assert handle.wait() == 5
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_read_and_write_take_an_offset_last(handle: Any, path: str, name: str) -> None:
+    Path(path).write_bytes(bytes(5000))
+    tensor = page_aligned(b"x" * 1000)
+    getattr(handle, name)(tensor, path, False, 100)
+    expected = bytes(100) + b"x" * 1000 + bytes(3900) if name == "write" else bytes(5000)
+    assert (Path(path).read_bytes(), bytes_of(tensor)) == (expected, b"x" * 1000 if name == "write" else bytes(1000))
+
+
+@pytest.mark.parametrize("name", ["sync_pread", "async_pread"])
+def test_reads_take_an_offset_by_name(handle: Any, file: str, name: str) -> None:
+    target = zeros(5000)
+    getattr(handle, name)(buffer=target.tensor, filename=file, file_offset=3)
+    handle.wait()
+    assert target.content() == pattern(SIZE)[3:5003]
+
+
+@pytest.mark.parametrize("name", ["sync_pwrite", "async_pwrite"])
+def test_writes_take_an_offset_by_name(handle: Any, tensor: torch.Tensor, path: str, name: str) -> None:
+    getattr(handle, name)(buffer=tensor, filename=path, file_offset=3)
+    handle.wait()
+    assert Path(path).read_bytes() == bytes(3) + pattern(SIZE)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_may_be_a_path(handle: Any, tensor: torch.Tensor, file: str, name: str) -> None:
+    CALLS[name](handle, tensor, Path(file))
+    handle.wait()
+
+
+def test_a_tensor_of_no_elements_makes_an_empty_file(handle: Any, path: str) -> None:
+    assert handle.sync_pwrite(torch.empty(0), path) == 1
+    assert os.path.getsize(path) == 0
+
+
+def test_the_same_tensor_goes_to_many_files(handle: Any, tensor: torch.Tensor, drive: Path) -> None:
+    for index in range(50):
+        handle.async_pwrite(tensor, str(drive / str(index)))
+    assert handle.wait() == 50
+    assert all((drive / str(index)).read_bytes() == pattern(SIZE) for index in range(50))
+
+
+# wait
+
+
+def test_waiting_for_nothing_is_zero(handle: Any) -> None:
+    assert (handle.wait(), handle.wait()) == (0, 0)
+
+
+def test_wait_counts_what_was_started_since_the_last(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    handle.async_pwrite(tensor, file)
+    handle.async_pwrite(tensor, file)
+    first = handle.wait()
+    handle.async_pread(tensor, file)
+    assert (first, handle.wait(), handle.wait()) == (2, 1, 0)
+
+
+def test_a_synchronous_call_leaves_what_is_pending_to_wait(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    handle.async_pwrite(tensor, file)
+    assert handle.sync_pwrite(tensor, file) == 1
+    assert handle.wait() == 1
+
+
+@pytest.fixture
+def doomed(file: str) -> Callable[[Any], None]:
+    """Starts a write that wait() finds wrong: the file is changed behind its back before it is validated."""
+
+    def start(handle: Any) -> None:
+        handle.pwrite(page_aligned(b"x" * 5000), file, True, True)
+        until_ended(handle, 1)
+        with open(file, "r+b") as opened:
+            opened.seek(4321)
+            opened.write(b"y")
+
+    return start
+
+
+def until_ended(handle: Any, count: int) -> None:
+    """What wait() does, short of collecting the results."""
+    while handle.stats()["requests"] < count:
+        time.sleep(0.001)
+
+
+def test_wait_raises_the_first_error_and_the_next_wait_is_clean(handle: Any, doomed: Callable[[Any], None]) -> None:
+    doomed(handle)
+    with pytest.raises(OSError, match="differ at byte 4321"):
+        handle.wait()
+    assert handle.wait() == 0
+
+
+def test_wait_raises_only_once_all_have_ended(handle: Any, drive: Path, doomed: Callable[[Any], None]) -> None:
+    doomed(handle)
+    content = pattern(8 << 20)
+    for index in range(4):
+        handle.async_pwrite(page_aligned(content), str(drive / str(index)))
+    with pytest.raises(OSError, match="differ"):
+        handle.wait()
+    assert all((drive / str(index)).read_bytes() == content for index in range(4))
+
+
+def test_a_handle_serves_on_after_an_error(handle: Any, tensor: torch.Tensor, path: str, doomed: Callable[[Any], None]) -> None:
+    doomed(handle)
+    with pytest.raises(OSError, match="differ"):
+        handle.wait()
+    handle.async_pwrite(tensor, path)
+    assert handle.wait() == 1
+
+
+def test_what_is_started_while_another_thread_waits_is_not_given_up(handle: Any, drive: Path) -> None:
+    """wait() may count it or leave it to the next, but must not count it before it has ended: its tensor would be let go."""
+    tensor = page_aligned(bytes(16 << 20))
+    for index in range(4):
+        handle.sync_pwrite(tensor, str(drive / str(index)))
+    before = handle.stats()["requests"]
+    started = 0
+    stop = threading.Event()
+
+    def start() -> None:
+        nonlocal started
+        while not stop.wait(0.002):
+            handle.async_pwrite(tensor, str(drive / str(started % 4)))
+            started += 1
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    counted = too_early = 0
+    deadline = time.monotonic() + 0.7
+    while time.monotonic() < deadline:
+        counted += handle.wait()
+        too_early = max(too_early, counted - (handle.stats()["requests"] - before))
+    stop.set()
+    thread.join()
+    assert (too_early, counted + handle.wait()) == (0, started)
+
+
+# validate
+
+
+def test_validation_finds_nothing_where_all_is_well(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    assert handle.write(tensor, file, True) == 0
+    assert handle.read(tensor, file, True) == 0
+    assert handle.pread(tensor, file, True, False) == 1
+    assert handle.pwrite(tensor, file, True, True, 100) == 0
+    assert handle.wait() == 1
+
+
+@pytest.mark.parametrize("position", [0, 4095, 4096, 10_000])
+def test_validation_finds_a_byte_that_differs(handle: Any, tensor: torch.Tensor, file: str, position: int) -> None:
+    handle.pread(tensor, file, True, True)
+    until_ended(handle, 1)
+    tensor[position] ^= 1
+    with pytest.raises(OSError, match=f"tensor and file differ at byte {position}") as caught:
+        handle.wait()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, file)
+
+
+def test_validation_counts_from_the_start_of_the_file(handle: Any, file: str) -> None:
+    tensor = zeros(5000).tensor
+    handle.pread(tensor, file, True, True, 1000)
+    until_ended(handle, 1)
+    tensor[7] ^= 1
+    with pytest.raises(OSError, match="differ at byte 1007"):
+        handle.wait()
+
+
+def test_a_file_that_has_become_shorter_fails_validation(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    handle.pread(tensor, file, True, True)
+    until_ended(handle, 1)
+    os.truncate(file, 5000)
+    with pytest.raises(OSError, match="differ at byte 5000"):
+        handle.wait()
+
+
+def test_without_validation_nothing_is_compared(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    handle.pread(tensor, file, False, True)
+    until_ended(handle, 1)
+    tensor.zero_()
+    assert handle.wait() == 1
+
+
+# Descriptors
+
+
+@pytest.mark.parametrize("flags", [
+    pytest.param(os.O_WRONLY, id="buffered"),
+    pytest.param(os.O_RDWR, id="for reading too"),
+    pytest.param(os.O_WRONLY | os.O_DIRECT, id="direct"),
+    pytest.param(os.O_WRONLY | os.O_APPEND, id="appending"),
+    pytest.param(os.O_WRONLY | os.O_APPEND | os.O_DIRECT, id="appending, direct"),
+    pytest.param(os.O_WRONLY | os.O_SYNC, id="synchronous"),
+])  # fmt: skip
+@pytest.mark.parametrize("offset", [0, 777, 4096])
+def test_a_descriptor_is_written_at_the_offset_and_nowhere_else(
+    handle: Any, tensor: torch.Tensor, path: str, flags: int, offset: int
+) -> None:
+    Path(path).write_bytes(b"x" * 30_000)
+    descriptor = os.open(path, flags)
+    assert handle.async_pwrite(tensor, descriptor, offset) == 0
+    assert handle.wait() == 1
+    os.close(descriptor)
+    assert Path(path).read_bytes() == b"x" * offset + pattern(SIZE) + b"x" * (30_000 - offset - SIZE)
+
+
+def test_a_descriptor_may_be_closed_at_once(handle: Any, path: str) -> None:
+    content = pattern(8 << 20)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    handle.async_pwrite(page_aligned(content), descriptor)
+    os.close(descriptor)
+    assert handle.wait() == 1
+    assert Path(path).read_bytes() == content
+
+
+def test_a_descriptor_by_name_and_offset_by_name(handle: Any, tensor: torch.Tensor, path: str) -> None:
+    with open(path, "wb") as opened:
+        assert handle.async_pwrite(buffer=tensor, fd=opened.fileno(), file_offset=5) == 0
+        handle.wait()
+    assert Path(path).read_bytes() == bytes(5) + pattern(SIZE)
+
+
+def test_the_position_of_a_descriptor_stays(handle: Any, tensor: torch.Tensor, path: str) -> None:
+    with open(path, "wb", buffering=0) as opened:
+        opened.write(b"abc")
+        handle.async_pwrite(tensor, opened.fileno(), 100)
+        handle.wait()
+        assert opened.tell() == 3
+
+
+def test_a_deleted_files_descriptor_is_a_file(handle: Any, tensor: torch.Tensor, path: str) -> None:
+    with open(path, "w+b") as opened:
+        os.unlink(path)
+        handle.async_pwrite(tensor, opened.fileno())
+        assert handle.wait() == 1
+        assert opened.read() == pattern(SIZE)
+
+
+def test_a_closed_descriptor_is_refused(handle: Any, tensor: torch.Tensor) -> None:
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.close(descriptor)
+    with pytest.raises(OSError, match=f"file descriptor {descriptor}") as caught:
+        handle.async_pwrite(tensor, descriptor)
+    assert caught.value.errno == errno.EBADF
+    assert handle.wait() == 0
+
+
+@pytest.mark.parametrize("descriptor", [-1, -100, 2**31 - 1])
+def test_a_number_that_is_no_descriptor_is_refused(handle: Any, tensor: torch.Tensor, descriptor: int) -> None:
+    with pytest.raises(OSError, match=f"file descriptor {descriptor}") as caught:
+        handle.async_pwrite(tensor, descriptor)
+    assert caught.value.errno == errno.EBADF
+
+
+@pytest.mark.parametrize("descriptor", [2**31, 2**64, -(2**40)])
+def test_a_number_too_large_for_a_descriptor_is_refused(handle: Any, tensor: torch.Tensor, descriptor: int) -> None:
+    with pytest.raises((OSError, ValueError, OverflowError, TypeError)):
+        handle.async_pwrite(tensor, descriptor)
+
+
+def test_a_descriptor_for_reading_is_refused(handle: Any, tensor: torch.Tensor, file: str) -> None:
+    with open(file, "rb") as opened, pytest.raises(OSError, match="write to file descriptor") as caught:
+        handle.async_pwrite(tensor, opened.fileno())
+    assert caught.value.errno == errno.EBADF
+    assert Path(file).read_bytes() == pattern(SIZE)
+
+
+def test_a_pipe_is_refused(handle: Any, tensor: torch.Tensor) -> None:
+    read, write = os.pipe()
+    with pytest.raises(OSError, match="neither a regular file nor a block device"):
+        handle.async_pwrite(tensor, write)
+    os.close(read)
+    os.close(write)
+
+
+def test_a_directorys_descriptor_is_refused(handle: Any, tensor: torch.Tensor, drive: Path) -> None:
+    descriptor = os.open(drive, os.O_RDONLY)
+    with pytest.raises(OSError, match=r"descriptor|directory"):
+        handle.async_pwrite(tensor, descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.filterwarnings("ignore:transfers of")
+def test_memory_with_a_descriptor_is_a_file(handle: Any, tensor: torch.Tensor) -> None:
+    descriptor = os.memfd_create("memory")
+    handle.async_pwrite(tensor, descriptor)
+    assert handle.wait() == 1
+    assert os.pread(descriptor, 20_000, 0) == pattern(SIZE)
+    os.close(descriptor)
+
+
+# Locked tensors
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.float64]
+)
+def test_a_locked_tensor_has_the_examples_dtype_and_the_length_asked_for(handle: Any, dtype: torch.dtype) -> None:
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(3, dtype=dtype))
+    assert (locked.dtype, locked.shape, locked.device.type) == (dtype, (1000,), "cpu")
+    assert locked.is_contiguous()
+    assert handle.free_cpu_locked_tensor(locked)
+
+
+def test_a_locked_tensor_of_no_elements_is_empty(handle: Any) -> None:
+    assert handle.new_cpu_locked_tensor(0, torch.empty(1)).shape == (0,)
+
+
+def test_a_negative_number_of_elements_is_refused(handle: Any) -> None:
+    with pytest.raises(ValueError, match="num_elem must not be negative, got -1"):
+        handle.new_cpu_locked_tensor(-1, torch.empty(1))
+
+
+@pytest.mark.parametrize("count", [2**62, 2**50])
+def test_more_elements_than_there_is_memory_for_are_refused(handle: Any, count: int) -> None:
+    with pytest.raises((MemoryError, ValueError)):
+        handle.new_cpu_locked_tensor(count, torch.empty(1, dtype=torch.float64))
+
+
+def test_an_example_that_is_no_tensor_is_an_error(handle: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        handle.new_cpu_locked_tensor(10, "float32")
+
+
+def test_a_locked_tensor_and_its_views_are_pinned(handle: Any) -> None:
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(1))
+    assert handle.is_pinned(locked)
+    assert handle.is_pinned(locked.narrow(0, 500, 500))
+    assert not handle.is_pinned(torch.empty(1000))
+
+
+def test_a_tensor_is_pinned_for_every_handle(op: ModuleType, handle: Any) -> None:
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(1))
+    other = op.aio_handle()
+    assert other.is_pinned(locked)
+    assert other.free_cpu_locked_tensor(locked)
+    assert not handle.is_pinned(locked)
+
+
+def test_what_an_engine_pinned_is_pinned_for_a_handle(engine: Any, handle: Any) -> None:
+    assert handle.is_pinned(engine.empty_pinned(1000))
+
+
+def test_a_locked_tensor_is_freed_once(handle: Any) -> None:
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(1))
+    assert (handle.free_cpu_locked_tensor(locked), handle.free_cpu_locked_tensor(locked)) == (True, False)
+
+
+def test_what_was_never_locked_is_not_freed(handle: Any) -> None:
+    assert handle.free_cpu_locked_tensor(torch.empty(1000)) is False
+
+
+def test_a_freed_tensor_may_still_be_looked_at(handle: Any) -> None:
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(1))
+    locked.fill_(3)
+    handle.free_cpu_locked_tensor(locked)
+    assert locked.eq(3).all()
+
+
+def test_a_locked_tensor_outlives_its_handle(op: ModuleType) -> None:
+    handle = op.aio_handle()
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(1))
+    del handle
+    locked.fill_(3)
+    assert locked.sum() == 3000
+
+
+def test_a_locked_tensor_is_transferred_without_a_copy(handle: Any, path: str) -> None:
+    locked = handle.new_cpu_locked_tensor(1 << 20, torch.empty(1, dtype=torch.uint8))
+    handle.sync_pwrite(locked, path)
+    assert handle.stats()["bytes_zero_copy"] == 1 << 20
+
+
+# The functions
+
+
+def test_the_functions_write_and_read_a_file_in_silence(op: ModuleType, tensor: torch.Tensor, path: str, capfd: Any) -> None:
+    target = zeros(SIZE)
+    assert op.aio_write(tensor, path, 1048576, 32, False, True, False) == 0
+    assert op.aio_read(target.tensor, path, 1048576, 32, True, False, True) == 0
+    assert target.content() == pattern(SIZE)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["aio_read", "aio_write"])
+@pytest.mark.parametrize(("block_size", "queue_depth"), [(0, 32), (1048576, 0)])
+def test_the_functions_refuse_absurd_settings(
+    op: ModuleType, tensor: torch.Tensor, file: str, name: str, block_size: int, queue_depth: int
+) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        getattr(op, name)(tensor, file, block_size, queue_depth, False, False, False)
+
+
+def test_the_reading_function_names_a_missing_file(op: ModuleType, tensor: torch.Tensor, path: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        op.aio_read(tensor, path, 1048576, 32, False, False, False)
+
+
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: (torch.zeros(1000), torch.randn(1000)), id="alike"),
+    pytest.param(lambda: (torch.zeros(10, 100), torch.randn(1000)), id="other shapes"),
+    pytest.param(lambda: (torch.zeros(4000, dtype=torch.uint8), torch.randn(1000)), id="other dtypes"),
+    pytest.param(lambda: (torch.zeros(1000), torch.randn(2000)[::2]), id="a strided source"),
+    pytest.param(lambda: (torch.zeros(0), torch.zeros(0)), id="nothing"),
+])  # fmt: skip
+def test_memcpy_copies_bytes(op: ModuleType, make: Any) -> None:
+    dest, src = make()
+    assert op.deepspeed_memcpy(dest, src) == 0
+    assert bytes_of(dest) == bytes_of(src)
+
+
+def test_memcpy_into_a_parameter_copies_bytes(op: ModuleType) -> None:
+    dest, src = torch.nn.Parameter(torch.zeros(10)), torch.randn(10)
+    op.deepspeed_memcpy(dest, src)
+    assert torch.equal(dest.data, src)
+
+
+def test_memcpy_refuses_other_sizes(op: ModuleType) -> None:
+    dest = torch.zeros(10)
+    with pytest.raises(ValueError, match="dest has 40 bytes and src 44"):
+        op.deepspeed_memcpy(dest, torch.ones(11))
+    assert not dest.any()
+
+
+def test_memcpy_refuses_a_destination_that_is_not_contiguous(op: ModuleType) -> None:
+    with pytest.raises(ValueError, match="not contiguous"):
+        op.deepspeed_memcpy(torch.zeros(20)[::2], torch.ones(10))
+
+
+@pytest.mark.parametrize("value", [None, b"bytes", 3], ids=lambda value: type(value).__name__)
+def test_memcpy_refuses_what_is_no_tensor(op: ModuleType, value: Any) -> None:
+    with pytest.raises(TypeError):
+        op.deepspeed_memcpy(torch.zeros(10), value)
