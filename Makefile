@@ -1,6 +1,6 @@
 # make demo       set up, look at this machine, store a model's state on its drive and read it back
 # make test       set up, run the tests
-# make lint       mypy and ruff
+# make lint       ruff and mypy
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make clean      remove all that the above made
 #
@@ -25,8 +25,8 @@ test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs
 
 lint: $(VENV)/installed-for-tests
-	$(python) -m mypy
 	$(python) -m ruff check .
+	$(python) -m mypy
 
 sanitize:
 	bash tests/native/run_sanitizers.sh
@@ -35,9 +35,10 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# What would fail in the end fails here, before torch is downloaded.
 $(VENV)/with-torch:
-	PYTHON=$(PYTHON) bash .ci/install_system_packages
-	$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is needed: see above for its package"; rm -rf $(VENV); exit 1; }
+	@PYTHON="$(PYTHON)" bash .ci/install_system_packages
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(python) -c "import torch" 2>/dev/null || $(pip) install $(TORCH)
 	touch $@
 

@@ -1,7 +1,7 @@
 """The engine's own ceiling: blocks per second with a backend that completes at once and moves nothing.
 
-What arrays of 48 GB/s and blocks of 4 KiB will need. The target: at least 400 000 blocks/s for one worker, and the same with up to
-100 000 requests pending. Three figures:
+What arrays of 48 GB/s and blocks of 4 KiB will need. The target: at least 400 000 blocks/s for one worker, and the same with up
+to 100 000 requests pending. Three figures:
 
 - one request: 1 GiB in blocks of 4 KiB;
 - pending requests of one block each, held back until all are queued, then drained;
@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.native import EngineTestingBuilder  # noqa: E402
+from tests.native import EngineTestingBuilder
 
 BLOCK = 4096
 TARGET = 400_000

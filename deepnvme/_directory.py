@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme._facts import Fact, human_size
+from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
 
 _IN_MEMORY = ("tmpfs", "ramfs")
+_WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
+_NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
 _GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; the network filesystems that can are their vendors' affair
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_SIZE = 256
@@ -39,7 +42,9 @@ class Mount:
 class DirectIO:
     """What came of direct I/O to a new file: ``problem`` is empty if it worked. Alignments in bytes."""
 
-    problem: str
+    works: bool | None  # None if it could not be found out
+    outcome: str
+    problem: str = ""
     memory_alignment: int | None = None
     offset_alignment: int | None = None
     source: str = ""  # of the alignments
@@ -54,15 +59,15 @@ def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
     mount = mount_of(directory)
     block = block_device(directory)
     filesystem = mount.filesystem if mount else "unknown"
-    direct = try_direct_io(directory)
+    direct = try_direct_io(directory, mount)
     return [
         Fact("path", str(directory.resolve())),
         Fact("filesystem", filesystem, f"{filesystem} on {mount.point} ({mount.options})" if mount else "unknown"),
         Fact("device", mount.source if mount else None, _describe(mount, block)),
         _direct_fact(direct, filesystem),
-        Fact("memory alignment", direct.memory_alignment, _alignment(direct.memory_alignment, direct.source)),
-        Fact("offset alignment", direct.offset_alignment, _alignment(direct.offset_alignment, direct.source)),
-        _free(directory),
+        _alignment("memory alignment", direct.memory_alignment, direct.source),
+        _alignment("offset alignment", direct.offset_alignment, direct.source),
+        *_space(directory),
         _gds_fact(filesystem, block, gds),
     ]
 
@@ -94,22 +99,25 @@ def block_device(directory: Path) -> Path | None:
     return place.parent if (place / "partition").exists() else place
 
 
-def try_direct_io(directory: Path) -> DirectIO:
+def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
     """Write and read a page of a new file in ``directory`` with O_DIRECT, then remove it. Never raises OSError."""
     if not hasattr(os, "O_DIRECT"):
-        return DirectIO("this system has no O_DIRECT: use Linux")
+        return DirectIO(None, "not tried: this system has no O_DIRECT", "this system has no O_DIRECT: use Linux")
+    if mount is not None and mount.filesystem in _WITHOUT_FILES:
+        outcome = f"not tried: {mount.filesystem} holds no files to store in"
+        return DirectIO(None, outcome, f"{mount.filesystem} is the kernel's: choose a directory on a drive")
     try:
         descriptor, name = tempfile.mkstemp(prefix=".deepnvme-report-", dir=directory)
     except OSError as error:
-        return DirectIO(f"no file can be made there ({_name(error)}): choose a directory that you can write")
+        return _not_possible(error, directory, mount)
     try:
         os.close(descriptor)
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
-            return DirectIO(f"O_DIRECT is refused at open with {_name(error)}, transfers are buffered: choose another filesystem")
+            return _refused("at open", error, directory)
         try:
-            return _transfer(descriptor)
+            return _transfer(descriptor, directory)
         finally:
             os.close(descriptor)
     finally:
@@ -117,7 +125,32 @@ def try_direct_io(directory: Path) -> DirectIO:
             os.unlink(name)
 
 
-def _transfer(descriptor: int) -> DirectIO:
+def _not_possible(error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
+    if error.errno in _NO_SPACE:
+        return _full(error, directory)
+    remedy = "choose a directory that you can write"
+    if error.errno == errno.EROFS and mount is not None:
+        remedy = f"{packages.as_root(f'mount -o remount,rw {shlex.quote(mount.point)}')}, or choose another directory"
+    return DirectIO(None, f"not tried: {_name(error)}", f"no file can be made there: {remedy}")
+
+
+def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
+    if error.errno in _NO_SPACE:
+        return _full(error, directory)
+    if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        problem = f"O_DIRECT is refused {when} with {_name(error)}, transfers are buffered: choose another filesystem"
+        return DirectIO(False, "does not work", problem)
+    problem = f"the trial failed {when} with {_name(error)}, which is not O_DIRECT's doing: see dmesg or choose another directory"
+    return DirectIO(None, "unknown", problem)
+
+
+def _full(error: OSError, directory: Path) -> DirectIO:
+    place = shlex.quote(str(directory))
+    look = "quota -s" if error.errno == errno.EDQUOT else f"df -h {place}; df -i {place}"
+    return DirectIO(None, "unknown", f"no room for a page to try with ({_name(error)}): make room; what there is: {look}")
+
+
+def _transfer(descriptor: int, directory: Path) -> DirectIO:
     with _pages(2) as memory:
         memory[:_PAGE] = os.urandom(_PAGE)
         try:
@@ -125,14 +158,15 @@ def _transfer(descriptor: int) -> DirectIO:
                 written = os.pwrite(descriptor, first, 0)
                 got = os.preadv(descriptor, [second], 0)
         except OSError as error:
-            return DirectIO(f"O_DIRECT is refused at the first transfer with {_name(error)}: choose another filesystem")
+            return _refused("at the first transfer", error, directory)
         if written != _PAGE or got != _PAGE or memory[:_PAGE] != memory[_PAGE:]:
-            return DirectIO(f"direct I/O moved {written} and {got} bytes of {_PAGE}, or other ones: do not use this filesystem")
+            problem = f"direct I/O moved {written} and {got} bytes of {_PAGE}, or other ones: do not use this filesystem"
+            return DirectIO(False, "does not work", problem)
         limits = _statx_alignment(descriptor)
         if limits is not None:
-            return DirectIO("", *limits, "statx")
+            return DirectIO(True, "works", "", *limits, "statx")
         with memoryview(memory) as view:
-            return DirectIO("", *_tried_alignment(descriptor, view), "tried")
+            return DirectIO(True, "works", "", *_tried_alignment(descriptor, view), "tried")
 
 
 def _statx_alignment(descriptor: int) -> tuple[int, int] | None:
@@ -172,7 +206,7 @@ def _pages(count: int) -> Iterator[mmap.mmap]:
 
 def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
     if direct.problem:
-        return Fact("O_DIRECT", False, "does not work", "WARNING", (direct.problem,))
+        return Fact("O_DIRECT", direct.works, direct.outcome, "WARNING", (direct.problem,))
     if filesystem in _IN_MEMORY:
         problem = (
             f"{filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered: "
@@ -182,8 +216,9 @@ def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
     return Fact("O_DIRECT", True, "works", "OKAY")
 
 
-def _alignment(size: int | None, source: str) -> str:
-    return "unknown" if size is None else f"{size} bytes ({source})"
+def _alignment(name: str, size: int | None, source: str) -> Fact:
+    text = "unknown" if size is None else f"{size} bytes ({source})"
+    return Fact(name, size, text, named=f"{name.replace(' ', '_')}_bytes")
 
 
 def _describe(mount: Mount | None, block: Path | None) -> str:
@@ -201,26 +236,31 @@ def _describe(mount: Mount | None, block: Path | None) -> str:
     return f"{source} ({', '.join(details)})"
 
 
-def _free(directory: Path) -> Fact:
+def _space(directory: Path) -> list[Fact]:
     status = os.statvfs(directory)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    text = f"{human_size(free)} of {human_size(total)}"
-    if free < 1 << 30:
-        problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
-        return Fact("free space", free, text, "WARNING", (problem,))
-    return Fact("free space", free, text)
+    few = total > 0 and free < 1 << 30  # what the kernel makes up has no size
+    problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
+    return [
+        Fact("free space", free, human_size(free), "WARNING" if few else "", (problem,) if few else (), "free_bytes"),
+        Fact("size", total, human_size(total), named="total_bytes"),
+    ]
 
 
 def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
-    problems = gds.problems()
+    """The first thing that decides against it; the rest is said of the machine."""
+    problem = ""
     if filesystem not in _GDS_FILESYSTEMS:
         wanted = " or ".join(_GDS_FILESYSTEMS)
-        problems.append(f"{filesystem} is not a filesystem it reaches directly: use {wanted} on a local NVMe drive")
+        problem = f"{filesystem} is not a filesystem it reaches directly: use {wanted} on a local NVMe drive"
     elif block is None or not block.name.startswith("nvme"):
-        problems.append(f"{block.name if block else 'the device'} is not a local NVMe drive: use one")
-    if problems:
-        return Fact("GPU-direct storage", False, "not possible", "NO", tuple(problems))
-    return Fact("GPU-direct storage", True, "possible", "OKAY")
+        name = block.name if block else "the device"
+        problem = f"{name} is not a local NVMe drive: choose a directory on one, or go through a pinned CPU tensor"
+    elif gds.problems():
+        problem = f"the drive would do, but {gds.problems()[0]}"
+    if problem:
+        return Fact("GPU-direct storage", False, "not possible", "NO", (problem,), "gpu_direct_storage")
+    return Fact("GPU-direct storage", True, "possible", "OKAY", named="gpu_direct_storage")
 
 
 def _unescape(text: str) -> str:
@@ -228,4 +268,6 @@ def _unescape(text: str) -> str:
 
 
 def _name(error: OSError) -> str:
-    return f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
+    # the manual pages' name; errorcode has its alias ENOTSUP
+    name = "EOPNOTSUPP" if error.errno == errno.EOPNOTSUPP else errno.errorcode.get(error.errno or 0, error.errno)
+    return f"{name} ({error.strerror})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,13 +12,19 @@ Status = Literal["", "OKAY", "YES", "NO", "WARNING", "FAIL"]
 @dataclass(frozen=True)
 class Fact:
     """One thing found out. ``status`` is empty where there is nothing to judge; each of ``problems`` says what is wrong
-    and, after it, what to type to mend it."""
+    or missing and, after it, what to type to mend it."""
 
     name: str
     value: str | int | float | bool | None  # sizes in bytes; None where it could not be found out
     text: str = ""  # the value as printed, where that differs
     status: Status = ""
     problems: tuple[str, ...] = ()
+    named: str = ""  # its key in JSON, where that is not the name in snake_case
+
+    @property
+    def key(self) -> str:
+        """What a program finds it by; stays the same from version to version."""
+        return self.named or re.sub(r"\W+", "_", self.name.lower()).strip("_")
 
     @property
     def shown(self) -> str:

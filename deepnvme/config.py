@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 
 class AioConfig(BaseModel):
@@ -39,6 +39,15 @@ class AioConfig(BaseModel):
     """Accepted and reported; the engine always overlaps."""
     use_gds: bool = False
     """Whether DeepSpeed is to use the ``gds`` op instead; not an argument of ``aio_handle``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_the_workers(cls, block: Any) -> Any:
+        if isinstance(block, Mapping):
+            given = [name for name in ("intra_op_parallelism", "thread_count", "num_threads") if name in block]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are names of the same setting; give one")
+        return block
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> AioConfig:

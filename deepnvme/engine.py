@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ Backend = Literal["auto", "io_uring", "libaio", "threads"]
 FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
 
 
+@runtime_checkable
 class Future(Protocol):
     """One read, write or fsync under way."""
 
@@ -25,7 +27,7 @@ class Future(Protocol):
         """Bytes asked for."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Whether it has ended, well or not. Never blocks. RuntimeError in a forked child, where it would never turn True."""
 
     def result(self, timeout: float | None = None) -> int:
         """Wait until it has ended, and return the bytes moved.
@@ -38,6 +40,7 @@ class Future(Protocol):
         """Wait like :meth:`result`, and return the error it ended with, or None."""
 
 
+@runtime_checkable
 class File(Protocol):
     """A file opened once for many transfers, by :meth:`Engine.open`; usable with any engine, and as a context manager."""
 
@@ -109,8 +112,8 @@ class Engine:
     1 to 4096, filled across requests. ``num_threads``: workers, 1 to 256; one saturates most drives, more share the copying of
     misaligned tensors. ``single_submit``: one system call for each block.
 
-    Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most 8 MiB per worker, never more than
-    queue_depth x block_size, and 64 MiB in all.
+    Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most 8 MiB per worker, 64 MiB in all, and no more
+    than queue_depth x block_size (or 64 KiB, the largest sector) per worker.
 
     The op is compiled on first use where it was not installed ready-made. Raises ValueError for a setting out of range, OSError
     with the kernel's errno for a backend that it refuses, RuntimeError for one that was compiled out or an op that cannot be
@@ -212,8 +215,10 @@ class Engine:
         """
         import torch
 
-        dtype = dtype or torch.get_default_dtype()
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
         if any(size < 0 for size in sizes):
             raise ValueError(f"sizes must not be negative, got {sizes}")
         numel = math.prod(sizes)
@@ -232,7 +237,8 @@ class Engine:
     def close(self) -> None:
         """Wait for everything under way, then end the workers. Idempotent.
 
-        Leaving ``with``, dropping the last reference, and the interpreter's exit do it too. Errors stay with their futures. Ctrl-C interrupts the waiting and leaves the engine open.
+        Leaving ``with``, dropping the last reference, and the interpreter's exit do it too. Errors stay with their futures.
+        Ctrl-C interrupts the waiting and leaves the engine open.
         """
         self._native.close()
 

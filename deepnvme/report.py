@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deepnvme import _directory, _machine
 from deepnvme._facts import Fact, Status
+from deepnvme.version import __version__
 
 _COLOURS = {"OKAY": "\033[92m", "YES": "\033[92m", "NO": "\033[93m", "WARNING": "\033[93m", "FAIL": "\033[91m"}
 _END = "\033[0m"
@@ -40,6 +41,8 @@ class Report:
     backends: list[Fact]
     environment: list[Fact]
     system: list[Fact]
+    selected_backend: str | None
+    """The backend that "auto" takes; None if there can be no op."""
     directory: list[Fact] | None = None
 
 
@@ -48,12 +51,16 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
 
     Raises OSError if ``directory`` is not a directory that can be entered; ValueError if it is no path at all.
     """
+    if directory is not None and not os.fspath(directory):
+        raise ValueError("it is empty")
     gds = _machine.gds_probe()
+    backends, selected = _machine.backends()
     return Report(
         directory=None if directory is None else _directory.examine(Path(directory), gds),
         ninja=_machine.ninja(),
         ops=_machine.ops(),
-        backends=_machine.backends(),
+        backends=backends,
+        selected_backend=selected,
         environment=_machine.environment(gds),
         system=_machine.system(),
     )
@@ -68,8 +75,9 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
         return f"{_COLOURS[status]}[{status}]{_END}" if colour else f"[{status}]"
 
     def explain(status: Status, problems: Sequence[str]) -> None:
-        if explanations:
-            lines.extend(f"  {mark(status)} {problem}" for problem in problems)
+        for problem in problems if explanations else ():
+            if not any(problem in line for line in lines):  # what was said of the op need not be said of its parts
+                lines.append(f"  {mark(status)} {problem}" if status else f"  {problem}")
 
     def facts(title: str, listed: Sequence[Fact]) -> None:
         lines.append(title)
@@ -92,6 +100,8 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
             explain("NO", op.problems)
         lines.append(_RULE)
         facts("async_io backends:", report.backends)
+        if report.selected_backend is not None:
+            lines.append(f"{_dotted('auto takes', _FACT_WIDTH)} {report.selected_backend}")
         lines.append(_RULE)
     facts("DeepNVMe general environment info:", report.environment)
     facts("I/O on this machine:", report.system)
@@ -101,14 +111,15 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
 
 
 def as_json(report: Report, *, operators: bool = True, explanations: bool = True) -> str:
-    """The report as a JSON object: each section maps a fact's name to its value, status and problem."""
+    """The report as a JSON object. Each section maps a fact's key to its value (sizes in bytes; null for what is unknown,
+    absent or unlimited, which the text tells apart), the text that the table shows, its status and its problems."""
 
     def entry(fact: Fact) -> dict[str, object]:
         shown: dict[str, object] = {"value": fact.value, "text": fact.shown, "status": fact.status}
         return {**shown, "problems": fact.problems} if explanations else shown
 
     def section(facts: Sequence[Fact]) -> dict[str, object]:
-        return {fact.name: entry(fact) for fact in facts}
+        return {fact.key: entry(fact) for fact in facts}
 
     document: dict[str, object] = {}
     if operators:
@@ -118,6 +129,7 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
             op.name: {key: value for key, value in dataclasses.asdict(op).items() if key not in hidden} for op in report.ops
         }
         document["backends"] = section(report.backends)
+        document["selected_backend"] = report.selected_backend
     document["environment"] = section(report.environment)
     document["system"] = section(report.system)
     if report.directory is not None:
@@ -128,6 +140,7 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of ``ds_report``. Exits with status 2 if the arguments are wrong."""
     parser = argparse.ArgumentParser("ds_report", description="What this machine offers to tensor I/O.")
+    parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")
     parser.add_argument("--path", metavar="DIR", help="also report on this directory: filesystem, device, direct I/O, space")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops and backends")

@@ -11,6 +11,9 @@ from . import kernel, packages, toolchain
 from .builder import _PACKAGE_ROOT, OpBuilder
 from .toolchain import Attempt
 
+# Each backend's class, whose name is in the type information of the op whether or not it was stripped.
+_MARKERS = {"io_uring": b"UringBackend", "libaio": b"LibaioBackend"}
+
 
 class Backend(NamedTuple):
     """A backend that needs a library at build time and the kernel's consent at run time."""
@@ -33,7 +36,7 @@ class AsyncIOBuilder(OpBuilder):
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
     def include_paths(self) -> list[str]:
-        return ["csrc", _pybind11_include(), sysconfig.get_path("include")]
+        return ["csrc", *_pybind11_include(), sysconfig.get_path("include")]
 
     def cxx_args(self) -> list[str]:
         args = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
@@ -52,11 +55,16 @@ class AsyncIOBuilder(OpBuilder):
         return flags
 
     def backends(self) -> list[Backend]:
-        """The backends that can be missing, fastest first. The thread pool never is. Never raises."""
+        """The backends that a build made here may lack, fastest first. The thread pool is in every build. Never raises."""
         return [
             Backend("io_uring", liburing(), kernel.io_uring()),
             Backend("libaio", libaio(), kernel.linux_aio()),
         ]
+
+    def compiled_in(self, library: Path) -> set[str]:
+        """Names of those backends that the compiled op ``library`` has. Reads it, without importing it; raises OSError."""
+        content = library.read_bytes()
+        return {name for name, marker in _MARKERS.items() if marker in content}
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """True wherever C++20 compiles, because the thread pool needs nothing else. ``verbose`` prints which of libaio
@@ -104,8 +112,6 @@ def _library(name: str, header: str, expression: str) -> Attempt:
     return found if isinstance(found, Attempt) else found.has_library(name, header, expression)
 
 
-def _pybind11_include() -> str:
+def _pybind11_include() -> list[str]:
     spec = importlib.util.find_spec("pybind11")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("async_io cannot be built: pybind11 is not installed; pip install pybind11")
-    return str(Path(spec.origin).parent / "include")
+    return [str(Path(spec.origin).parent / "include")] if spec is not None and spec.origin is not None else []

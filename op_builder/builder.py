@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from . import jit, packages, toolchain
 from .toolchain import Attempt, Toolchain
@@ -136,12 +136,12 @@ class OpBuilder(ABC):
             return loaded
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As ``load``, but never the module compiled ahead of time. ``verbose`` prints the build."""
+        """As ``load``, but never the module compiled ahead of time. ``verbose`` prints the build.
+
+        Where the op cannot be compiled (any more), the newest build in the cache of the sources installed now is taken."""
         with OpBuilder._load_lock:
-            if not self.is_compatible(verbose):
-                raise RuntimeError(f"{self.name} {self.error_log}")
             started = time.monotonic()
-            module = jit.load(self._recipe(), verbose)
+            module = jit.load(self._recipe(), verbose) if self.is_compatible(verbose) else self._load_earlier_build()
             if verbose:
                 print(f"Time to load {self.name} op: {time.monotonic() - started:.2f} seconds")
             OpBuilder._loaded_ops[self.absolute_name()] = module
@@ -159,12 +159,13 @@ class OpBuilder(ABC):
             return Attempt(False, f"it cannot be read: {error}")
         return Attempt(True) if matches else Attempt(False, f"{str(library)!r} was compiled from other sources")
 
-    def cached_build(self) -> dict[str, Any] | None:
-        """The record (``build.json``) of the build that ``jit_load`` would find in the cache, or None. Never raises."""
-        if self.obstacles():
-            return None
+    def existing_build(self) -> Path | None:
+        """The compiled module that ``load`` would take, from the installation or else the cache; None if it would compile
+        one or fail. Imports nothing of it. Never raises."""
         try:
-            return jit.record(self._recipe())
+            if self.is_prebuilt():
+                return jit.prebuilt(self.absolute_name())
+            return jit.newest(self.absolute_name(), self.source_hash()) if self.obstacles() else jit.cached(self._recipe())
         except OSError:
             return None
 
@@ -209,6 +210,16 @@ class OpBuilder(ABC):
                 reason = str(error)
         warnings.warn(f"the prebuilt {self.name} op is not used: {reason}. It is compiled again", stacklevel=3)
         return None
+
+    def _load_earlier_build(self) -> ModuleType:
+        failure = f"{self.name} {self.error_log}"
+        library = jit.newest(self.absolute_name(), self.source_hash()) if sys.platform == "linux" else None
+        if library is None:
+            raise RuntimeError(failure)
+        try:
+            return jit.import_extension(self.absolute_name(), library)
+        except ImportError as error:
+            raise RuntimeError(f"{failure}; and the build in the cache does not load: {error}") from error
 
     def _recipe(self) -> jit.Recipe:
         found = self._toolchain()

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import packages
+
 _DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 
@@ -52,8 +54,12 @@ class GdsProbe:
     def problems(self) -> list[str]:
         """Why GPU-direct storage would not work; empty if nothing is known to be in the way."""
         parts = (self.cufile_header, self.cufile_library, self.nvidia_fs)
-        without_cuda = "" if self.torch_cuda else "torch is missing or was built without CUDA: install a CUDA build of it"
-        return [problem for problem in (without_cuda, *(part.problem for part in parts)) if problem]
+        return [problem for problem in (self.without_cuda(), *(part.problem for part in parts)) if problem]
+
+    def without_cuda(self) -> str:
+        """That torch cannot use CUDA, and how to get one that can; empty if it can."""
+        remedy = "pip install --force-reinstall torch, from an index with CUDA builds"
+        return "" if self.torch_cuda else f"torch is missing or was built without CUDA, which only gds needs: {remedy}"
 
 
 def probe() -> GdsProbe:
@@ -154,8 +160,8 @@ def _cufile_homes(toolkit: Found) -> Iterator[Path]:
 
 def _wheel_version(file: Path) -> str | None:
     """The version of the ``nvidia-cufile`` wheel that ``file`` came with, if it came with one."""
-    packages = next((parent.parent for parent in file.parents if parent.name == "nvidia"), None)
-    infos = sorted(packages.glob("nvidia_cufile*-*.dist-info")) if packages else []
+    site = next((parent.parent for parent in file.parents if parent.name == "nvidia"), None)
+    infos = sorted(site.glob("nvidia_cufile*-*.dist-info")) if site else []
     return infos[0].name.removesuffix(".dist-info").rpartition("-")[2] if infos else None
 
 
@@ -169,8 +175,8 @@ def _nvidia_fs() -> Found:
         text = _NVIDIA_FS.read_text()
     except OSError:
         return Found(
-            problem="the nvidia-fs kernel module is not loaded: modprobe nvidia-fs (package nvidia-gds); "
-            "without it cuFile copies through host memory"
+            problem="the nvidia-fs kernel module is not loaded, without it cuFile copies through host memory: "
+            f"{packages.as_root('modprobe nvidia-fs')} (package nvidia-gds)"
         )
     match = re.search(r"\d+\.[\d.]*", text)
     return Found(str(_NVIDIA_FS), match[0] if match else None)

@@ -88,13 +88,40 @@ def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
     return import_extension(recipe.name, result / (recipe.extension + _SUFFIX))
 
 
-def record(recipe: Recipe) -> dict[str, Any] | None:
-    """What ``build.json`` says of the cached build of ``recipe``; None if there is none. Never raises."""
+def cached(recipe: Recipe) -> Path | None:
+    """The module in the cache that ``load`` would take; None if it would compile one."""
+    library = cache.root() / recipe.extension / recipe.key() / (recipe.extension + _SUFFIX)
+    return library if _is_intact(library) else None
+
+
+def newest(name: str, source_hash: str) -> Path | None:
+    """The newest module ``name`` in the cache that was made of these sources for this Python, by whatever compiler; for
+    where there is none, so that a build's key cannot be known. Never one made for a single machine's processor."""
+    extension = name.rpartition(".")[2]
+    found = []
+    for library in (cache.root() / extension).glob(f"*/{extension}{_SUFFIX}"):
+        made = record(library)
+        portable = not any(str(flag).endswith("=native") for flag in made.get("compile_flags", ()))
+        if made.get("source_hash") == source_hash and portable and _is_intact(library):
+            found.append((library.stat().st_mtime_ns, library))
+    return max(found)[1] if found else None
+
+
+def record(library: Path) -> dict[str, Any]:
+    """What ``build.json`` says of a module in the cache; empty if there is none that can be read. Never raises."""
     try:
-        found = json.loads((cache.root() / recipe.extension / recipe.key() / "build.json").read_text())
+        found = json.loads(library.with_name("build.json").read_text())
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_intact(library: Path) -> bool:
+    # Loading a truncated library would kill the process (SIGBUS) rather than raise.
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == record(library).get("sha256")
+    except OSError:
+        return False
 
 
 def prebuilt(name: str) -> Path | None:
@@ -173,6 +200,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         record = {
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "module": recipe.name,
+            "source_hash": recipe.source_hash,
             "compiler": recipe.toolchain.version,
             "compile_flags": recipe.compile_flags,
             "link_flags": recipe.link_flags,

@@ -34,15 +34,21 @@ class PackageManager:
 
     def install_command(self, *packages: str) -> str:
         """What to type to install those packages."""
-        geteuid = getattr(os, "geteuid", None)
-        as_root = ["sudo"] if self.query and geteuid is not None and geteuid() != 0 else []
-        return " ".join([*as_root, *self.install, *(self.names[package] for package in packages)])
+        command = " ".join([*self.install, *(self.names[package] for package in packages)])
+        return as_root(command) if self.query else command
 
 
 _DEBIAN = {"libaio": "libaio-dev", "liburing": "liburing-dev", "compiler": "g++", "python": "python3-dev"}
 _FEDORA = {"libaio": "libaio-devel", "liburing": "liburing-devel", "compiler": "gcc-c++", "python": "python3-devel"}
 _ARCH = {"libaio": "libaio", "liburing": "liburing", "compiler": "gcc", "python": "python"}
 _CONDA = {"libaio": "libaio", "liburing": "liburing", "compiler": "gxx", "python": "python"}
+
+_WITHOUT_MANAGER = {
+    "libaio": "install libaio's header and library",
+    "liburing": "install liburing's header and library",
+    "compiler": "install GCC 11 or Clang 14, or later",
+    "python": "install Python's header files",
+}
 
 _MANAGERS = (  # what asks, the manager
     ("dpkg", PackageManager("apt", ("apt", "install"), ("dpkg", "-s"), _DEBIAN)),
@@ -60,7 +66,13 @@ def manager() -> PackageManager | None:
     return next((manager for asks, manager in _MANAGERS if shutil.which(asks)), None)
 
 
-def remedy(*packages: str) -> str:
-    """How to get those packages ("libaio", "liburing", "compiler", "python"): a command, or what to look for."""
+def remedy(package: str) -> str:
+    """How to get ``package`` ("libaio", "liburing", "compiler", "python"): a command, or what to look for."""
     found = manager()
-    return found.install_command(*packages) if found else f"install the development files of {' and '.join(packages)}"
+    return found.install_command(package) if found else _WITHOUT_MANAGER[package]
+
+
+def as_root(command: str) -> str:
+    """``command`` as it is to be typed by this user, if only root may run it."""
+    geteuid = getattr(os, "geteuid", None)
+    return f"sudo {command}" if geteuid is not None and geteuid() != 0 else command

@@ -140,6 +140,66 @@ def test_all_ops_means_those_that_can_be_built(small_engine: Path, tmp_path: Pat
     assert not any(name.endswith(".so") for name in contents(wheel))
 
 
+SETUP = REPOSITORY / ".ci" / "install_system_packages"
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path) -> Path:
+    """A directory to be all of PATH: an ordinary user's machine with apt and without a compiler."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, body in (("apt-get", "exit 1"), ("sudo", "exit 1"), ("id", "echo 1000")):
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    return commands
+
+
+def prepare(**environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "CXX"}
+    bash = shutil.which("bash")
+    assert bash is not None
+    variables = {**kept, "PYTHON": sys.executable, **environment}
+    return subprocess.run([bash, str(SETUP)], env=variables, capture_output=True, text=True, timeout=60)
+
+
+def test_setting_up_stops_at_once_where_no_compiler_can_be_had_and_says_what_to_type(bare_machine: Path) -> None:
+    done = prepare(PATH=str(bare_machine))
+    assert done.returncode == 1
+    assert re.search(r"^    sudo apt-get install .*\bg\+\+", done.stderr, re.MULTILINE)
+    assert "Nothing can be set up without: compiler" in done.stderr
+
+
+def test_setting_up_goes_on_without_libaio_and_liburing(bare_machine: Path) -> None:
+    (bare_machine / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (bare_machine / "c++").chmod(0o755)
+    done = prepare(PATH=str(bare_machine))
+    assert "libaio-dev liburing-dev" in done.stderr
+    assert ("Nothing can be set up" in done.stderr) == bool(done.returncode)
+    assert "compiler" not in done.stderr
+
+
+def test_a_compiler_of_several_words_is_understood_and_a_missing_one_named(bare_machine: Path) -> None:
+    log = bare_machine / "log"
+    (bare_machine / "ccache").write_text(f'#!/bin/sh\necho "$1" >> {log}\n')
+    (bare_machine / "ccache").chmod(0o755)
+    prepare(PATH=str(bare_machine), CXX="ccache g++")
+    assert log.read_text().split() == ["g++", "g++"]
+    done = prepare(PATH=str(bare_machine), CXX="no-such g++")
+    assert (done.returncode, done.stderr) == (1, "CXX=no-such g++ is not found: correct or unset CXX\n")
+
+
+@pytest.mark.parametrize(("body", "said"), [("echo 3.9.2; exit 1", "is 3.9.2"), (None, "was not found")])
+def test_a_python_that_is_missing_or_too_old_is_named_first(body: str | None, said: str, bare_machine: Path) -> None:
+    python = bare_machine / "python3"
+    if body:
+        python.write_text(f"#!/bin/sh\n{body}\n")
+        python.chmod(0o755)
+    done = prepare(PATH=str(bare_machine), PYTHON=str(python))
+    assert done.returncode == 1
+    assert done.stderr.startswith("Python 3.10 or later is needed")
+    assert said in done.stderr
+
+
 # Contents
 
 

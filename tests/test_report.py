@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -16,7 +18,8 @@ import pytest
 
 from deepnvme import _directory, _machine, report
 from deepnvme._facts import Fact
-from deepnvme.ops.op_builder import GDSBuilder
+from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
+from deepnvme.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -65,13 +68,16 @@ def document(*arguments: str, **keywords: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/no/such/place", __file__, "", "with\0nul"])
 def test_a_path_that_is_no_directory_is_one_clear_line_and_status_2(path: str) -> None:
-    if path == "":
-        path = "\n"
     done = run("--path", path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("ds_report: --path ")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_version_is_printed() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"deepnvme {__version__}\n")
 
 
 def test_an_unknown_option_is_refused_with_status_2() -> None:
@@ -111,7 +117,7 @@ def test_a_backend_without_headers_is_compiled_out_and_the_next_is_taken(tmp_pat
     for name, package in (("io_uring", "liburing"), ("libaio", "libaio")):
         assert found["backends"][name]["value"] == "compiled out"
         assert package in found["backends"][name]["problems"][0].rpartition(": ")[2]
-    assert found["backends"]["auto takes"]["value"] == "threads"
+    assert found["selected_backend"] == "threads"
     assert found["ops"]["async_io"]["compatible"]
 
 
@@ -119,7 +125,63 @@ def test_without_a_compiler_the_op_is_not_compatible_and_the_report_goes_on(tmp_
     found = document(PATH=str(tmp_path), CXX="")
     assert not found["ops"]["async_io"]["compatible"]
     assert "no C++20 compiler (tried c++, g++, clang++)" in found["ops"]["async_io"]["problems"][0]
-    assert found["environment"]["C++ compiler"]["status"] == "FAIL"
+    assert found["environment"]["cxx_compiler"]["status"] == "FAIL"
+
+
+def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> None:
+    text = run(PATH=str(tmp_path), CXX="").stdout
+    assert text.count("no C++20 compiler") == 1
+    assert "install GCC 11 or Clang 14" in text
+    assert "liburing" not in text
+    assert "libaio" not in text.replace("\nlibaio ....", "")
+    assert "\nthreads .......................... unusable [NO]\n" in text
+    assert "auto takes" not in text
+
+
+Prebuilt = Callable[[bytes], None]
+
+
+@pytest.fixture
+def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prebuilt:
+    """Has the installation hold an op with that content, made from the sources as they are."""
+
+    def make(content: bytes) -> None:
+        library = tmp_path / "async_io_op.so"
+        library.write_bytes(AsyncIOBuilder().source_hash().encode() + content)
+        monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+
+    return make
+
+
+def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_machine_has(prebuilt: Prebuilt) -> None:
+    prebuilt(b"LibaioBackend")
+    facts = {fact.key: fact for fact in _machine.backends()[0]}
+    assert (facts["io_uring"].value, facts["io_uring"].status) == ("compiled out", "NO")
+    assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
+    assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
+    assert facts["libaio"].value != "compiled out"
+    assert _machine._compiled_with().value == "ahead of time, libaio"
+
+
+def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
+    prebuilt: Prebuilt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt(b"LibaioBackend UringBackend")
+    monkeypatch.setenv("PATH", "/nowhere")
+    facts, selected = _machine.backends()
+    assert not any(fact.value in ("compiled out", "unusable") for fact in facts)
+    assert selected is not None
+
+
+def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    found = report.gather()
+    text = report.render(found)
+    assert [fact.status for fact in found.backends] == ["NO"] * 3
+    assert text.count("needs Linux, this is Darwin") == 1
+    assert not re.search("docker|seccomp|auto takes|sysctl", text)
+    assert found.selected_backend is None
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
@@ -139,8 +201,8 @@ def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Pat
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
     monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
-    fact = _machine._aio_events()
-    assert (fact.value, fact.status) == (f"{used} of 65536", status)
+    in_use, allowed = _machine._aio_events()
+    assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,28 +213,63 @@ def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pyte
     assert "echo madvise" in fact.problems[0]
 
 
-@pytest.mark.parametrize("probe", [_machine._aio_events, _machine._huge_pages, _machine._cpu])
-def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(
-    probe: Callable[[], Fact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
     monkeypatch.setattr(_machine, "_HUGE_PAGES", tmp_path / "enabled")
     monkeypatch.setattr(_machine, "_read", lambda path: None)
-    fact = probe()
-    assert fact.shown
-    assert bool(fact.problems) == (fact.status == "WARNING")
+    for fact in _machine.system():
+        assert fact.shown
+        assert bool(fact.problems) == (fact.status == "WARNING")
+
+
+def test_a_command_for_root_alone_is_given_with_sudo_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert packages.as_root("modprobe nvidia-fs") == "sudo modprobe nvidia-fs"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert packages.as_root("modprobe nvidia-fs") == "modprobe nvidia-fs"
 
 
 # Truth and form
 
 
-def test_every_fault_comes_with_a_reason_and_everything_else_without() -> None:
+def test_every_fault_comes_with_a_reason_and_what_works_without() -> None:
     found = report.gather(REPOSITORY)
     facts = [found.ninja, *found.backends, *found.environment, *found.system, *(found.directory or [])]
     for fact in facts:
-        assert bool(fact.problems) == (fact.status in ("NO", "WARNING", "FAIL")), fact
+        assert not fact.status or bool(fact.problems) == (fact.status in ("NO", "WARNING", "FAIL")), fact
     for op in found.ops:
         assert bool(op.problems) == (not (op.installed and op.compatible)), op
+
+
+def test_no_reason_is_printed_twice() -> None:
+    lines = [line.strip() for line in report.render(report.gather(REPOSITORY)).splitlines() if line.startswith("  ")]
+    assert len(lines) == len(set(lines))
+    assert sum("[NO] gds: " in line for line in lines) == 1
+
+
+def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
+    found = document("--path", str(REPOSITORY))
+    sections = ("ops", "backends", "environment", "system", "directory")
+    keys = [key for section in sections for key in found[section]]
+    assert [key for key in [*found, *keys] if not re.fullmatch("[a-z][a-z0-9_]*", key)] == []
+    assert set(found["backends"]) == {"io_uring", "libaio", "threads"}
+    assert found["selected_backend"] in found["backends"]
+    for section, key in (
+        ("system", "aio_nr"),
+        ("system", "aio_max_nr"),
+        ("system", "usable_cpus"),
+        ("system", "shared_memory_bytes"),
+        ("directory", "free_bytes"),
+        ("directory", "total_bytes"),
+    ):
+        assert isinstance(found[section][key]["value"], int), key
+
+
+def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    fact = _machine._memory_lock()
+    assert (fact.key, fact.value, fact.status) == ("memlock_bytes", None, "")
+    assert fact.shown.startswith("unlimited")
 
 
 def test_the_text_has_deepspeeds_table() -> None:
@@ -259,6 +356,16 @@ def facts_of(directory: Path) -> dict[str, Fact]:
     return {fact.name: fact for fact in _directory.examine(directory, GDSBuilder().probe())}
 
 
+def failing(code: str) -> Callable[..., Any]:
+    """A function that raises OSError with that errno."""
+    number = getattr(errno, code)
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
     facts = facts_of(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -292,22 +399,46 @@ def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> None:
-    fact = facts_of(Path("/proc"))["O_DIRECT"]
-    assert fact.status == "WARNING"
-    assert "no file can be made there" in fact.problems[0]
+    for place in (Path("/proc"), Path("/sys")):
+        fact = facts_of(place)["O_DIRECT"]
+        assert (fact.value, fact.status) == (None, "WARNING")
+        assert fact.shown.startswith("not tried: ")
 
 
-def test_a_filesystem_without_direct_io_is_reported_with_the_errno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", ["EROFS", "EACCES"])
+def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", failing(code))
+    direct = _directory.try_direct_io(tmp_path, _directory.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    assert direct.works is None
+    assert direct.outcome.startswith("not tried: ")
+    assert code in direct.outcome
+    assert ("mount -o remount,rw '/mnt/a drive'" in direct.problem) == (code == "EROFS")
+
+
+VERDICTS = [
+    ("EINVAL", False, "does not work"),
+    ("EOPNOTSUPP", False, "does not work"),
+    ("ENOSPC", None, "unknown"),
+    ("EDQUOT", None, "unknown"),
+    ("EIO", None, "unknown"),
+]
+
+
+@pytest.mark.parametrize("when", ["open", "pwrite"])
+@pytest.mark.parametrize(("code", "works", "outcome"), VERDICTS)
+def test_only_the_errors_that_mean_refusal_are_taken_for_it(
+    code: str, works: bool | None, outcome: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def refusing(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *rest)
+        return failing(code)() if flags & os.O_DIRECT else real(path, flags, *rest)
 
-    monkeypatch.setattr("os.open", refusing)
+    monkeypatch.setattr("os.open", refusing) if when == "open" else monkeypatch.setattr("os.pwrite", failing(code))
     direct = _directory.try_direct_io(tmp_path)
-    assert "EINVAL" in direct.problem
+    assert (direct.works, direct.outcome) == (works, outcome)
+    assert code in direct.problem
+    assert ("room" in direct.problem) == (code in ("ENOSPC", "EDQUOT"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,7 +449,7 @@ def test_the_mount_is_the_innermost_one() -> None:
     assert not any(fact.status == "OKAY" for fact in facts_of(Path("/proc")).values())
 
 
-def test_what_stands_against_gpu_direct_storage_is_listed(tmp_path: Path) -> None:
+def test_what_decides_against_gpu_direct_storage_is_told_alone(tmp_path: Path) -> None:
     fact = facts_of(tmp_path)["GPU-direct storage"]
     assert fact.status in ("OKAY", "NO")
-    assert bool(fact.problems) == (fact.status == "NO")
+    assert len(fact.problems) == (fact.status == "NO")

@@ -47,8 +47,7 @@ void check_result(const Pending& pending) {
 
 std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& num_threads) {
     if (num_threads.is_none()) return intra_op_parallelism;
-    const std::int64_t count = PyLong_AsLongLong(num_threads.ptr());
-    if (PyErr_Occurred()) throw py::error_already_set();
+    const std::int64_t count = integer_of(num_threads, "num_threads");
     if (intra_op_parallelism != 1 && count != intra_op_parallelism)
         throw py::value_error("num_threads is another name for intra_op_parallelism, got " + std::to_string(count) + " and " +
                               std::to_string(intra_op_parallelism));
@@ -63,6 +62,7 @@ EngineOptions handle_options(std::int64_t block_size, std::int64_t queue_depth, 
 }
 
 py::object new_cpu_locked_tensor(std::int64_t num_elem, py::handle example) {
+    require_tensor(example);
     if (num_elem < 0) throw py::value_error("num_elem must not be negative, got " + std::to_string(num_elem));
     const auto torch = py::module_::import("torch");
     if (num_elem == 0) return torch.attr("empty")(0, "dtype"_a = example.attr("dtype"));
@@ -75,6 +75,7 @@ py::object new_cpu_locked_tensor(std::int64_t num_elem, py::handle example) {
 }
 
 bool free_cpu_locked_tensor(py::handle tensor) {
+    require_tensor(tensor);
     return pinned_ranges::remove(reinterpret_cast<const std::byte*>(tensor.attr("data_ptr")().cast<std::uintptr_t>()));
 }
 
@@ -151,11 +152,12 @@ void bind_handle(py::module_& module) {
     const auto options = [](AioHandle& self) -> const EngineOptions& { return self.session().engine().options(); };
 
     py::class_<AioHandle>(module, "aio_handle", py::module_local())
-        .def(py::init([](std::int64_t block_size, std::int64_t queue_depth, bool single_submit, bool overlap_events,
-                         std::int64_t intra_op_parallelism, const py::object& num_threads, std::string backend) {
-                 return std::make_unique<AioHandle>(
-                     handle_options(block_size, queue_depth, single_submit, worker_count(intra_op_parallelism, num_threads), std::move(backend)),
-                     overlap_events);
+        .def(py::init([](py::handle block_size, py::handle queue_depth, bool single_submit, bool overlap_events,
+                         py::handle intra_op_parallelism, const py::object& num_threads, std::string backend) {
+                 const auto workers = worker_count(integer_of(intra_op_parallelism, "intra_op_parallelism"), num_threads);
+                 return std::make_unique<AioHandle>(handle_options(integer_of(block_size, "block_size"), integer_of(queue_depth, "queue_depth"),
+                                                                   single_submit, workers, std::move(backend)),
+                                                    overlap_events);
              }),
              "block_size"_a = kBlockSize, "queue_depth"_a = kQueueDepth, "single_submit"_a = false, "overlap_events"_a = false,
              "intra_op_parallelism"_a = 1, py::kw_only(), "num_threads"_a = py::none(), "backend"_a = "auto")
@@ -170,70 +172,73 @@ void bind_handle(py::module_& module) {
 
         .def(
             "read",
-            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, std::int64_t file_offset) {
-                self.finish(Direction::read, buffer, filename, file_offset, validate);
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, py::handle file_offset) {
+                self.finish(Direction::read, buffer, filename, integer_of(file_offset, "file_offset"), validate);
                 return 0;
             },
             "buffer"_a, "filename"_a, "validate"_a, "file_offset"_a = 0)
         .def(
             "write",
-            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, std::int64_t file_offset) {
-                self.finish(Direction::write, buffer, filename, file_offset, validate);
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, py::handle file_offset) {
+                self.finish(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), validate);
                 return 0;
             },
             "buffer"_a, "filename"_a, "validate"_a, "file_offset"_a = 0)
         .def(
             "pread",
-            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, std::int64_t file_offset) {
-                return async ? self.start(Direction::read, buffer, filename, file_offset, validate)
-                             : self.finish(Direction::read, buffer, filename, file_offset, validate);
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, py::handle file_offset) {
+                return async ? self.start(Direction::read, buffer, filename, integer_of(file_offset, "file_offset"), validate)
+                             : self.finish(Direction::read, buffer, filename, integer_of(file_offset, "file_offset"), validate);
             },
             "buffer"_a, "filename"_a, "validate"_a, "async"_a, "file_offset"_a = 0)
         .def(
             "pwrite",
-            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, std::int64_t file_offset) {
-                return async ? self.start(Direction::write, buffer, filename, file_offset, validate)
-                             : self.finish(Direction::write, buffer, filename, file_offset, validate);
+            [](AioHandle& self, py::handle buffer, py::handle filename, bool validate, bool async, py::handle file_offset) {
+                return async ? self.start(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), validate)
+                             : self.finish(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), validate);
             },
             "buffer"_a, "filename"_a, "validate"_a, "async"_a, "file_offset"_a = 0)
         .def(
             "sync_pread",
-            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
-                return self.finish(Direction::read, buffer, filename, file_offset, false);
+            [](AioHandle& self, py::handle buffer, py::handle filename, py::handle file_offset) {
+                return self.finish(Direction::read, buffer, filename, integer_of(file_offset, "file_offset"), false);
             },
             "buffer"_a, "filename"_a, "file_offset"_a = 0)
         .def(
             "sync_pwrite",
-            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
-                return self.finish(Direction::write, buffer, filename, file_offset, false);
+            [](AioHandle& self, py::handle buffer, py::handle filename, py::handle file_offset) {
+                return self.finish(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), false);
             },
             "buffer"_a, "filename"_a, "file_offset"_a = 0)
         .def(
             "async_pread",
-            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
-                return self.start(Direction::read, buffer, filename, file_offset, false);
+            [](AioHandle& self, py::handle buffer, py::handle filename, py::handle file_offset) {
+                return self.start(Direction::read, buffer, filename, integer_of(file_offset, "file_offset"), false);
             },
             "buffer"_a, "filename"_a, "file_offset"_a = 0)
         .def(
             "async_pwrite",
-            [](AioHandle& self, py::handle buffer, const py::int_& fd, std::int64_t file_offset) {
+            [](AioHandle& self, py::handle buffer, const py::int_& fd, py::handle file_offset) {
                 const long number = PyLong_AsLong(fd.ptr());
                 if (PyErr_Occurred()) throw py::error_already_set();
                 if (number < 0 || number > std::numeric_limits<int>::max())
                     throw IoError(EBADF, "use of file descriptor " + std::to_string(number), "");
-                return self.start_descriptor(buffer, static_cast<int>(number), file_offset);
+                return self.start_descriptor(buffer, static_cast<int>(number), integer_of(file_offset, "file_offset"));
             },
             "buffer"_a, "fd"_a, "file_offset"_a = 0)
         .def(
             "async_pwrite",
-            [](AioHandle& self, py::handle buffer, py::handle filename, std::int64_t file_offset) {
-                return self.start(Direction::write, buffer, filename, file_offset, false);
+            [](AioHandle& self, py::handle buffer, py::handle filename, py::handle file_offset) {
+                return self.start(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), false);
             },
             "buffer"_a, "filename"_a, "file_offset"_a = 0)
         .def("wait", &AioHandle::wait)
 
         .def(
-            "new_cpu_locked_tensor", [](const AioHandle&, std::int64_t num_elem, py::handle example) { return new_cpu_locked_tensor(num_elem, example); },
+            "new_cpu_locked_tensor",
+            [](const AioHandle&, py::handle num_elem, py::handle example) {
+                return new_cpu_locked_tensor(integer_of(num_elem, "num_elem"), example);
+            },
             "num_elem"_a, "example_tensor"_a)
         .def(
             "free_cpu_locked_tensor", [](const AioHandle&, py::handle tensor) { return free_cpu_locked_tensor(tensor); }, "tensor"_a)
@@ -242,9 +247,10 @@ void bind_handle(py::module_& module) {
         .def("stats", [](AioHandle& self) { return self.session().stats(); });
 
     const auto alone = [](Direction direction) {
-        return [direction](py::handle buffer, py::handle filename, std::int64_t block_size, std::int64_t queue_depth, bool single_submit,
+        return [direction](py::handle buffer, py::handle filename, py::handle block_size, py::handle queue_depth, bool single_submit,
                            bool overlap_events, bool validate) {
-            return transfer_alone(direction, buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate);
+            return transfer_alone(direction, buffer, filename, integer_of(block_size, "block_size"), integer_of(queue_depth, "queue_depth"),
+                                  single_submit, overlap_events, validate);
         };
     };
     module.def("aio_read", alone(Direction::read), "buffer"_a, "filename"_a, "block_size"_a, "queue_depth"_a, "single_submit"_a,

@@ -1,5 +1,6 @@
 // Engine, Future, File and PinnedBuffer as Python sees them; async_io_op.pyi documents them.
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "bindings/pinned_buffer.h"
@@ -18,6 +19,7 @@ void await(Pending& pending, const py::object& timeout) {
         // Beyond a year is as good as for ever, and would overflow the clock.
         const double asked = PyFloat_AsDouble(timeout.ptr());
         if (PyErr_Occurred()) throw py::error_already_set();
+        if (std::isnan(asked)) throw py::value_error("timeout must be a number of seconds, got nan");
         const double seconds = std::clamp(asked, 0.0, 3e7);
         limit = std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
     }
@@ -50,12 +52,7 @@ OpenFile open_file(const Session& session, py::handle path, const std::string& m
     const Mode how = mode_of(mode);
     const std::string name = path_of(path);
     py::gil_scoped_release release;
-    return {std::make_shared<File>(name, how.access, how.creation)};
-}
-
-EngineOptions engine_options(std::string backend, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads,
-                             bool single_submit) {
-    return {std::move(backend), block_size, queue_depth, num_threads, single_submit};
+    return {std::make_shared<File>(name, how.access, how.creation), name};
 }
 
 }  // namespace
@@ -82,6 +79,7 @@ std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
 }
 
 bool is_pinned(py::handle tensor) {
+    require_tensor(tensor);
     if (!tensor.attr("is_cpu").cast<bool>()) return false;
     const auto* data = reinterpret_cast<const std::byte*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
     return pinned_ranges::contains(data, tensor.attr("nbytes").cast<std::size_t>()) || tensor.attr("is_pinned")().cast<bool>();
@@ -101,7 +99,11 @@ void bind_pinned_buffer(py::module_& module) {
 void bind_engine(py::module_& module) {
     py::class_<Pending, std::shared_ptr<Pending>>(module, "Future", py::module_local())
         .def_property_readonly("nbytes", [](const Pending& self) { return self.request->length; })
-        .def("done", [](const Pending& self) { return self.request->done(); })
+        .def("done",
+             [](const Pending& self) {
+                 if (!self.request->done()) self.request->check_process();
+                 return self.request->done();
+             })
         .def(
             "result",
             [](Pending& self, const py::object& timeout) {
@@ -122,14 +124,14 @@ void bind_engine(py::module_& module) {
     py::class_<OpenFile>(module, "File", py::module_local())
         .def_property_readonly("path",
                                [](const OpenFile& self) {
-                                   return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(self.get().path().c_str()));
+                                   return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(self.path.c_str()));
                                })
         .def_property_readonly("closed", [](const OpenFile& self) { return !self.file; })
         .def_property_readonly("direct", [](const OpenFile& self) { return self.get().limits().has_value(); })
         .def_property_readonly("alignment",
                                [](const OpenFile& self) {
                                    const auto limits = self.get().limits();
-                                   return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
+                                   return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
                                })
         .def("size", [](const OpenFile& self) { return self.get().size(); })
         .def("close", [](OpenFile& self) { self.file.reset(); })
@@ -138,8 +140,10 @@ void bind_engine(py::module_& module) {
 
     const EngineOptions defaults;
     py::class_<Session>(module, "Engine", py::module_local())
-        .def(py::init([](std::string backend, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads, bool single_submit) {
-                 return std::make_unique<Session>(engine_options(std::move(backend), block_size, queue_depth, num_threads, single_submit));
+        .def(py::init([](std::string backend, py::handle block_size, py::handle queue_depth, py::handle num_threads, bool single_submit) {
+                 return std::make_unique<Session>(EngineOptions{std::move(backend), integer_of(block_size, "block_size"),
+                                                                integer_of(queue_depth, "queue_depth"),
+                                                                integer_of(num_threads, "num_threads"), single_submit});
              }),
              "backend"_a = defaults.backend, "block_size"_a = defaults.block_size, "queue_depth"_a = defaults.queue_depth,
              "num_threads"_a = defaults.num_threads, "single_submit"_a = defaults.single_submit)
@@ -150,14 +154,14 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("closed", [](const Session& self) { return self.engine().closed(); })
         .def(
             "read",
-            [](Session& self, py::handle tensor, py::handle source, std::int64_t offset) {
-                return self.transfer(Direction::read, tensor, source, offset);
+            [](Session& self, py::handle tensor, py::handle source, py::handle offset) {
+                return self.transfer(Direction::read, tensor, source, integer_of(offset, "offset"));
             },
             "tensor"_a, "source"_a, "offset"_a = 0)
         .def(
             "write",
-            [](Session& self, py::handle tensor, py::handle target, std::int64_t offset) {
-                return self.transfer(Direction::write, tensor, target, offset);
+            [](Session& self, py::handle tensor, py::handle target, py::handle offset) {
+                return self.transfer(Direction::write, tensor, target, integer_of(offset, "offset"));
             },
             "tensor"_a, "target"_a, "offset"_a = 0)
         .def("fsync", &Session::sync, "target"_a)

@@ -9,7 +9,7 @@ namespace deepnvme::bindings {
 
 namespace py = pybind11;
 
-// Recorded among the pinned ranges for as long as it lives, or until free_pinned.
+// Recorded among the pinned ranges for as long as it lives, or until free_cpu_locked_tensor takes it off.
 class PinnedBuffer {
 public:
     // Throws std::bad_alloc.

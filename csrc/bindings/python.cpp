@@ -84,17 +84,38 @@ void register_exit_hook() {
     registered = true;
     py::module_::import("atexit").attr("register")(py::cpp_function([] {
         const std::vector<Session*> sessions(live_sessions().begin(), live_sessions().end());
-        for (Session* session : sessions)
-            if (live_sessions().contains(session)) session->close_at_exit();
+        for (Session* session : sessions) {
+            try {
+                if (live_sessions().contains(session)) session->close_at_exit();
+            } catch (py::error_already_set& error) {
+                error.discard_as_unraisable("closing an engine at exit");  // the others still want to be closed
+            }
+        }
     }));
 }
 
 }  // namespace
 
+void require_tensor(py::handle object) {
+    if (!PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(Torch::get().tensor_type.ptr())))
+        throw py::type_error("expected a torch.Tensor, got " + type_name(object));
+}
+
+std::int64_t integer_of(py::handle number, const char* name) {
+    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
+    if (!index) {
+        PyErr_Clear();
+        throw py::type_error(std::string(name) + " must be an integer, got " + py::repr(number).cast<std::string>());
+    }
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+    if (overflow) throw py::value_error(std::string(name) + " is out of range: " + py::str(index).cast<std::string>());
+    return value;
+}
+
 TensorMemory memory_of(py::handle tensor, Direction direction) {
+    require_tensor(tensor);
     const Torch& torch = Torch::get();
-    if (!PyType_IsSubtype(Py_TYPE(tensor.ptr()), reinterpret_cast<PyTypeObject*>(torch.tensor_type.ptr())))
-        throw py::type_error("expected a torch.Tensor, got " + type_name(tensor));
     if (!attribute(tensor, torch.layout).is(torch.strided))
         throw py::type_error("expected a dense tensor, got one of layout " + py::str(attribute(tensor, torch.layout)).cast<std::string>());
     if (!is_true(attribute(tensor, torch.is_cpu))) {
@@ -167,6 +188,8 @@ bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout)
 }
 
 File& OpenFile::get() const {
+    if (generation != process_generation())
+        throw std::runtime_error("'" + path + "' was opened by the parent process: open it again in the child");
     if (!file) throw py::value_error("the file is closed");
     return *file;
 }
@@ -218,7 +241,7 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
     std::shared_ptr<Request> request;
     {
         py::gil_scoped_release release;
-        request = engine_->write(memory.data, memory.nbytes, std::make_shared<File>(fd, Access::write), offset);
+        request = engine_->write(memory.data, memory.nbytes, fd, offset);
     }
     return remember({std::move(request), std::move(memory.owner), "", false});
 }
@@ -238,7 +261,6 @@ std::shared_ptr<Pending> Session::remember(Pending submitted) {
     auto pending = std::make_shared<Pending>(std::move(submitted));
     pending_.push_back(pending);
     forget_ended();
-    give_warnings();
     return pending;
 }
 

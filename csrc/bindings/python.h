@@ -31,6 +31,12 @@ struct TensorMemory {
 // Throws TypeError for what is no dense tensor, ValueError for one that cannot be transferred in this direction as it is.
 TensorMemory memory_of(py::handle tensor, Direction direction);
 
+// Throws TypeError unless the object is a torch.Tensor.
+void require_tensor(py::handle object);
+
+// A Python integer. Throws TypeError naming the argument for anything else, ValueError for one beyond 64 bits.
+std::int64_t integer_of(py::handle number, const char* name);
+
 // str, bytes or os.PathLike, in the file system's encoding. Throws TypeError, or ValueError for a path with a NUL.
 std::string path_of(py::handle path);
 
@@ -43,6 +49,8 @@ bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout)
 // A file opened once for many transfers.
 struct OpenFile {
     std::shared_ptr<File> file;  // null once closed
+    std::string path;
+    std::uint64_t generation = process_generation();  // of the process that opened it: its lock is no use to a forked child
 
     File& get() const;
 };

@@ -1,7 +1,9 @@
 #include "core/file.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <linux/magic.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
@@ -152,7 +154,8 @@ void File::learn(const Facts& facts) {
         return;
     }
     struct statfs system;
-    const int asked = base_descriptor() >= 0 ? ::fstatfs(base_descriptor(), &system) : ::statfs(path_.c_str(), &system);
+    // Not for devices, whose nodes may themselves lie on a tmpfs.
+    const int asked = block_device_ ? -1 : base_descriptor() >= 0 ? ::fstatfs(base_descriptor(), &system) : ::statfs(path_.c_str(), &system);
     // Newer kernels accept O_DIRECT on tmpfs and copy through the page cache all the same.
     if (asked == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) refusal_ = "tmpfs has no direct I/O";
     else limits_ = DirectLimits{kPage, kPage, granule};
@@ -190,26 +193,26 @@ std::string File::refusal() const {
     return refusal_;
 }
 
-void File::refuse_direct(const std::string& reason) {
+bool File::refuse_direct(const std::string& reason) {
     std::lock_guard lock(mutex_);
+    if (!refusal_.empty()) return false;
     limits_.reset();
     refusal_ = reason;
+    return true;
 }
 
 int File::direct() {
-    {
-        std::lock_guard lock(mutex_);
-        if (limits_ && !direct_) {
-            direct_ = reopen(true, base_descriptor());
+    std::lock_guard lock(mutex_);
+    if (limits_ && !direct_) {
+        direct_ = reopen(true, base_descriptor());
+        if (!direct_) {
+            if (errno == EMFILE || errno == ENFILE) throw IoError(errno, verb_of(access_), path_);
             // Also where a descriptor that was handed to us may do what its path no longer may: it goes on as it is.
-            if (!direct_) {
-                refusal_ = "open with O_DIRECT was refused: " + describe_errno(errno);
-                limits_.reset();
-            }
+            refusal_ = "open with O_DIRECT was refused: " + describe_errno(errno);
+            limits_.reset();
         }
-        if (limits_) return direct_.get();
     }
-    return buffered();
+    return limits_ ? direct_.get() : -1;
 }
 
 int File::buffered() {
@@ -224,9 +227,9 @@ int File::buffered() {
 std::uint64_t File::size() {
     const int fd = any_descriptor();
     if (block_device_) {
-        const off_t end = ::lseek(fd, 0, SEEK_END);
-        if (end < 0) throw IoError(errno, "lseek", path_);
-        return static_cast<std::uint64_t>(end);
+        std::uint64_t bytes = 0;
+        if (::ioctl(fd, BLKGETSIZE64, &bytes) != 0) throw IoError(errno, "BLKGETSIZE64", path_);
+        return bytes;
     }
     struct stat now;
     if (::fstat(fd, &now) != 0) throw IoError(errno, "fstat", path_);
@@ -262,17 +265,21 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
                        path_);
     };
     // Asked first, so that a write that cannot fit doesn't take the last blocks from others while it finds out.
-    const std::int64_t room = bytes_free();
-    if (room >= 0 && needed > static_cast<std::uint64_t>(room)) throw full(room);
-
     const int fd = any_descriptor();
+    const auto too_little = [needed](std::int64_t room) { return room >= 0 && needed > static_cast<std::uint64_t>(room); };
+    std::int64_t room = bytes_free();
+    if (too_little(room)) {
+        ::syncfs(fd);  // what was deleted may not have been given back yet (XFS)
+        room = bytes_free();
+        if (too_little(room)) throw full(room);
+    }
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
     if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
-        // What was reserved before the room ran out goes back, and nothing else: others may be extending the file beside us.
-        const std::uint64_t grown = this->size();
-        if (grown > begin && grown <= end && ::ftruncate(fd, static_cast<off_t>(begin)) != 0) { /* the error below says it all */ }
+        // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
+        // us, and to cut it could cut off what they have written.
+        ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(needed));
         if (error == ENOSPC) throw full(room);
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     }

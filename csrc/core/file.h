@@ -40,7 +40,7 @@ public:
     std::optional<DirectLimits> limits() const;
     std::string refusal() const;
 
-    // Descriptors for transfers; each throws IoError when it cannot be opened. direct() is buffered() where the file is.
+    // Descriptors for transfers; each throws IoError when it cannot be opened. direct() is -1 where there is no direct I/O.
     int direct();
     int buffered();
     // Whichever is open.
@@ -51,12 +51,12 @@ public:
     std::uint64_t size();
 
     // Reserve the part of [offset, offset + length) that lies past the end, so that writes into it need not extend the file one
-    // by one. Throws IoError(ENOSPC) when the file system has not the room; the file is then no longer than before, unless others
-    // have extended it meanwhile.
+    // by one. Throws IoError(ENOSPC) when the file system has not the room: as a rule before anything is reserved, and the file as it
+    // was; if others take the room meanwhile, with what was reserved given back.
     void preallocate(std::uint64_t offset, std::uint64_t length);
 
-    // Called when the system turned down a direct transfer; from then on this file is buffered.
-    void refuse_direct(const std::string& reason);
+    // Called when the system turned down a direct transfer; from then on this file is buffered. True the first time.
+    bool refuse_direct(const std::string& reason);
 
     // Bytes that can still be written to the file system; -1 when it does not know.
     std::int64_t bytes_free();

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <set>
@@ -38,7 +39,8 @@ EngineOptions checked(EngineOptions options) {
 BlockLimits block_limits(const EngineOptions& options) {
     const auto page = static_cast<std::uint32_t>(::sysconf(_SC_PAGESIZE));
     const auto block = static_cast<std::uint64_t>(options.block_size);
-    const std::uint64_t slot = std::clamp(block, kSmallestSlot, kStagingSlot) / page * page;
+    const std::uint64_t share = kStagingInAll / static_cast<std::uint64_t>(options.num_threads);
+    const std::uint64_t slot = std::max<std::uint64_t>(std::bit_floor(std::clamp(block, kSmallestSlot, std::min(kStagingSlot, share))), page);
     return {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(slot), page};
 }
 
@@ -123,13 +125,12 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     worker.page_size = limits_.page_size;
     const WorkerEvents events{[this](Request& request) { ended(request); },
                               [this](File& file, const std::string& reason) {
-                                  file.refuse_direct(reason);
                                   fell_back(file, reason);
                               }};
     try {
         for (std::int64_t i = 0; i < options_.num_threads; ++i)
             workers_.push_back(std::make_unique<Worker>(queue_, make_backend, worker, events));
-    } catch (const IoError& error) {
+    } catch (...) {
         // A limit can lie between one worker and the next (fs.aio-max-nr). Fewer workers than asked for would go unnoticed.
         end_workers();
         queue_.restart();
@@ -159,6 +160,14 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
+}
+
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset) {
+    check_usable();
+    check_range(length, offset);
+    auto place = OpenFilePlace::take();
+    auto file = std::make_shared<File>(fd, Access::write);
     return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
 }
 
@@ -244,7 +253,8 @@ void Engine::ended(Request& request) {
             if (!released.empty()) std::erase_if(barriers_, [](const Barrier& barrier) { return barrier.remaining == 0; });
         }
     }
-    for (Request* waiting : released) queue_.push(*waiting);
+    // Ahead of writes that came after it, which it need not cover.
+    for (Request* waiting : released) queue_.push_early(*waiting);
     {
         std::lock_guard lock(request.mutex_);
         request.done_.store(true, std::memory_order_release);

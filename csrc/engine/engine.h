@@ -39,13 +39,15 @@ public:
 
     // The memory must stay valid, and a read's be left alone, until the request is done.
     //
-    // All three throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63),
-    // IoError for what opening or reserving space says, std::runtime_error when the engine is closed or was forked: nothing has
-    // been transferred then.
+    // All throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63) and a
+    // closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
+    // transferred then.
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
+    // The descriptor may be closed once this returns.
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset);
     // Begins when every write submitted to this engine before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);

@@ -10,10 +10,6 @@ constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) { re
 
 }  // namespace
 
-bool Plan::uses(Route route) const {
-    return std::any_of(spans, spans + count, [route](const Span& span) { return span.route == route; });
-}
-
 Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, const BlockLimits& limits) {
     Plan plan;
     const auto add = [&plan](std::uint64_t begin, std::uint64_t end, std::uint32_t stride, Route route) {

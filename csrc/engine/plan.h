@@ -45,8 +45,6 @@ struct Span {
 struct Plan {
     Span spans[3];
     std::uint32_t count = 0;
-
-    bool uses(Route route) const;
 };
 
 Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, const BlockLimits& limits);

@@ -13,6 +13,17 @@ void Queue::push(Request& request) {
     wake(several_blocks ? sleepers_.size() : 1);
 }
 
+void Queue::push_early(Request& request) {
+    std::lock_guard lock(mutex_);
+    // Behind one that has been cut in part: that one has to stay in front, see abandon().
+    const bool behind = first_ && first_->cursor_ != first_->offset;
+    Request*& before = behind ? first_->next_ : first_;
+    request.next_ = before;
+    before = &request;
+    if (!request.next_) last_ = &request;
+    wake(1);
+}
+
 void Queue::wake(std::size_t most) {
     for (; most > 0 && !sleepers_.empty(); --most) {
         sleepers_.back()->wake();

@@ -27,6 +27,8 @@ class Queue {
 public:
     // The request has a plan with at least one span, or is an fsync.
     void push(Request& request);
+    // Before every request that no worker has begun.
+    void push_early(Request& request);
 
     // Fill `blocks`, at most up to one staged block (the copy is work that idle workers should share). When there is nothing to
     // take, zero is returned and the next push or stop wakes `sleeper`.

@@ -21,8 +21,7 @@ void Request::check_process() const {
 
 std::optional<IoError> Request::error() const {
     if (!done()) return std::nullopt;
-    std::lock_guard lock(mutex_);
-    return error_;
+    return error_;  // not written any more
 }
 
 void Request::fail(IoError error) {

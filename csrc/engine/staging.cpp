@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <new>
 
 namespace deepnvme {
 
@@ -30,7 +31,12 @@ std::byte* StagingRing::lease(std::uint32_t size) {
                 return slots_[i].memory + std::size_t{at} * unit_;
             }
     if (left_ == 0) return nullptr;
-    grow();
+    try {
+        grow();
+    } catch (const std::bad_alloc&) {
+        if (slots_.empty()) throw;
+        return nullptr;  // what there is will do
+    }
     return lease(size);
 }
 

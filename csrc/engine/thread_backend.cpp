@@ -7,8 +7,10 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
+#include "core/error.h"
 #include "engine/backend.h"
 
 namespace deepnvme {
@@ -23,7 +25,12 @@ public:
     explicit ThreadBackend(unsigned capacity) {
         const unsigned count = std::min(capacity, kMostThreads);
         threads_.reserve(count);
-        for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
+        try {
+            for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
+        } catch (const std::system_error& error) {
+            // The system allows no more threads: fewer serve as well, none do not.
+            if (threads_.empty()) throw IoError(error.code().value(), "starting a thread", "");
+        }
     }
 
     ~ThreadBackend() override {

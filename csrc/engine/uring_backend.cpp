@@ -45,6 +45,7 @@ class UringBackend final : public Backend {
 public:
     // One entry more than operations: the poll that listens for wake().
     explicit UringBackend(unsigned capacity) : ring_(capacity + 1) {
+        require_operations();
         listen();
         // An older kernel, or a filter, may allow the set-up and refuse the rest.
         const int submitted = ::io_uring_submit(ring_.get());
@@ -74,20 +75,21 @@ public:
         if (entered < 0 && !is_passing(-entered)) throw IoError(-entered, "io_uring_enter", "");
 
         std::size_t count = 0;
+        bool woken = false;
         unsigned head, seen = 0;
         io_uring_cqe* cqe;
         io_uring_for_each_cqe(ring_.get(), head, cqe) {
             auto* operation = static_cast<Operation*>(::io_uring_cqe_get_data(cqe));
             if (operation && count == completions.size()) break;
             if (operation) completions[count++] = {operation, cqe->res};
-            else woken_ = true;
+            else woken = true;
+            if (!operation && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
             ++seen;
         }
         ::io_uring_cq_advance(ring_.get(), seen);
-        if (woken_) {
+        if (woken) {
             event_.clear();
             listen();  // goes out with the next submission
-            woken_ = false;
         }
         // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
         if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -97,6 +99,15 @@ public:
     void wake() noexcept override { event_.signal(); }
 
 private:
+    // Linux 5.1 has io_uring, 5.6 the reads and writes used here.
+    void require_operations() {
+        io_uring_probe* probe = ::io_uring_get_probe_ring(ring_.get());
+        const bool has_all = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
+                             ::io_uring_opcode_supported(probe, IORING_OP_WRITE) && ::io_uring_opcode_supported(probe, IORING_OP_FSYNC);
+        ::io_uring_free_probe(probe);
+        if (!has_all) throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
+    }
+
     static bool is_passing(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
     static void prepare(io_uring_sqe* sqe, Operation& operation) {
@@ -126,7 +137,6 @@ private:
 
     WakeEvent event_;
     Ring ring_;
-    bool woken_ = false;
 };
 
 }  // namespace

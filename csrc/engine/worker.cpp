@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <future>
+#include <system_error>
 #include <utility>
 
 #include "core/copy.h"
@@ -46,7 +47,7 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     }
     std::promise<void> standing;
     auto stands = standing.get_future();
-    thread_ = std::thread([this, make_backend, standing = std::move(standing)]() mutable {
+    auto serve = [this, make_backend, standing = std::move(standing)]() mutable {
         block_signals();
         ::pthread_setname_np(::pthread_self(), "deepnvme");
         try {
@@ -57,9 +58,12 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
         }
         standing.set_value();
         run();
-    });
+    };
     try {
+        thread_ = std::thread(std::move(serve));
         stands.get();
+    } catch (const std::system_error& error) {
+        throw IoError(error.code().value(), "starting a thread", "");
     } catch (...) {
         thread_.join();
         throw;
@@ -76,7 +80,10 @@ void Worker::run() {
     try {
         while (true) {
             fill();
-            if (under_way_ == 0 && ready_.empty() && queue_.stopped()) return;
+            if (under_way_ == 0) {
+                if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
+                if (queue_.stopped()) return;
+            }
             const std::size_t count = backend_->reap(completions_);
             under_way_ -= count;
             for (std::size_t i = 0; i < count; ++i) complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result);
@@ -92,7 +99,8 @@ void Worker::fill() {
         if (backlog_.empty()) {
             backlog_.resize(std::min(kBatch, free_.size()));
             backlog_.resize(queue_.take(backlog_, *backend_));
-            if (backlog_.empty()) break;
+            drained_ = backlog_.empty();
+            if (drained_) break;
             std::reverse(backlog_.begin(), backlog_.end());
         }
         const Block block = backlog_.back();
@@ -112,13 +120,16 @@ bool Worker::prepare(const Block& block) {
         return true;
     }
     int fd;
+    Route route = block.route;
     std::byte* staging = nullptr;
     try {
         File& file = request.file();
-        fd = request.kind == Request::Kind::sync ? file.any_descriptor()
-             : block.route == Route::buffered    ? file.buffered()
-                                                 : file.direct();
-        if (block.route == Route::staged && !(staging = staging_.lease(block.length))) return false;
+        fd = request.kind == Request::Kind::sync ? file.any_descriptor() : route == Route::buffered ? -1 : file.direct();
+        if (fd < 0) {
+            route = Route::buffered;  // as planned, or because direct I/O has been refused since
+            fd = file.buffered();
+        }
+        if (route == Route::staged && !(staging = staging_.lease(block.length))) return false;
     } catch (const IoError& error) {
         request.fail(error);
         end_block(request);
@@ -136,7 +147,7 @@ bool Worker::prepare(const Block& block) {
     slot.memory = staging ? staging : block.memory;
     slot.offset = block.offset;
     slot.request = &request;
-    slot.route = block.route;
+    slot.route = route;
     slot.attempts = 0;
     slot.staging = staging;
     slot.caller_memory = block.memory;
@@ -181,8 +192,9 @@ void Worker::complete(Slot& slot, std::int64_t result) {
     }
     if (result == -EINVAL && slot.route != Route::buffered) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
-        events_.fallback(request.file(), "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
-                                             " was refused: " + describe_errno(EINVAL));
+        const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
+                                   " was refused: " + describe_errno(EINVAL);
+        if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
         return go_buffered(slot);
     }
     if (result < 0) {

@@ -78,6 +78,7 @@ private:
     std::vector<Completion> completions_;
     StagingRing staging_;
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
+    bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
 
     std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes
     std::thread thread_;

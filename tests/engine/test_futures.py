@@ -68,6 +68,12 @@ def test_a_timeout_that_is_no_number_is_a_type_error(engine: deepnvme.Engine, dr
         future.result(timeout)
 
 
+def test_a_timeout_that_is_nan_is_refused(engine: deepnvme.Engine, drive: Path) -> None:
+    future = engine.write(page_aligned(b"x"), drive / "file")
+    with pytest.raises(ValueError, match="nan"):
+        future.result(float("nan"))
+
+
 def test_waiting_for_an_exception_times_out_too(held: Any, drive: Path) -> None:
     with pytest.raises(TimeoutError):
         held.write(page_aligned(b"x"), drive / "file").exception(0.01)

@@ -149,11 +149,12 @@ def test_a_warning_made_an_error_leaves_the_engine_whole(tmpfs: Disk, interprete
         import deepnvme
         engine = deepnvme.Engine()
         try:
-            engine.write(torch.ones(10000), {str(tmpfs / "file")!r})
+            engine.write(torch.ones(10000), {str(tmpfs / "first")!r}).result()
         except RuntimeWarning:
             pass
         else:
             raise AssertionError("no warning")
-        assert engine.write(torch.ones(10000), {str(tmpfs / "file")!r}).result() == 40000
+        assert engine.write(torch.ones(10000), {str(tmpfs / "second")!r}).result() == 40000
         engine.close()
     """).check()
+    assert (tmpfs / "first").stat().st_size == (tmpfs / "second").stat().st_size == 40_000

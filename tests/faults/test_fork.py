@@ -78,7 +78,7 @@ def state(request: pytest.FixtureRequest) -> str:
 stop = False
 def work():
     while not stop:
-        engine.write(tensor, path)
+        engine.write(tensor, file)
         engine.stats()
 thread = threading.Thread(target=work, daemon=True)
 thread.start()

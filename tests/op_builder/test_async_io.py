@@ -178,6 +178,20 @@ def test_sources_are_those_of_the_engine_and_its_bindings() -> None:
     assert not any("gds" in source for source in sources)
 
 
+@pytest.mark.parametrize(("backend", "part", "flag"), [("io_uring", "uring", URING), ("libaio", "libaio", LIBAIO)])
+def test_a_backend_that_was_compiled_is_seen_in_the_stripped_library(
+    backend: str, part: str, flag: str, compiler: str, tmp_path: Path
+) -> None:
+    builder = AsyncIOBuilder()
+    if flag not in builder.cxx_args():
+        pytest.skip(f"needs {part}'s header and library")
+    library = tmp_path / "part.so"
+    source = REPOSITORY / "csrc" / "engine" / f"{part}_backend.cpp"
+    command = [compiler, *builder.cxx_args(), "-I", REPOSITORY / "csrc", "-shared", "-s", source, "-o", library]
+    subprocess.run(command, check=True, timeout=120)
+    assert builder.compiled_in(library) == {backend}
+
+
 def test_a_subclass_adds_sources_and_gets_a_module_of_its_own_name() -> None:
     class TestingBuilder(AsyncIOBuilder):
         NAME = "engine_testing"
@@ -201,6 +215,7 @@ def test_the_op_builds_without_either_library_moves_bytes_and_loads_from_the_cac
         "handle.sync_pwrite(written, sys.argv[1]); handle.sync_pread(got, sys.argv[1])\n"
         "assert torch.equal(written, got)\n"
         "assert op.source_hash == AsyncIOBuilder().source_hash()\n"
+        "from pathlib import Path; assert AsyncIOBuilder().compiled_in(Path(op.__file__)) == set()\n"
     )
 
     def load() -> float:

@@ -224,6 +224,41 @@ def test_a_module_in_a_cache_that_became_read_only_is_still_loaded(elsewhere: El
     assert finish(elsewhere()) == "1"
 
 
+# Where nothing can be compiled any more
+
+
+def test_without_a_compiler_the_newest_build_of_these_sources_is_loaded(elsewhere: Elsewhere, standin: StandinBuilder) -> None:
+    finish(elsewhere())
+    time.sleep(0.02)  # more than a clock tick, by which files' times differ
+    finish(elsewhere(CFLAGS="-DSTANDIN_VALUE=2"))
+    assert finish(elsewhere(PATH="/nowhere")) == "2"
+
+
+@pytest.mark.parametrize("obstacle", ["other sources", "damage", "made for one processor"])
+def test_without_a_compiler_a_build_that_may_not_do_is_not_loaded(
+    elsewhere: Elsewhere, standin: StandinBuilder, cache: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(elsewhere(CFLAGS="-march=native" if obstacle == "made for one processor" else ""))
+    if obstacle == "other sources":
+        standin.files[0].write_text(STANDIN + "\n")
+    elif obstacle == "damage":
+        published(cache)[0].write_bytes(b"damaged")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert standin.existing_build() is None
+    with pytest.raises(RuntimeError, match=r"no C\+\+20 compiler"):
+        standin.load()
+
+
+def test_the_build_that_would_be_loaded_is_known_without_loading_it(
+    elsewhere: Elsewhere, standin: StandinBuilder, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert standin.existing_build() is None
+    finish(elsewhere())
+    assert [standin.existing_build()] == published(cache)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert [standin.existing_build()] == published(cache)
+
+
 # What a build depends on
 
 

@@ -301,7 +301,7 @@ def test_a_handle_serves_on_after_an_error(handle: Any, tensor: torch.Tensor, pa
 
 def test_what_is_started_while_another_thread_waits_is_not_given_up(handle: Any, drive: Path) -> None:
     """wait() may count it or leave it to the next, but must not count it before it has ended: its tensor would be let go."""
-    tensor = page_aligned(bytes(16 << 20))
+    tensor = page_aligned(bytes(8 << 20))
     for index in range(4):
         handle.sync_pwrite(tensor, str(drive / str(index)))
     before = handle.stats()["requests"]
@@ -317,7 +317,7 @@ def test_what_is_started_while_another_thread_waits_is_not_given_up(handle: Any,
     thread = threading.Thread(target=start)
     thread.start()
     counted = too_early = 0
-    deadline = time.monotonic() + 0.7
+    deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
         counted += handle.wait()
         too_early = max(too_early, counted - (handle.stats()["requests"] - before))
