@@ -72,20 +72,22 @@ def test_a_full_backend_is_offered_the_rest_later(faulty: Faulty, backend: Any, 
     round_trip(engine, drive / "file", 1, 777)
 
 
-def test_a_backend_that_is_full_for_ever_is_an_error_in_the_end(interpreters: Any, drive: Path) -> None:
+@pytest.mark.parametrize("queue_depth", [1, 32])
+def test_a_backend_that_is_full_for_ever_is_an_error_in_the_end(interpreters: Any, drive: Path, queue_depth: int) -> None:
     """In an interpreter of its own, which can be killed if it hangs."""
     interpreters.run(f"""
         faults = testing.Faults()
         faults.refuse_every = 1
-        engine = testing.faulty_engine("threads", 4096, 32, 1, False, faults)
-        try:
-            engine.write(torch.ones(4096), {str(drive / "file")!r}).result(4)
-        except TimeoutError:
-            sys.stderr.write("still under way after 4 s")
-            sys.stderr.flush()
-            os._exit(1)
-        except OSError:
-            pass
+        engine = testing.faulty_engine("threads", 4096, {queue_depth}, 1, False, faults)
+        for _ in range(2):  # the worker must be there for the next one too
+            try:
+                engine.write(torch.ones(512), {str(drive / "file")!r}).result(6)
+            except TimeoutError:
+                sys.stderr.write("still under way after 6 s")
+                sys.stderr.flush()
+                os._exit(1)
+            except OSError:
+                pass
     """).check()
 
 
