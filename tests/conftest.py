@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,12 @@ from .interpreters import Interpreters
 from .native import EngineTestingBuilder
 
 BACKENDS = ("io_uring", "libaio", "threads")
+
+
+def pytest_configure() -> None:
+    # A shell's background jobs ignore Ctrl-C and hand that on, to the programs that tests interrupt as well.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
