@@ -129,7 +129,12 @@ bool Worker::prepare(const Block& block) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        if (route == Route::staged && !(staging = staging_.lease(block.length))) return false;
+        if (route == Route::staged) {
+            const bool read = request.kind == Request::Kind::read;
+            if (read && staged_reads_ > 0 && staged_reads_ + block.length > options_.staged_reads) return false;
+            if (!(staging = staging_.lease(block.length))) return false;
+            if (read) staged_reads_ += block.length;
+        }
     } catch (const IoError& error) {
         request.fail(error);
         end_block(request);
@@ -264,7 +269,10 @@ void Worker::fail(Request& request, int error, const std::string& detail) {
 }
 
 void Worker::end_slot(Slot& slot) {
-    if (slot.staging) staging_.release(slot.staging, slot.block_length);
+    if (slot.staging) {
+        staging_.release(slot.staging, slot.block_length);
+        if (slot.kind == Operation::Kind::read) staged_reads_ -= slot.block_length;
+    }
     Request& request = *slot.request;
     free_.push_back(&slot);
     end_block(request);

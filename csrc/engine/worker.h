@@ -22,6 +22,7 @@ struct WorkerOptions {
     std::uint32_t staging_size;   // bytes in a slot
     std::uint32_t staging_slots;
     std::uint32_t page_size;
+    std::uint64_t staged_reads;   // bytes of them under way at a time; one block is always allowed
 };
 
 // What a worker tells the engine, from its thread.
@@ -77,6 +78,7 @@ private:
     std::vector<Block> backlog_;     // taken from the queue, last one first, not yet prepared
     std::vector<Completion> completions_;
     StagingRing staging_;
+    std::uint64_t staged_reads_ = 0;  // bytes of them between lease and copy
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
 
