@@ -123,7 +123,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     worker.staging_size = limits_.staging_size;
     worker.staging_slots = std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
     worker.page_size = limits_.page_size;
-    // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.93 to 0.95 of those in place with half of
+    // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
     // the slots in use, 0.86 with all.
     worker.staged_reads = std::uint64_t{worker.staging_size} * worker.staging_slots / 2;
     const WorkerEvents events{[this](Request& request) { ended(request); },
