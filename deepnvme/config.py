@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from .engine import Backend
+
 
 class AioConfig(BaseModel):
     """Settings of an ``aio_handle``, with the names and defaults of DeepSpeed's ``aio`` block.
@@ -39,6 +41,8 @@ class AioConfig(BaseModel):
     """Accepted and reported; the engine always overlaps."""
     use_gds: bool = False
     """Whether DeepSpeed is to use the ``gds`` op instead; not an argument of ``aio_handle``."""
+    backend: Backend = "auto"
+    """Not DeepSpeed's, which ignores it: insists on one backend of ours."""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,9 +68,18 @@ class AioConfig(BaseModel):
         block = config.get("aio")
         return cls() if block is None else cls.model_validate(block)
 
+    def to_deepspeed(self) -> dict[str, dict[str, Any]]:
+        """``{"aio": block}`` for a DeepSpeed JSON: :meth:`from_deepspeed` of it is this configuration again.
+
+        The block is also keyword arguments of ``aio_handle``, DeepSpeed's or ours, as long as no backend is insisted on and
+        ``use_gds`` is not set; only then do their keys appear.
+        """
+        optional = {name for name in ("use_gds", "backend") if name not in self.model_dump(exclude_defaults=True)}
+        return {"aio": self.model_dump(exclude=optional)}
+
     def handle_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for ``aio_handle``."""
-        return self.model_dump(exclude={"use_gds"})
+        """Keyword arguments for ``aio_handle``: DeepSpeed's takes them too, unless a backend is insisted on."""
+        return self.model_dump(exclude={"use_gds"} if self.backend != "auto" else {"use_gds", "backend"})
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments for :class:`deepnvme.Engine`."""
@@ -75,4 +88,5 @@ class AioConfig(BaseModel):
             "queue_depth": self.queue_depth,
             "num_threads": self.intra_op_parallelism,
             "single_submit": self.single_submit,
+            "backend": self.backend,
         }

@@ -36,7 +36,7 @@ def test_a_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None
 def test_the_defaults_are_deepspeeds() -> None:
     assert AioConfig().model_dump() == {
         "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
-        "use_gds": False,
+        "use_gds": False, "backend": "auto",
     }  # fmt: skip
 
 
@@ -69,6 +69,26 @@ def test_it_makes_an_engine() -> None:
     config = AioConfig(block_size=65536, queue_depth=4, intra_op_parallelism=2)
     with deepnvme.Engine(**config.engine_arguments()) as engine:
         assert (engine.block_size, engine.queue_depth, engine.num_threads) == (65536, 4, 2)
+
+
+@pytest.mark.parametrize("config", [
+    AioConfig(), AioConfig(block_size=65536, queue_depth=4, intra_op_parallelism=2, single_submit=True, overlap_events=False),
+    AioConfig(backend="threads"), AioConfig(use_gds=True),
+], ids=str)  # fmt: skip
+def test_what_deepspeed_is_given_is_the_same_configuration(config: AioConfig) -> None:
+    assert AioConfig.from_deepspeed(json.loads(json.dumps(config.to_deepspeed()))) == config
+
+
+def test_deepspeed_is_given_no_key_that_its_handle_lacks() -> None:
+    expected = {"block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"}
+    config = AioConfig(block_size=65536)
+    assert set(config.to_deepspeed()["aio"]) == set(config.handle_arguments()) == expected
+
+
+def test_a_block_makes_a_handle(op: ModuleType) -> None:
+    block = AioConfig(queue_depth=4, backend="threads").to_deepspeed()["aio"]
+    handle = op.aio_handle(**block)
+    assert (handle.get_queue_depth(), handle.stats()["backend"]) == (4, "threads")
 
 
 DEEPSPEED = {
