@@ -27,7 +27,7 @@ from typing import Any, Literal
 from harness import drive, fio, footprints, interleave, libraries
 from harness.figures import Verdict
 from harness.interleave import Result
-from harness.meminfo import meminfo
+from deepnvme._meminfo import meminfo
 from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
 from harness.workloads import Contender, ContenderFailed, Memory, Operation, Workload

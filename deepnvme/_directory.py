@@ -19,7 +19,7 @@ from deepnvme._facts import Fact, human_size
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
 _GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; the network filesystems that can are their vendors' affair
@@ -207,7 +207,7 @@ def _pages(count: int) -> Iterator[mmap.mmap]:
 def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
     if direct.problem:
         return Fact("O_DIRECT", direct.works, direct.outcome, "WARNING", (direct.problem,))
-    if filesystem in _IN_MEMORY:
+    if filesystem in IN_MEMORY:
         problem = (
             f"{filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered: "
             "choose a directory on a drive"

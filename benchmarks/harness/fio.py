@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.meminfo import meminfo
+from deepnvme._meminfo import meminfo
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32

@@ -1,0 +1,113 @@
+"""What the command lines of ds_io and ds_nvme_tune have in common."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from deepnvme.version import __version__
+
+from .fio import FioFailed
+from .folder import Unsuitable
+from .sizes import parse_size
+
+BACKENDS = ("auto", "io_uring", "libaio", "threads")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where to read on; status 2."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(program, description=description, allow_abbrev=False)
+        self.add_argument("--version", action="version", version=f"deepnvme {__version__}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """What goes wrong inside is told in one line on stderr, with status 1; an interrupt, also by SIGTERM, with 130."""
+
+    def say(message: object, *_: object, **__: object) -> None:
+        print(f"{program}: note: {message}", file=sys.stderr)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", RuntimeWarning)
+        warnings.showwarning = say
+        # Said in the result, with what it means for it.
+        warnings.filterwarnings("ignore", message="transfers of .* go through the page cache")
+        try:
+            yield
+        except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            sys.exit(_say(program, lines[0], 1))
+        except KeyboardInterrupt:
+            sys.exit(_say(program, "interrupted; its files are removed", 130))
+
+
+def _say(program: str, message: str, status: int) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
+    return status
+
+
+def write_out(text: str, path: str) -> None:
+    """``path``: a file, or "-" for stdout. Raises OSError for the file."""
+    if path == "-":
+        emit(text)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def emit(text: str) -> None:
+    """Print, whatever the encoding of stdout, and although nobody may read on."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:  # as with "ds_io ... | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+Progress = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def status_line() -> Iterator[Progress]:
+    """Shows the step under way on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda step: status.update(step)

@@ -1,0 +1,237 @@
+"""Successive halving: measure many settings briefly, keep the better part, measure those for longer, until few are left.
+
+Pure but for the measuring function it is given, so that tests can search where the truth is known.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deepnvme.config import AioConfig
+
+from .job import Operation
+
+# A third is kept each round: a setting must be measured badly, by a lot, in a short round to be lost.
+_KEPT = 3
+# The last round decides among this many, and the table of the ten best is of one round.
+_FINALISTS = 10
+# In one round, so that noise is measured rather than assumed. The last round has more, for medians.
+_PASSES = 2
+_FINAL_PASSES = 5
+_MOST_FINAL_PASSES = 15
+# What is called a tie, whatever the noise.
+_LEAST_NOISE, _MOST_NOISE = 0.005, 0.02
+# CPU times this much apart are told apart: seconds per GB, and as a share.
+_CPU_STEP, _CPU_SHARE = 0.003, 0.15
+_LEAST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One transfer with one setting."""
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    latency_p50: float
+    """Seconds, of a block."""
+    latency_p99: float
+
+
+Measure = Callable[[AioConfig, Operation, int], Observation]
+"""Moves at most so many bytes. May raise; the search then passes it on."""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A setting, and what it has given, round by round."""
+
+    setting: AioConfig
+    rounds: list[dict[Operation, list[Observation]]] = field(default_factory=list)
+
+    def passes(self, round_number: int) -> list[float]:
+        """Seconds for a byte moved each way, as swapping does, pass by pass."""
+        found = self.rounds[round_number].values()
+        return [sum(each.seconds / each.nbytes for each in together) for together in zip(*found, strict=False)]
+
+    def cpu_seconds_per_gb(self, round_number: int) -> float:
+        found = [each for observations in self.rounds[round_number].values() for each in observations]
+        return sum(each.cpu_seconds for each in found) / (sum(each.nbytes for each in found) / 1e9)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self.setting.block_size * self.setting.queue_depth * self.setting.intra_op_parallelism
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``ranked``: best first, those of the last round ahead of those that left earlier. ``best`` may stand behind others that are
+    no faster than noise."""
+
+    ranked: tuple[Candidate, ...]
+    best: Candidate
+    reason: str
+    rounds: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large the search is: for a progress bar, and to see what will be written."""
+
+    counts: tuple[int, ...]
+    """Settings in each round."""
+
+    @classmethod
+    def of(cls, settings: int) -> Plan:
+        counts = [settings]
+        while counts[-1] > _FINALISTS:
+            counts.append(max(_FINALISTS, math.ceil(counts[-1] / _KEPT)))
+        return cls(tuple(counts))
+
+
+Progress = Callable[[float, str], None]
+"""Told the share of the search that is done, and the step under way."""
+
+
+def search(
+    settings: Sequence[AioConfig],
+    operations: Sequence[Operation],
+    measure: Measure,
+    io_size: int,
+    seconds: float,
+    progress: Progress = lambda share, step: None,
+    clock: Callable[[], float] = time.monotonic,
+    seed: int = 0,
+) -> Outcome:
+    """Find the setting that moves a byte each way (or the one way asked for) in the least time.
+
+    ``seconds``: what to aim for; rounds share it equally, and transfers are as small as that needs, but not below 16 MiB. Ties
+    within the noise that the last round shows go to the least CPU time, then to "auto", then to the least memory in flight.
+    An interrupt (KeyboardInterrupt) ends the search with what it has; it is passed on if that is nothing.
+    """
+    candidates = [Candidate(setting) for setting in settings]
+    counts = Plan.of(len(candidates)).counts
+    order = random.Random(seed)
+    racing = candidates
+    begin = clock()
+    last = -1
+    complete = False
+    try:
+        rate = _pilot(settings[0], operations, measure, io_size)
+        for number, count in enumerate(counts):
+            final = number == len(counts) - 1
+            deadline = begin + seconds * (number + 1) / len(counts)
+            passes = _FINAL_PASSES if final else _PASSES
+            nbytes = _bytes_each(max(deadline - clock(), 0.0) / (count * passes), rate, io_size)
+            for candidate in racing:
+                candidate.rounds.append({operation: [] for operation in operations})
+            done = 0
+            while done < passes or (final and done < _MOST_FINAL_PASSES and clock() < deadline):
+                for index, candidate in enumerate(order.sample(racing, count)):
+                    share = (number + min((done + index / count) / passes, 1.0)) / len(counts)
+                    progress(share, f"round {number + 1} of {len(counts)}: {count} settings")
+                    for operation in operations:
+                        candidate.rounds[number][operation].append(measure(candidate.setting, operation, nbytes))
+                done += 1
+                last = number
+            rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(number))
+            if not final:
+                racing = _promoted(racing, number, counts[number + 1])
+        complete = True
+        progress(1.0, "done")
+    except KeyboardInterrupt:
+        if not any(candidate.rounds and candidate.passes(0) for candidate in candidates):
+            raise
+    return _judge(candidates, max(last, 0), complete)
+
+
+def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candidate, list[float]]:
+    """Each candidate's time pass by pass, as a multiple of what the middle one took in that pass: the drive's mood, which changes
+    from pass to pass, cancels."""
+    times = {candidate: candidate.passes(round_number) for candidate in candidates}
+    count = max(map(len, times.values()), default=0)
+    middles = [statistics.median(found[turn] for found in times.values() if turn < len(found)) for turn in range(count)]
+    return {candidate: [each / middles[turn] for turn, each in enumerate(found)] for candidate, found in times.items()}
+
+
+def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
+    """The standard error of a candidate's median relative to it, as passes of one setting differ; within sensible bounds."""
+    deviations: list[float] = []
+    passes = 1
+    for found in standings.values():
+        passes = max(passes, len(found))
+        middle = statistics.median(found)
+        deviations += [abs(each / middle - 1) for each in found]
+    if passes == 1:
+        return _MOST_NOISE
+    # 1.4826 makes a standard deviation of a median deviation, 1.2533 a median's standard error of a mean's. Two passes' middle
+    # lies between them, which halves each one's distance.
+    spread = statistics.median(deviations) * 1.4826 * (math.sqrt(2) if passes == 2 else 1)
+    return min(max(1.2533 * spread / math.sqrt(passes), _LEAST_NOISE), _MOST_NOISE)
+
+
+def _pilot(setting: AioConfig, operations: Sequence[Operation], measure: Measure, io_size: int) -> float:
+    """Bytes per second, each way, roughly; also the warm-up."""
+    observed = [measure(setting, operation, min(io_size, 4 * _LEAST_BYTES)) for operation in operations]
+    return 1 / sum(each.seconds / each.nbytes for each in observed)
+
+
+def _bytes_each(seconds: float, rate: float, io_size: int) -> int:
+    """What can be moved in ``seconds``, in whole MiB."""
+    wanted = int(seconds * rate) >> 20 << 20
+    return min(io_size, max(wanted, _LEAST_BYTES))
+
+
+def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Candidate]:
+    """Half of the places go to the fastest; the others to the cheapest of those that noise does not tell from the last of these
+    places, because it is among them that the tie of the last round is to be decided."""
+    found = standings(racing, number)
+    time = {candidate: statistics.median(times) for candidate, times in found.items()}
+    fastest = sorted(racing, key=time.__getitem__)
+    chosen = fastest[: math.ceil(count / 2)]
+    bound = time[fastest[count - 1]] * (1 + noise(found))
+    rest = [each for each in fastest[len(chosen) :] if time[each] <= bound]
+    return chosen + sorted(rest, key=lambda each: each.in_flight_bytes)[: count - len(chosen)]
+
+
+def _judge(candidates: Sequence[Candidate], last: int, complete: bool) -> Outcome:
+    """``last``: the last round of which a pass is whole. A setting that it did not reach stands by the round before."""
+
+    def reached(candidate: Candidate) -> int:
+        return max(number for number in range(min(last + 1, len(candidate.rounds))) if candidate.passes(number))
+
+    reached_by = {each: reached(each) for each in candidates if each.rounds and each.passes(0)}
+    time: dict[Candidate, float] = {}
+    for number in range(last + 1):
+        # Against all that were in that round, those that went on included.
+        found = standings([each for each in reached_by if reached_by[each] >= number], number)
+        time |= {each: statistics.median(times) for each, times in found.items() if reached_by[each] == number}
+    ranked = sorted(reached_by, key=lambda each: (-reached_by[each], time[each]))
+    final = standings([each for each in ranked if reached_by[each] == last], last)
+    bound = noise(final)
+    fastest = min(time[each] for each in final)
+    tied = [each for each in final if time[each] <= fastest * (1 + bound)]
+    cpu = {each: each.cpu_seconds_per_gb(last) for each in tied}
+    least = min(cpu.values())
+    thrifty = [each for each in tied if cpu[each] <= max(least * (1 + _CPU_SHARE), least + _CPU_STEP)]
+    # A backend that must be insisted on has to be worth more than a tie.
+    best = min(
+        thrifty,
+        key=lambda each: (
+            each.setting.backend != "auto", each.in_flight_bytes, each.setting.intra_op_parallelism, time[each],
+        ),
+    )  # fmt: skip
+    if len(tied) == 1:
+        reason = f"the fastest of {len(ranked)}, by more than the noise of {100 * bound:.1f} %"
+    else:
+        reason = (
+            f"within {100 * bound:.1f} % of the fastest, which is noise; of {len(tied)} such, it takes little CPU time and "
+            "the least memory in flight"
+        )
+    return Outcome(tuple(ranked), best, reason, last + 1, complete)

@@ -1,0 +1,164 @@
+"""What ds_nvme_tune prints, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from deepnvme.version import __version__
+
+from .sizes import size_text
+from .tuning import Figures, Result, Search, Tuning
+
+_GIB = 1 << 30
+_TEN = 10
+
+
+def render(tuning: Tuning, verbose: bool = False) -> str:
+    """The table of the ten best, what several folders give together, and last the lines that DeepSpeed's tuner prints.
+
+    In DeepSpeed's line of the best performance a GB is 1024^3 bytes, as its ds_io counts; everywhere else it is 10^9.
+    """
+    parts = [_search(search, verbose) for search in tuning.searches]
+    if tuning.striping is not None:
+        parts.append(_striping(tuning))
+    notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
+    notes.append(
+        f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.0f} GB written; GB is 10^9 bytes above, 1024^3 in the line below"
+    )
+    parts.append("\n".join(notes))
+    parts.append(f"{_best(tuning.chosen.best)}\n{json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=3)}")
+    return "\n\n".join(parts)
+
+
+def as_document(tuning: Tuning) -> dict[str, Any]:
+    """Everything as JSON types: sizes in bytes, times in seconds, GB of 10^9 bytes; ``aio`` is the block to paste."""
+    return {
+        "tool": "ds_nvme_tune",
+        "version": __version__,
+        **tuning.chosen.best.setting.to_deepspeed(),
+        "io_size": tuning.io_size,
+        "seconds": tuning.seconds,
+        "bytes_written": tuning.bytes_written,
+        "searches": [_search_document(search) for search in tuning.searches],
+        "striping": None if tuning.striping is None else dataclasses.asdict(tuning.striping),
+        "refused": dict(tuning.refused),
+    }
+
+
+def _search_document(search: Search) -> dict[str, Any]:
+    return {
+        "folders": [dataclasses.asdict(facts) for facts in search.folders],
+        "best": _result_document(search.best),
+        "reason": search.reason,
+        "rounds": search.rounds,
+        "seconds": search.seconds,
+        "complete": search.complete,
+        "results": [_result_document(result) for result in search.results],
+    }
+
+
+def _result_document(result: Result) -> dict[str, Any]:
+    return {
+        **result.setting.model_dump(),
+        "backend": result.backend,
+        "read": None if result.read is None else dataclasses.asdict(result.read),
+        "write": None if result.write is None else dataclasses.asdict(result.write),
+        "rounds": result.rounds,
+        "in_flight_bytes": result.in_flight_bytes,
+    }
+
+
+def _best(result: Result) -> str:
+    shown = [
+        f"{name} = {figures.gb_per_second * 1e9 / _GIB:5.2f}"
+        for name, figures in (("read", result.read), ("write", result.write))
+        if figures is not None
+    ]
+    return f"Best performance (GB/sec): {', '.join(shown)}"
+
+
+def _search(search: Search, verbose: bool) -> str:
+    where = " + ".join(f"{facts.path} ({facts.label})" for facts in search.folders)
+    shown = list(search.results) if verbose else list(search.results[:_TEN])
+    if search.best not in shown:
+        shown.append(search.best)
+    lines = [where]
+    if not search.complete:
+        lines.append("INTERRUPTED: what follows was measured before that")
+    lines.append(_table(shown, search.best))
+    lines.append(f"* {search.reason}")
+    return "\n".join(lines)
+
+
+def _table(results: Sequence[Result], best: Result) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("block", "depth", "workers"):
+        table.add_column(name, justify="right")
+    table.add_column("backend")
+    directions = [name for name in ("read", "write") if getattr(best, name) is not None]
+    for direction in directions:
+        table.add_column(f"{direction}\nGB/s", justify="right")
+    for direction in directions:
+        table.add_column(f"{direction}\nCPU s/GB", justify="right")
+    for direction in directions:
+        table.add_column(f"{direction} p99\nms a block", justify="right")
+    table.add_column("in flight", justify="right")
+    table.add_column("rounds", justify="right")
+    for result in results:
+        setting = result.setting
+        figures: list[Figures] = [getattr(result, direction) for direction in directions]
+        table.add_row(
+            "*" if result == best else "",
+            size_text(setting.block_size),
+            str(setting.queue_depth),
+            str(setting.intra_op_parallelism),
+            result.backend + (", single" if setting.single_submit else ""),
+            *(f"{each.gb_per_second:.2f}" for each in figures),
+            *(f"{each.cpu_seconds_per_gb:.3f}" for each in figures),
+            *(f"{each.latency_p99 * 1e3:.3g}" for each in figures),
+            size_text(result.in_flight_bytes),
+            str(result.rounds),
+        )
+    return _text(table)
+
+
+def _striping(tuning: Tuning) -> str:
+    striping = tuning.striping
+    assert striping is not None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("striping")
+    for direction, rate in (("read", striping.together_read), ("write", striping.together_write)):
+        if rate is not None:
+            table.add_column(f"{direction}\nGB/s", justify="right")
+
+    def cells(read: float | None, write: float | None) -> list[str]:
+        return [f"{rate:.2f}" for rate in (read, write) if rate is not None]
+
+    for folder, read, write in striping.alone:
+        table.add_row(f"{folder} alone", *cells(read, write))
+    table.add_row("together", *cells(striping.together_read, striping.together_write))
+
+    def gain(together: float | None, position: int) -> str | None:
+        if together is None:
+            return None
+        return f"{together / max(rates[position] for rates in striping.alone):.2f}"  # type: ignore[type-var, operator]
+
+    gains = [gain(striping.together_read, 1), gain(striping.together_write, 2)]
+    table.add_row("together / the fastest alone", *(each for each in gains if each is not None))
+    note = "\nThe folders share a device: nothing is won by striping over them." if striping.shared_device else ""
+    return _text(table) + note
+
+
+def _text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -1,0 +1,280 @@
+"""Searches the settings of folders, alone and together, on files and tensors that stay from the first transfer to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from deepnvme.config import AioConfig
+
+from . import transfers
+from .buffer import Buffer
+from .figures import Percentiles
+from .folder import FolderFacts, Unsuitable, check_space, drop_pages, examine, settle, workspace
+from .job import Operation
+from .measure import check_memory
+from .search import Candidate, Observation, Outcome, search
+from .space import default_space
+from .tuning import Figures, Result, Search, Striping, Tuning
+from .worker import latency_between
+
+_MIB = 1 << 20
+_STRIPING_PASSES = 5
+# A block is timed from its submission, so that its latency at depth 1 is the drive's; for what was never counted there is none.
+_NO_LATENCY = 0.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be tuned."""
+
+    folders: tuple[Path, ...]
+    io_size: int
+    """Bytes of one transfer in each folder."""
+    read: bool = True
+    write: bool = True
+    settings: tuple[AioConfig, ...] | None = None
+    """To choose from; None for the usual ones."""
+    gpu: bool = False
+    gds: bool = False
+    seconds: float = 50.0
+    """To aim for in each search."""
+
+    @property
+    def operations(self) -> list[Operation]:
+        wanted: list[tuple[Operation, bool]] = [("read", self.read), ("write", self.write)]
+        return [operation for operation, yes in wanted if yes]
+
+
+Progress = Callable[[float, str], None]
+Shares = Mapping[Operation, Mapping[int, float]]
+
+
+def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
+    """Find the best settings. Blocks, for about ``order.seconds`` a search: one a folder, and one for all together if several.
+
+    An interrupt (KeyboardInterrupt) ends it with what was measured; it is passed on if that is nothing. No file is left behind.
+    Raises Unsuitable before the first byte where the order cannot be carried out here, OSError from the transfers.
+    """
+    facts = [examine(folder) for folder in order.folders]
+    check_space((folder, order.io_size) for folder in order.folders)
+    check_memory(order.io_size * len(order.folders))
+    progress(0.0, "starting (compiles on first use)")
+    offered, backend = _offered(order)
+    begin = time.monotonic()
+    groups = _groups(len(facts))
+    with _Rig(order, progress) as rig:
+        settings, refused = rig.usable(offered)
+        searches: list[Search] = []
+        striping = None
+        try:
+            for number, group in enumerate(groups):
+                started = time.monotonic()
+                measure = functools.partial(rig.move, _shares(group, searches))
+                part = _part(progress, number, len(groups), [facts[index].path for index in group])
+                outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
+                searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
+                if not outcome.complete:
+                    break
+            if len(searches) == len(groups) > 1 and searches[-1].complete:
+                striping = _striping(rig, order, searches, facts)
+        except KeyboardInterrupt:
+            if not searches:
+                raise
+    return Tuning(
+        io_size=order.io_size,
+        searches=tuple(searches),
+        striping=striping,
+        bytes_written=rig.bytes_written,
+        seconds=time.monotonic() - begin,
+        refused=refused,
+    )
+
+
+def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
+    """The settings to choose from, and the backend that "auto" takes."""
+    if order.gds:
+        transfers.make_handle(AioConfig(use_gds=True))  # or say why not
+        return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
+    working = [name for name, obstacle in transfers.op().backends().items() if obstacle is None]
+    return order.settings or default_space(order.io_size, working), working[0]
+
+
+def _groups(folders: int) -> list[tuple[int, ...]]:
+    """What is searched in turn: each folder alone, then all together."""
+    alone: list[tuple[int, ...]] = [(index,) for index in range(folders)]
+    return alone if folders == 1 else [*alone, tuple(range(folders))]
+
+
+def _part(progress: Progress, number: int, count: int, paths: Sequence[str]) -> Progress:
+    where = " + ".join(paths)
+    return lambda share, step: progress((number + share) / count, f"{where}: {step}")
+
+
+def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
+    """What part of the bytes each folder of the group gets, relative to the one that gets most: as fast as it was alone."""
+
+    def rate(index: int, operation: Operation) -> float:
+        figures = getattr(searches[index].best, operation) if len(group) > 1 else None
+        return figures.gb_per_second if figures is not None else 1.0
+
+    def of(operation: Operation) -> dict[int, float]:
+        rates = {index: rate(index, operation) for index in group}
+        return {index: each / max(rates.values()) for index, each in rates.items()}
+
+    return {"read": of("read"), "write": of("write")}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class _Rig:
+    """A tensor and a file of ``io_size`` bytes in each folder, and any setting's handle to move them."""
+
+    def __init__(self, order: Order, progress: Progress) -> None:
+        self.bytes_written = 0
+        self._order = order
+        self._progress = progress
+        self._stack = contextlib.ExitStack()
+        self._keeper: Any = None
+        self._buffers: list[Buffer] = []
+        self._paths: list[Path] = []
+
+    def __enter__(self) -> _Rig:
+        order = self._order
+        with contextlib.ExitStack() as stack:
+            self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in order.folders]
+            self._keeper = transfers.make_handle(AioConfig(use_gds=order.gds))
+            device = transfers.gpu(0) if order.gpu else None
+            self._buffers = [Buffer(order.io_size, self._keeper, device, gds=order.gds) for _ in order.folders]
+            for path, buffer in zip(self._paths, self._buffers, strict=True):
+                self._progress(0.0, f"{path.parent.parent}: laying out a file")
+                self._keeper.sync_pwrite(buffer.to_write(), str(path))
+                settle(path.parent)
+                self.bytes_written += order.io_size
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._keeper = None
+        self._stack.close()
+
+    def usable(self, settings: Sequence[AioConfig]) -> tuple[list[AioConfig], dict[str, str]]:
+        """Those that a handle can be made with, and why it cannot with others: a limit on events or threads, for example."""
+        found, refused = [], {}
+        for setting in settings:
+            try:
+                transfers.make_handle(setting)
+            except Unsuitable as error:
+                refused[_text(setting)] = str(error)
+            else:
+                found.append(setting)
+        if not found:
+            raise Unsuitable(f"no setting can be used here: {next(iter(refused.values()), 'none was given')}")
+        return found, refused
+
+    def move(self, deal: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
+        """Move to or from several folders at the same time, ``nbytes`` times its share each, none of it cached."""
+        shares = deal[operation]
+        sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in shares.items()}
+        handles = {index: transfers.make_handle(setting) for index in shares}
+        drop_pages(self._paths[index] for index in shares)
+        before = _usage()
+        start = time.perf_counter()
+        for index, handle in handles.items():
+            buffer, path = self._buffers[index], str(self._paths[index])
+            if operation == "read":
+                handle.async_pread(buffer.to_read(sizes[index]), path)
+            else:
+                handle.async_pwrite(buffer.to_write(sizes[index]), path)
+        for index, handle in handles.items():
+            handle.wait()
+            if operation == "read":
+                self._buffers[index].arrived(sizes[index])
+        seconds, cpu = time.perf_counter() - start, _usage() - before
+        if operation == "write":
+            self.bytes_written += sum(sizes.values())
+        blocks: dict[int, int] = {}
+        for handle in handles.values():
+            for bound, count in latency_between({"block_latency": {}}, handle.stats()).items():
+                blocks[bound] = blocks.get(bound, 0) + count
+        latency = Percentiles.of_bins(blocks) if blocks else None
+        p50, p99 = (latency.p50, latency.p99) if latency else (_NO_LATENCY, _NO_LATENCY)
+        return Observation(sum(sizes.values()), seconds, cpu, p50, p99)
+
+
+def _usage() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _striping(rig: _Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+    """Each folder with its own best setting and all with theirs, in turn, so that the drives' moods meet all alike."""
+    together = searches[-1]
+    groups = _groups(len(facts))
+    rates: dict[tuple[int, Operation], list[float]] = {}
+    for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
+        deal = _shares(groups[number], searches[:-1])
+        observed = rig.move(deal, found.best.setting, operation, order.io_size)
+        rates.setdefault((number, operation), []).append(observed.nbytes / observed.seconds / 1e9)
+
+    def rate(number: int, operation: Operation) -> float | None:
+        return statistics.median(rates[number, operation]) if operation in order.operations else None
+
+    devices = {each.device_number for each in facts}
+    return Striping(
+        alone=tuple((each.path, rate(number, "read"), rate(number, "write")) for number, each in enumerate(facts)),
+        together_read=rate(len(facts), "read"),
+        together_write=rate(len(facts), "write"),
+        shared_device=len(devices) < len(together.folders),
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, seconds: float) -> Search:
+    results = tuple(_result(candidate, outcome, backend) for candidate in outcome.ranked)
+    best = results[outcome.ranked.index(outcome.best)]
+    return Search(tuple(facts), results, best, outcome.reason, outcome.rounds, seconds, outcome.complete)
+
+
+def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
+    last = max(number for number, _ in enumerate(candidate.rounds) if candidate.passes(number))
+
+    def figures(operation: Operation) -> Figures | None:
+        found = candidate.rounds[last].get(operation)
+        if not found:
+            return None
+        # Rounds differ in the length of their transfers and in the drive's mood, but the best was in every one of them.
+        final = max(number for number, _ in enumerate(outcome.best.rounds) if outcome.best.passes(number))
+        scale = _rate(outcome.best, final, operation) / _rate(outcome.best, last, operation)
+        return Figures(
+            gb_per_second=_rate(candidate, last, operation) * scale,
+            cpu_seconds_per_gb=sum(each.cpu_seconds for each in found) / (sum(each.nbytes for each in found) / 1e9),
+            latency_p50=statistics.median(each.latency_p50 for each in found),
+            latency_p99=statistics.median(each.latency_p99 for each in found),
+        )
+
+    name = candidate.setting.backend
+    return Result(candidate.setting, backend if name == "auto" else name, figures("read"), figures("write"), last + 1)
+
+
+def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
+    return statistics.median(each.nbytes / each.seconds / 1e9 for each in candidate.rounds[number][operation])
+
+
+def _text(setting: AioConfig) -> str:
+    shown = setting.model_dump(exclude_defaults=True)
+    return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the defaults"
+
+
