@@ -1,0 +1,414 @@
+"""The HTML report: complete in itself, honest about what was not measured, and safe with any folder's name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from deepnvme.config import AioConfig
+from deepnvme.tune import charts, picture
+from deepnvme.tune.folder import FolderFacts, Unsuitable
+from deepnvme.tune.html_report import render_html, require_matplotlib
+from deepnvme.tune.tuning import Figures, Result, Search, Striping, Tuning
+
+DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, direct I/O", 1)
+OTHER_DRIVE = FolderFacts("/mnt/nvme1", "xfs", "/dev/nvme1n1", True, "xfs, direct I/O", 2)
+MEMORY = FolderFacts("/dev/shm", "tmpfs", "tmpfs", False, "tmpfs, in memory, not a drive", 3)
+HOSTILE = '/<script>alert("1")</script>&lt;\' onload="x\udcff\n$x_$ 驱'
+
+KIB = 1024
+
+
+@pytest.fixture
+def _matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra [plot]")
+
+
+needs_matplotlib = pytest.mark.usefixtures("_matplotlib")
+
+
+def result(block: int, depth: int, workers: int, backend: str, read: float | None, write: float | None) -> Result:
+    def figures(speed: float | None) -> Figures | None:
+        seconds = block * depth * workers / 1e9
+        return None if speed is None else Figures(speed, 0.02 + 1e4 / block, seconds / speed, 2 * seconds / speed)
+
+    setting = AioConfig(block_size=block, queue_depth=depth, intra_op_parallelism=workers)
+    return Result(setting, backend, figures(read), figures(write), 1)
+
+
+def search(*folders: FolderFacts, read: bool = True, write: bool = True, complete: bool = True) -> Search:
+    """128K x 4 to 512K x 16, one and two workers, two backends; each has a speed of its own; 512K x 16 was not measured."""
+    grid = itertools.product((128 * KIB, 256 * KIB, 512 * KIB), (4, 8, 16), (1, 2), ("io_uring", "libaio"))
+    settings = [each for each in grid if each[:2] != (512 * KIB, 16)]
+    results = [
+        result(*each, read=3 + nth / 100 if read else None, write=2 + nth / 100 if write else None)
+        for nth, each in enumerate(settings)
+    ]
+    results.reverse()
+    return Search(folders, tuple(results), results[1], "fast & lean", 3, 75.0, complete)
+
+
+def tuning(*searches: Search, striping: Striping | None = None) -> Tuning:
+    return Tuning(400 << 20, searches, striping, 12 * 10**9, 80.0)
+
+
+def two_folders() -> Tuning:
+    alone = (("/mnt/nvme0", 3.2, 2.2), ("/mnt/nvme1", 3.1, 2.1))
+    return tuning(
+        search(DRIVE),
+        search(OTHER_DRIVE),
+        search(DRIVE, OTHER_DRIVE),
+        striping=Striping(alone, together_read=6.0, together_write=4.3, shared_device=False),
+    )
+
+
+_drawn: dict[str, str] = {}
+
+
+def rendered(tried: Tuning) -> str:
+    """Drawn once for all tests that look at it."""
+    if repr(tried) not in _drawn:
+        _drawn[repr(tried)] = render_html(tried)
+    return _drawn[repr(tried)]
+
+
+class Page(HTMLParser):
+    """What a browser would make of the document: its elements, and the text of some."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self._open == [], "elements left open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs), f"an attribute twice in {tag}"
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in self.VOID:
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in set(self._open):
+            self.texts[tag][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def of_class(self, name: str) -> list[dict[str, str]]:
+        return [attributes for _, attributes in self.tags if name in attributes.get("class", "").split()]
+
+    @property
+    def text(self) -> str:
+        return self.texts["body"][0]
+
+    def titles_of_charts(self) -> list[str]:
+        return [text for text in self.texts["h3"] if text != "The ten best"]
+
+    def notes_of_charts(self) -> str:
+        return " ".join(self.texts.get("figcaption", []))
+
+
+# Without matplotlib
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "matplotlib.figure"])
+def test_a_missing_matplotlib_is_told_in_one_line_with_what_to_install(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unsuitable, match=r"pip install 'deepnvme\[plot\]'") as caught:
+        require_matplotlib()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_module_can_be_imported_without_loading_matplotlib():
+    code = "import sys, deepnvme.tune.html_report; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@needs_matplotlib
+def test_a_matplotlib_that_is_there_is_accepted():
+    require_matplotlib()
+
+
+# The document
+
+
+@needs_matplotlib
+def test_nothing_outside_the_document_is_referred_to():
+    source = rendered(two_folders())
+    page = Page(source)
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "base")
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "srcset", "poster", "data", "action"):
+                assert value.startswith(("#", "data:")), f"{tag} {name}={value}"
+    references = re.findall(r"url\(\s*[\"']?([^)]*)", source)
+    assert references, "clip paths at least"
+    assert all(reference.startswith(("#", "data:")) for reference in references)
+    assert "@import" not in source
+    addresses = set(re.findall(r"https?://[^\"'\s<]+", source))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, "names of XML, which nobody fetches"
+
+
+@needs_matplotlib
+def test_every_reference_has_one_target():
+    source = rendered(two_folders())
+    page = Page(source)
+    names = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(names) == len(set(names))
+    targets = {attributes[key][1:] for _, attributes in page.tags for key in ("href", "xlink:href") if key in attributes}
+    targets |= set(re.findall(r"url\(#([^)]*)\)", source))
+    assert targets <= set(names)
+
+
+@needs_matplotlib
+def test_the_document_stays_below_a_megabyte_and_is_the_same_each_time():
+    source = rendered(two_folders())
+    assert len(source.encode()) < 1_000_000
+    assert render_html(two_folders()) == source
+
+
+@needs_matplotlib
+def test_the_users_own_style_and_matplotlibs_state_are_left_alone(monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # cannot be imported
+    with matplotlib.rc_context({"axes.grid": True, "font.size": 31, "text.color": "#abcdef"}):
+        before = matplotlib.rcParams.copy()
+        source = render_html(tuning(search(DRIVE)))
+        assert matplotlib.rcParams.copy() == before
+    assert source == rendered(tuning(search(DRIVE)))
+
+
+@needs_matplotlib
+def test_every_picture_says_what_it_shows_and_leaves_its_colours_to_the_page():
+    source = rendered(two_folders())
+    page = Page(source)
+    pictures = page.all("svg")
+    assert len(pictures) == 3 * 8 + 2
+    for each in pictures:
+        assert each["role"] == "img"
+        assert "GB/s" in each["aria-label"]
+    assert not re.search(r"#0[1-4]0[1-4]0[1-4]", source), "a placeholder was not replaced"
+    for name in set(re.findall(r"var\((--[\w-]+)\)", source)):
+        assert f"{name}:" in source, "a colour that the page does not define"
+
+
+@needs_matplotlib
+def test_figures_in_descriptions_are_not_rounded_with_the_coordinates():
+    page = Page(rendered(tuning(search(DRIVE))))
+    descriptions = " ".join(each["aria-label"] for each in page.all("svg"))
+    assert "at 0.0391" in descriptions  # CPU s/GB of the largest blocks
+
+
+# What it says
+
+
+@needs_matplotlib
+def test_the_block_to_paste_is_that_of_the_recommended_setting():
+    tried = two_folders()
+    block = json.loads(Page(rendered(tried)).texts["pre"][0])
+    assert block == tried.chosen.best.setting.to_deepspeed()
+    assert block["aio"]["queue_depth"] == 8
+
+
+@needs_matplotlib
+def test_the_head_tells_speeds_setting_and_reason():
+    page = Page(rendered(two_folders()))
+    head = page.texts["header"][0]
+    for said in (
+        "3.30 GB/s read",
+        "2.30 GB/s write",
+        "512K block size",
+        "8 queue depth",
+        "2 workers",
+        "io_uring",
+        "Fast & lean.",
+    ):
+        assert said in head
+
+
+@needs_matplotlib
+def test_every_search_is_shown_and_linked():
+    page = Page(rendered(two_folders()))
+    headings = " ".join(page.texts["h2"])
+    for title in ("/mnt/nvme0", "/mnt/nvme1", "2 folders together", "Striping"):
+        assert title in headings
+    assert [link["href"] for link in page.all("a")] == ["#search-0", "#search-1", "#search-2", "#striping"]
+
+
+@needs_matplotlib
+def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not():
+    assert len(Page(rendered(tuning(search(MEMORY)))).of_class("warning")) == 2  # in the head and in the section
+    page = Page(rendered(tuning(search(DRIVE))))
+    assert page.of_class("warning") == []
+    assert "ext4, direct I/O" in page.text
+
+
+@needs_matplotlib
+def test_a_hostile_folder_name_stays_text():
+    folder = replace(DRIVE, path=HOSTILE, device=HOSTILE)
+    striping = Striping(((HOSTILE, 3.0, 2.0), ("/mnt/nvme1", 3.0, 2.0)), 5.0, 4.0, False)
+    source = rendered(tuning(search(folder), search(OTHER_DRIVE), search(folder, OTHER_DRIVE), striping=striping))
+    source.encode("utf-8")
+    page = Page(source)
+    assert page.all("script") == []
+    assert not any("onload" in attributes for _, attributes in page.tags)
+    shown = HOSTILE.replace("\udcff", "\\xff")
+    assert shown in page.texts["h2"][1]
+    assert shown in page.texts["code"]
+    assert any('<script>alert("1")</script>' in text and "$x_$" in text for text in page.texts["text"]), (
+        "in the chart of striping"
+    )
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_direction_that_was_not_measured_leaves_no_trace(direction):
+    missing = "write" if direction == "read" else "read"
+    only = {"read": direction == "read", "write": direction == "write"}
+    alone = tuple((folder, 3.0 if only["read"] else None, 2.0 if only["write"] else None) for folder in ("/a", "/b"))
+    striping = Striping(alone, 5.5 if only["read"] else None, 3.5 if only["write"] else None, False)
+    page = Page(rendered(tuning(search(DRIVE, **only), striping=striping)))
+    titles = page.titles_of_charts()
+    assert len(titles) == 5 + 1
+    assert not any(missing in title.lower() for title in titles)
+    assert missing not in page.texts["header"][0]
+    assert missing not in page.texts["table"][0]
+    assert all(missing not in each["aria-label"].lower() for each in page.all("svg"))
+
+
+@needs_matplotlib
+def test_cells_that_were_not_measured_are_hatched_and_said_to_be():
+    some_missing = search(DRIVE)
+    page = Page(rendered(tuning(some_missing)))
+    assert "Hatched: not measured." in page.notes_of_charts()
+    assert len(page.all("pattern")) == 2  # one each for read and write
+    assert "1 cells were not measured" in page.all("svg")[0]["aria-label"]
+
+    all_there = tuple(each for each in some_missing.results if each.setting.queue_depth != 16)
+    page = Page(rendered(tuning(replace(some_missing, results=all_there))))
+    assert "Hatched" not in page.notes_of_charts()
+    assert page.all("pattern") == []
+
+
+@needs_matplotlib
+def test_a_cell_holds_the_best_over_workers_and_backends():
+    results = [result(128 * KIB, 4, workers, backend, speed, None) for workers, backend, speed in
+               ((1, "io_uring", 1.11), (2, "io_uring", 2.22), (1, "libaio", 3.33), (2, "libaio", 1.5))]  # fmt: skip
+    results.append(result(128 * KIB, 8, 1, "io_uring", 4.44, None))
+    with picture.style():
+        chart = charts.heat_map(Search((DRIVE,), tuple(results), results[-1], "", 1, 1.0, True), "read")
+    assert chart is not None
+    assert [text.get_text() for text in chart.axes.texts] == ["3.33", "4.44"]
+
+
+@needs_matplotlib
+def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats():
+    found = [Figures(speed, cpu, 1e-3, 2e-3) for speed, cpu in ((1.0, 0.1), (3.0, 0.2), (2.0, 0.3), (4.0, 0.4), (4.0, 0.5))]
+    results = [Result(AioConfig(queue_depth=nth + 1), "io_uring", each, None, 1) for nth, each in enumerate(found)]
+    with picture.style():
+        chart = charts.cpu_chart(Search((DRIVE,), tuple(results), results[1], "", 1, 1.0, True), "read")
+    assert chart is not None
+    joined = [line.get_xydata().tolist() for line in chart.axes.lines if line.get_linestyle() != "None"]
+    assert joined == [[[0.1, 1.0], [0.2, 3.0], [0.4, 4.0]]]
+
+
+@needs_matplotlib
+def test_a_single_setting_is_shown_without_charts():
+    only = result(1 << 20, 8, 1, "io_uring", 3.0, 2.0)
+    page = Page(rendered(tuning(Search((DRIVE,), (only,), only, "the only one", 1, 2.0, True))))
+    assert page.all("svg") == []
+    assert "nothing to compare" in page.text
+    assert "1M blocks, queue depth 8, 1 worker, io_uring" in page.text
+
+
+@needs_matplotlib
+def test_figures_of_zero_break_no_chart():
+    nothing = Figures(0.0, 0.0, 0.0, 0.0)
+    results = [
+        Result(AioConfig(queue_depth=depth, intra_op_parallelism=depth), "io_uring", nothing, nothing, 1) for depth in (1, 2)
+    ]
+    striping = Striping((("/a", 0.0, 0.0), ("/b", 0.0, 0.0)), 0.0, 0.0, True)
+    stopped = Search((DRIVE,), tuple(results), results[0], "", 1, 0.0, False)
+    page = Page(rendered(tuning(stopped, striping=striping)))
+    assert len(page.all("svg")) == 2 + 1 + 2  # heat maps, workers, striping; latency and CPU time have nothing to show
+
+
+@needs_matplotlib
+def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot():
+    page = Page(rendered(tuning(search(DRIVE, complete=False), search(OTHER_DRIVE))))
+    assert "Interrupted." in page.texts["header"][0]
+    assert ["interrupted" in text for text in page.texts["section"]] == [True, False]
+    assert "interrupted" in page.texts["footer"][0]
+    assert "nterrupted" not in Page(rendered(tuning(search(DRIVE)))).text
+
+
+@needs_matplotlib
+def test_folders_on_one_device_are_told_to_share_its_speed():
+    alone = (("/mnt/nvme0/a", 3.2, None), ("/mnt/nvme0/b", 3.1, None))
+    striping = Striping(alone, together_read=3.15, together_write=None, shared_device=True)
+    page = Page(rendered(tuning(search(DRIVE), striping=striping)))
+    assert "on one device" in page.text
+    assert "50% of the sum" in page.text
+    assert "on one device" not in Page(rendered(two_folders())).text
+
+
+@needs_matplotlib
+def test_the_table_has_the_ten_best_and_the_recommended_one_wherever_it_stands():
+    tried = search(DRIVE)
+    page = Page(rendered(tuning(tried)))
+    assert len(page.all("tr")) == 2 + 10
+    assert len(page.of_class("recommended")) == 1
+    page = Page(rendered(tuning(replace(tried, best=tried.results[20]))))
+    assert len(page.all("tr")) == 2 + 11
+    assert len(page.of_class("recommended")) == 1
+
+
+@needs_matplotlib
+def test_settings_that_could_not_be_used_are_listed_with_the_reason_once():
+    refused = {"1M/8/1 io_uring": "io_uring is <off> here", "1M/16/1 io_uring": "io_uring is <off> here"}
+    foot = Page(rendered(replace(tuning(search(DRIVE)), refused=refused))).texts["footer"][0]
+    assert "2 settings could not be used" in foot
+    assert "1M/16/1 io_uring" in foot
+    assert foot.count("io_uring is <off> here") == 1
+    assert "could not be used" not in Page(rendered(tuning(search(DRIVE)))).text
+
+
+@needs_matplotlib
+def test_the_foot_tells_how_it_was_measured():
+    foot = Page(rendered(tuning(search(DRIVE)))).texts["footer"][0]
+    for said in (
+        "400M per folder",
+        "overwrote a file",
+        "page cache",
+        "Successive halving in 3 rounds",
+        "1 min 20 s",
+        "12.0 GB written",
+    ):
+        assert said in foot
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (0.01234, "0.0123"), (0.5, "0.500"), (6.9, "6.90"), (12.34, "12.3"), (1234.5, "1234")]
+)
+def test_figures_have_three_digits(value, text):
+    assert charts.three_digits(value) == text
