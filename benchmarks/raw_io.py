@@ -14,7 +14,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import sys
@@ -27,10 +26,14 @@ from typing import Any, Literal
 from harness import drive, fio, footprints, interleave, libraries
 from harness.figures import Verdict
 from harness.interleave import Result
-from deepnvme._meminfo import meminfo
 from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
 from harness.workloads import Contender, ContenderFailed, Memory, Operation, Workload
+
+from deepnvme._meminfo import meminfo
+from deepnvme.tune.fio import find, version
+from deepnvme.tune.folder import Unsuitable, examine
+from deepnvme.tune.sizes import parse_size
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -100,7 +103,7 @@ def check_memory(settings: Settings) -> None:
     needed = tensors * max(settings.size, settings.small_files * 64 * KIB)
     available = meminfo("MemAvailable")
     if needed > available:
-        raise drive.Unsuitable(
+        raise Unsuitable(
             f"{needed} bytes of memory are needed for the tensors, {available} are available; give a smaller --size"
         )
 
@@ -129,12 +132,12 @@ def assemble(
         for seed, memory in enumerate(MEMORIES, start=21):
             yield libraries.LibraryContender(theirs, "deepspeed", "handle", memory, seed)
 
-    program = fio.find()
+    program = find()
     if program is None:
         measurements.notes.append("fio left out: not found; install it with your package manager")
         return
     engine = fio.ioengine(program, directory)
-    measurements.described["fio"] = {"version": fio.version(program), "ioengine": engine}
+    measurements.described["fio"] = {"version": version(program), "ioengine": engine}
     if engine != "io_uring":
         measurements.notes.append(f"fio runs on {engine}: io_uring is refused here")
     yield fio.Fio(program, engine, "default")
@@ -182,7 +185,7 @@ def targets(settings: Settings) -> list[Target]:
 
 
 def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[Verdict], started: str) -> dict[str, Any]:
-    filesystem = drive.filesystem_of(settings.directory)
+    facts = examine(settings.directory)
     return {
         "benchmark": "raw_io",
         "started": started,
@@ -191,8 +194,8 @@ def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[V
             "architecture": platform.machine(),
             "cpus": len(os.sched_getaffinity(0)),
             "memory": meminfo("MemTotal"),
-            "filesystem": filesystem.type,
-            "device": Path(filesystem.device).name,
+            "filesystem": facts.filesystem,
+            "device": Path(facts.device).name,
         },
         "settings": {
             "rounds": settings.rounds,
@@ -213,14 +216,14 @@ def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[V
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a size such as 256M or 1G, got '{text}'")
-    nbytes = int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
-    if nbytes == 0 or nbytes % MIB:
+def whole_mebibytes(text: str) -> int:
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if nbytes % MIB:
         # Else fio's last block would be short, and it is refused where O_DIRECT wants whole sectors.
-        raise argparse.ArgumentTypeError(f"a multiple of 1 MiB, got '{text}'")
+        raise argparse.ArgumentTypeError(f"must be a multiple of 1 MiB, got {text!r}")
     return nbytes
 
 
@@ -238,7 +241,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
     parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 7)")
-    parser.add_argument("--size", type=parse_size, help="bytes of the large tensor (default: 1G)")
+    parser.add_argument("--size", type=whole_mebibytes, help="bytes of the large tensor (default: 1G)")
     parser.add_argument("--backend", default="auto", help="ours: auto, io_uring, libaio or threads (default: auto)")
     parser.add_argument(
         "--quick", action="store_true", help="a trial of the benchmark itself: tiny, and no system setting is touched"
@@ -273,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     try:
         measurements = measure(settings, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
-    except (drive.Unsuitable, ContenderFailed) as error:
+    except (Unsuitable, ContenderFailed) as error:
         print(f"raw_io: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,27 +1,11 @@
-"""Figures with their spread, and whether they reach what they must."""
+"""Whether figures reach what they must."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
-@dataclass(frozen=True)
-class Spread:
-    """A median between its quartiles. Half the rounds lie inside, whatever one disturbed round did."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
+from deepnvme.tune.figures import Spread
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from deepnvme._meminfo import meminfo
+from deepnvme.tune.fio import FioFailed, FioSettings, Piece, run
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
@@ -58,21 +54,14 @@ def huge_pages(nbytes: int, may_reserve: bool) -> Iterator[None]:
             _NR_HUGEPAGES.write_text(str(max(0, int(_NR_HUGEPAGES.read_text()) - added)))
 
 
-def find() -> str | None:
-    return shutil.which("fio")
-
-
-def version(program: str) -> str:
-    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def ioengine(program: str, directory: Path) -> str:
     """io_uring where this kernel lets fio have it (a container's seccomp may not), else libaio."""
     probe = directory / "ioengine"
+    settings = FioSettings(program, "io_uring", block_size=1 << 16, queue_depth=1, huge_pages=False)
     try:
-        _run(program, probe, "write", 1 << 16, 1 << 16, "io_uring", "malloc", "none")
+        run(settings, "write", [Piece(probe, 0, 1 << 16)], fallocate="none")
         return "io_uring"
-    except ContenderFailed:
+    except FioFailed:
         return "libaio"
     finally:
         probe.unlink(missing_ok=True)
@@ -99,69 +88,14 @@ class Fio:
         return [directory / (workload.state if workload.files == 1 else f"{workload.state}.small")]
 
     def measure(self, workload: Workload, paths: Sequence[Path]) -> Sample:
-        iomem = "mmaphuge" if self.buffers == "huge pages" else "malloc"
-        fallocate = "native" if workload.state == "absent" else "none"
-        job = _run(
-            self.program,
-            paths[0],
-            workload.operation,
-            workload.total_bytes,
-            workload.block_size,
-            self.ioengine,
-            iomem,
-            fallocate,
-        )
-        moved = job[workload.operation]
-        if moved["io_bytes"] != workload.total_bytes:
-            raise ContenderFailed(f"fio moved {moved['io_bytes']} bytes of {workload.total_bytes}")
-        # Percentages of the job's milliseconds, from fio's own getrusage.
-        cpu_seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-        # A job too short for fio's clock counts as its one millisecond.
-        seconds = max(moved["runtime"], 1) / 1000
-        return Sample(workload.total_bytes, seconds, cpu_seconds, peak_growth=None)
+        settings = FioSettings(self.program, self.ioengine, workload.block_size, QUEUE_DEPTH, self.buffers == "huge pages")
+        piece = Piece(paths[0], 0, workload.total_bytes)
+        try:
+            found = run(settings, workload.operation, [piece], fallocate="native" if workload.state == "absent" else "none")
+        except FioFailed as error:
+            raise ContenderFailed(str(error)) from error
+        return Sample(found.nbytes, found.seconds, found.cpu_seconds, peak_growth=None)
 
     def rehearse(self, workload: Workload, paths: Sequence[Path], contents: int) -> None:
         # What fio moves is not looked at: it reports a short transfer itself.
         self.measure(workload, paths)
-
-
-def _run(
-    program: str, path: Path, operation: str, nbytes: int, block_size: int, engine: str, iomem: str, fallocate: str
-) -> dict[str, Any]:
-    # fio splits file names at colons.
-    filename = str(path).replace(":", "\\:")
-    process = subprocess.Popen(
-        [
-            program,
-            "--name=contender",
-            f"--filename={filename}",
-            f"--rw={operation}",
-            f"--size={nbytes}",
-            f"--bs={block_size}",
-            f"--iodepth={QUEUE_DEPTH}",
-            f"--ioengine={engine}",
-            f"--iomem={iomem}",
-            f"--fallocate={fallocate}",
-            "--direct=1",
-            "--output-format=json",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Its job is a second process: a session of their own lets an interrupted benchmark end both.
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if process.returncode != 0:
-        said = (errors.strip() or output.strip()).splitlines()
-        raise ContenderFailed(f"fio ended with {process.returncode}: {said[0] if said else 'no message'}")
-    # fio prints notes before the document.
-    report: dict[str, Any] = json.loads(output[output.index("{") :])
-    job: dict[str, Any] = report["jobs"][0]
-    return job

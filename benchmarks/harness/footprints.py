@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from deepnvme.tune.figures import Spread
+from deepnvme.tune.folder import drop_pages, settle
 from harness import drive
-from harness.figures import Spread, Verdict
+from harness.figures import Verdict
 from harness.interleave import CONTENTS
 from harness.libraries import LibraryProcess
 from harness.workloads import ContenderFailed, Operation
@@ -30,8 +32,8 @@ def measure(directory: Path, nbytes: int, backend: str) -> list[Verdict]:
     for what, face, options, bound in _CASES:
         for operation in _OPERATIONS:
             drive.lay_out(path, nbytes, CONTENTS)
-            drive.drop_pages([path])
-            drive.settle(directory)
+            drop_pages([path])
+            settle(directory)
             figure, note = None, "the kernel does not let peak memory be reset (/proc/self/clear_refs)"
             try:
                 with LibraryProcess(sys.executable, "deepnvme", directory, backend) as fresh:

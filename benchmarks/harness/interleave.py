@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepnvme.tune.figures import Spread
+from deepnvme.tune.folder import drop_pages, settle
 from harness import drive
-from harness.figures import Spread
 from harness.workloads import Contender, ContenderFailed, Sample, Workload
 
 # What files hold before anyone writes them; each contender writes a pattern of its own.
@@ -99,5 +100,5 @@ def _prepare(workload: Workload, paths: Sequence[Path], directory: Path) -> None
     elif workload.state == "preallocated":
         for path in paths:
             drive.preallocate(path, workload.total_bytes // len(paths))
-    drive.drop_pages(paths)
-    drive.settle(directory)
+    drop_pages(paths)
+    settle(directory)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from harness.figures import Spread, Verdict
+from deepnvme.tune.figures import Spread
+from harness.figures import Verdict
 from harness.interleave import Result
 
 

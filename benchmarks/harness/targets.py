@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.figures import Spread, Verdict
+from deepnvme.tune.figures import Spread
+from harness.figures import Verdict
 from harness.interleave import Result, Series
 from harness.workloads import Sample
 

@@ -1,0 +1,220 @@
+"""The tuning tools against what they stand for: ds_io against raw_io, and the tuner's block against an exhaustive sweep.
+
+    python benchmarks/tuning.py --dir /mnt/nvme --json tuning.json
+
+Takes some 10 minutes. ds_io runs as its users run it, in turn with raw_io's contender for the same transfer. The tuner runs
+first; every setting it chooses from is then measured at full size, and the best of those meets the tuner's choice, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import drive, interleave, libraries
+from harness.figures import Verdict
+from harness.tables import verdict_table
+from harness.workloads import ContenderFailed, Workload
+
+from deepnvme import AioConfig
+from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.tune.buffer import locked
+from deepnvme.tune.figures import Spread
+from deepnvme.tune.folder import Unsuitable, drop_pages, settle
+from deepnvme.tune.sizes import size_text
+from deepnvme.tune.space import default_space
+
+MIB = 1 << 20
+# Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.
+CHALLENGERS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: Path
+    size: int
+    io_size: int
+    rounds: int
+    passes: int
+    seconds: int
+
+
+# -- ds_io against raw_io ----------------------------------------------------------------------------------------------
+
+
+def compare_ds_io(settings: Settings, progress: Callable[[str], None]) -> list[Verdict]:
+    verdicts = []
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuning-", dir=settings.directory)))
+        drive.check(directory, 7 * settings.size)
+        process = stack.enter_context(libraries.LibraryProcess(sys.executable, "deepnvme", directory, "auto"))
+        raw_io = libraries.LibraryContender(process, "handle", "handle", "pinned", seed=1)
+        described = process.described
+        options = ["--block_size", str(described["block_size"]), "--queue_depth", str(described["queue_depth"])]
+        for name, workload, more in (
+            ("read", Workload("read", "read", "existing", 1, settings.size, MIB), ["--read"]),
+            ("overwrite", Workload("overwrite", "write", "existing", 1, settings.size, MIB), []),
+            ("fresh", Workload("fresh", "write", "absent", 1, settings.size, MIB), ["--different_file_each_iteration"]),
+        ):
+            ratios = []
+            for turn in range(settings.rounds):
+                progress(f"ds_io and raw_io: {name}, round {turn + 1} of {settings.rounds}")
+                found: dict[str, float] = {}
+                for who in ("raw_io", "ds_io") if turn % 2 == 0 else ("ds_io", "raw_io"):
+                    if who == "ds_io":
+                        found[who] = ds_io(directory, settings.size, [*options, *more])
+                    else:
+                        (series,) = interleave.run(workload, [raw_io], directory, 3, lambda step: None).series
+                        if series.failure:
+                            raise ContenderFailed(series.failure)
+                        found[who] = statistics.median(sample.gb_per_second for sample in series.samples)
+                ratios.append(found["ds_io"] / found["raw_io"])
+            for sense, bound in (("at least", 0.97), ("at most", 1.03)):
+                what = f"{size_text(settings.size)} {name}: ds_io / raw_io's handle, pinned"
+                verdicts.append(Verdict(what, Spread.of(ratios), sense, bound))  # type: ignore[arg-type]
+    return verdicts
+
+
+def ds_io(directory: Path, nbytes: int, options: Sequence[str]) -> float:
+    """GB/s, the median of three loops."""
+    document = run_tool("deepnvme.tune.io", ["--folder", str(directory), "--io_size", str(nbytes), *options])
+    return float(document["gb_per_second"]["median"])
+
+
+def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", module, *arguments, "--json"], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ContenderFailed(f"{module}: {done.stderr.strip()}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+# -- the tuner against an exhaustive sweep -----------------------------------------------------------------------------
+
+
+class Rig:
+    """One file and one tensor, moved with any setting's handle. None of the tuner's code, so that its errors would show."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._op = AsyncIOBuilder().load()
+        self._keeper = self._op.aio_handle()
+        self._tensor = locked(self._keeper, nbytes)
+        self._path = directory / "tensor"
+        self._keeper.sync_pwrite(self._tensor, str(self._path))
+        settle(directory)
+
+    def seconds_per_gb(self, setting: AioConfig) -> float:
+        """For a GB moved each way."""
+        handle = self._op.aio_handle(**setting.handle_arguments())
+        seconds = 0.0
+        for move in (handle.sync_pread, handle.sync_pwrite):
+            drop_pages([self._path])
+            start = time.perf_counter()
+            move(self._tensor, str(self._path))
+            seconds += time.perf_counter() - start
+        return seconds / (self._tensor.nbytes / 1e9)
+
+
+def compare_tuner(settings: Settings, progress: Callable[[str], None]) -> tuple[list[Verdict], dict[str, Any]]:
+    progress("the tuner")
+    start = time.monotonic()
+    document = run_tool(
+        "deepnvme.tune.sweep",
+        ["--nvme_dir", str(settings.directory), "--io_size", str(settings.io_size), "--seconds", str(settings.seconds)],
+    )
+    took = time.monotonic() - start
+    chosen = AioConfig.from_deepspeed(document)
+    working = [name for name, obstacle in AsyncIOBuilder().load().backends().items() if obstacle is None]
+    space = default_space(settings.io_size, working)
+    with tempfile.TemporaryDirectory(prefix="tuning-", dir=settings.directory) as directory:
+        rig = Rig(Path(directory), settings.io_size)
+        swept: dict[AioConfig, list[float]] = {setting: [] for setting in space}
+        order = random.Random(0)
+        for turn in range(settings.passes):
+            for index, setting in enumerate(order.sample(space, len(space))):
+                if index % 25 == 0:
+                    progress(f"exhaustive sweep, pass {turn + 1} of {settings.passes}: {index} of {len(space)}")
+                swept[setting].append(rig.seconds_per_gb(setting))
+        challengers = sorted(space, key=lambda setting: statistics.median(swept[setting]))[:CHALLENGERS]
+        meeting: dict[AioConfig, list[float]] = {setting: [] for setting in dict.fromkeys([chosen, *challengers])}
+        for turn in range(3 * settings.rounds):
+            progress(f"the tuner's choice and the sweep's best, round {turn + 1} of {3 * settings.rounds}")
+            for setting in order.sample(list(meeting), len(meeting)):
+                meeting[setting].append(rig.seconds_per_gb(setting))
+    best = min(challengers, key=lambda setting: statistics.median(meeting[setting]))
+    ratios = [theirs / ours for theirs, ours in zip(meeting[best], meeting[chosen], strict=True)]
+    verdicts = [
+        Verdict("the tuner's block / the best of an exhaustive sweep", Spread.of(ratios), "at least", 0.97),
+        Verdict("time of the tuner", Spread.of([took]), "at most", 75, "s"),
+    ]
+    described = {
+        "chosen": chosen.to_deepspeed(),
+        "best": best.to_deepspeed(),
+        "rank_of_chosen": 1 + sorted(space, key=lambda setting: statistics.median(swept[setting])).index(chosen),
+        "settings": len(space),
+        "seconds_per_gb": [
+            {**setting.model_dump(), "swept": swept[setting], "meeting": meeting.get(setting, [])} for setting in space
+        ],
+    }
+    return verdicts, described
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive (default: the current one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure and verdict there")
+    parser.add_argument("--only", choices=("ds_io", "tuner"), help="one half of it")
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
+    given = parser.parse_args(arguments)
+    if not given.dir.is_dir():
+        parser.error(f"--dir: '{given.dir}' is not a directory")
+    if given.quick:
+        settings = Settings(given.dir.resolve(), 8 * MIB, 16 * MIB, rounds=1, passes=1, seconds=2)
+    else:
+        settings = Settings(given.dir.resolve(), 1 << 30, 400 * MIB, rounds=7, passes=3, seconds=50)
+
+    def progress(step: str) -> None:
+        print(f"  {step}", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    verdicts: list[Verdict] = []
+    document: dict[str, Any] = {"benchmark": "tuning", "settings": {**vars(settings), "directory": None}}
+    try:
+        if given.only != "tuner":
+            verdicts += compare_ds_io(settings, progress)
+        if given.only != "ds_io":
+            found, document["tuner"] = compare_tuner(settings, progress)
+            verdicts += found
+    except (Unsuitable, ContenderFailed) as error:
+        print(f"tuning: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tuning: interrupted; its files are removed", file=sys.stderr)
+        return 130
+    print(verdict_table(verdicts))
+    if "tuner" in document:
+        tuner = document["tuner"]
+        print(f"chosen: {tuner['chosen']['aio']}, number {tuner['rank_of_chosen']} of the sweep's {tuner['settings']}")
+        print(f"best:   {tuner['best']['aio']}")
+    if given.json:
+        given.json.write_text(json.dumps({**document, "targets": [verdict.as_json() for verdict in verdicts]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
