@@ -1,36 +1,27 @@
-"""Searches the settings of folders, alone and together, on files and tensors that stay from the first transfer to the last."""
+"""Searches the settings of folders, alone and all together."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from deepnvme.config import AioConfig
 
 from . import transfers
-from .buffer import Buffer
-from .figures import Percentiles
-from .folder import FolderFacts, Unsuitable, check_space, drop_pages, examine, settle, workspace
+from .folder import FolderFacts, check_space, examine
 from .job import Operation
 from .measure import check_memory
-from .search import Candidate, Observation, Outcome, search
+from .rig import Rig, Shares
+from .search import Candidate, Outcome, search
 from .space import default_space
 from .tuning import Figures, Result, Search, Striping, Tuning
-from .worker import latency_between
 
-_MIB = 1 << 20
 _STRIPING_PASSES = 5
-# A block is timed from its submission, so that its latency at depth 1 is the drive's; for what was never counted there is none.
-_NO_LATENCY = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,6 @@ class Order:
 
 
 Progress = Callable[[float, str], None]
-Shares = Mapping[Operation, Mapping[int, float]]
 
 
 def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
@@ -72,7 +62,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
     offered, backend = _offered(order)
     begin = time.monotonic()
     groups = _groups(len(facts))
-    with _Rig(order, progress) as rig:
+    with Rig(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0)) as rig:
         settings, refused = rig.usable(offered)
         searches: list[Search] = []
         striping = None
@@ -134,90 +124,10 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
     return {"read": of("read"), "write": of("write")}
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- striping ---------------------------------------------------------------------------------------------------------
 
 
-class _Rig:
-    """A tensor and a file of ``io_size`` bytes in each folder, and any setting's handle to move them."""
-
-    def __init__(self, order: Order, progress: Progress) -> None:
-        self.bytes_written = 0
-        self._order = order
-        self._progress = progress
-        self._stack = contextlib.ExitStack()
-        self._keeper: Any = None
-        self._buffers: list[Buffer] = []
-        self._paths: list[Path] = []
-
-    def __enter__(self) -> _Rig:
-        order = self._order
-        with contextlib.ExitStack() as stack:
-            self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in order.folders]
-            self._keeper = transfers.make_handle(AioConfig(use_gds=order.gds))
-            device = transfers.gpu(0) if order.gpu else None
-            self._buffers = [Buffer(order.io_size, self._keeper, device, gds=order.gds) for _ in order.folders]
-            for path, buffer in zip(self._paths, self._buffers, strict=True):
-                self._progress(0.0, f"{path.parent.parent}: laying out a file")
-                self._keeper.sync_pwrite(buffer.to_write(), str(path))
-                settle(path.parent)
-                self.bytes_written += order.io_size
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._keeper = None
-        self._stack.close()
-
-    def usable(self, settings: Sequence[AioConfig]) -> tuple[list[AioConfig], dict[str, str]]:
-        """Those that a handle can be made with, and why it cannot with others: a limit on events or threads, for example."""
-        found, refused = [], {}
-        for setting in settings:
-            try:
-                transfers.make_handle(setting)
-            except Unsuitable as error:
-                refused[_text(setting)] = str(error)
-            else:
-                found.append(setting)
-        if not found:
-            raise Unsuitable(f"no setting can be used here: {next(iter(refused.values()), 'none was given')}")
-        return found, refused
-
-    def move(self, deal: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
-        """Move to or from several folders at the same time, ``nbytes`` times its share each, none of it cached."""
-        shares = deal[operation]
-        sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in shares.items()}
-        handles = {index: transfers.make_handle(setting) for index in shares}
-        drop_pages(self._paths[index] for index in shares)
-        before = _usage()
-        start = time.perf_counter()
-        for index, handle in handles.items():
-            buffer, path = self._buffers[index], str(self._paths[index])
-            if operation == "read":
-                handle.async_pread(buffer.to_read(sizes[index]), path)
-            else:
-                handle.async_pwrite(buffer.to_write(sizes[index]), path)
-        for index, handle in handles.items():
-            handle.wait()
-            if operation == "read":
-                self._buffers[index].arrived(sizes[index])
-        seconds, cpu = time.perf_counter() - start, _usage() - before
-        if operation == "write":
-            self.bytes_written += sum(sizes.values())
-        blocks: dict[int, int] = {}
-        for handle in handles.values():
-            for bound, count in latency_between({"block_latency": {}}, handle.stats()).items():
-                blocks[bound] = blocks.get(bound, 0) + count
-        latency = Percentiles.of_bins(blocks) if blocks else None
-        p50, p99 = (latency.p50, latency.p99) if latency else (_NO_LATENCY, _NO_LATENCY)
-        return Observation(sum(sizes.values()), seconds, cpu, p50, p99)
-
-
-def _usage() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _striping(rig: _Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+def _striping(rig: Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
     """Each folder with its own best setting and all with theirs, in turn, so that the drives' moods meet all alike."""
     together = searches[-1]
     groups = _groups(len(facts))
@@ -271,10 +181,3 @@ def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
 
 def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
     return statistics.median(each.nbytes / each.seconds / 1e9 for each in candidate.rounds[number][operation])
-
-
-def _text(setting: AioConfig) -> str:
-    shown = setting.model_dump(exclude_defaults=True)
-    return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the defaults"
-
-

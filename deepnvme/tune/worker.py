@@ -68,7 +68,7 @@ class Worker:
             self._transfer.forget()
         before = self._transfer.stats()
         self._barrier.wait()
-        cpu, start = _cpu_seconds(), time.perf_counter()
+        cpu, start = cpu_seconds(), time.perf_counter()
         try:
             self._transfer.move(path)
             if self._job.fsync and self._job.operation == "write":
@@ -76,7 +76,7 @@ class Worker:
         except BaseException:
             self._barrier.abort()  # nobody waits for one that has failed
             raise
-        moved, cpu = time.perf_counter(), _cpu_seconds() - cpu
+        moved, cpu = time.perf_counter(), cpu_seconds() - cpu
         self._barrier.wait()
         ended = time.perf_counter()
         if self._job.validate and not self._transfer.holds_what(path):
@@ -133,7 +133,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """Of this process so far."""
     # All threads, the kernel's io_uring workers included: those belong to this process.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
