@@ -18,17 +18,19 @@ from .job import Operation
 
 # A third is kept each round: a setting must be measured badly, by a lot, in a short round to be lost.
 _KEPT = 3
-# The last round decides among this many, and the table of the ten best is of one round.
-_FINALISTS = 10
-# In one round, so that noise is measured rather than assumed. The last round has more, for medians.
-_PASSES = 2
-_FINAL_PASSES = 5
-_MOST_FINAL_PASSES = 15
+# The table of the ten best is of one round, after which a last one decides among few.
+_TABLE = 10
+_FINALISTS = 4
+# Passes over the settings of a round, to aim for and at most; of a late round, one no larger than the table, they are more. Short
+# transfers and many: on the drive it was measured on, one of 16 MiB varies by 6-9 % and one of 400 MiB by 4-9 %.
+_PASSES = 8
+_LATE_PASSES, _MOST_LATE_PASSES = 16, 60
 # What is called a tie, whatever the noise.
-_LEAST_NOISE, _MOST_NOISE = 0.005, 0.02
+_LEAST_NOISE, _MOST_NOISE = 0.005, 0.01
 # CPU times this much apart are told apart: seconds per GB, and as a share.
 _CPU_STEP, _CPU_SHARE = 0.003, 0.15
-_LEAST_BYTES = 16 << 20
+# No transfer is shorter than this, of which a slow drive needs few bytes and a fast one no more than to fill its queues.
+_SHORTEST_SECONDS, _SHORTEST_BYTES = 0.02, (4 << 20, 16 << 20)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Plan:
     def of(cls, settings: int) -> Plan:
         counts = [settings]
         while counts[-1] > _FINALISTS:
-            counts.append(max(_FINALISTS, math.ceil(counts[-1] / _KEPT)))
+            least = _TABLE if counts[-1] > _TABLE else _FINALISTS
+            counts.append(max(least, math.ceil(counts[-1] / _KEPT)))
         return cls(tuple(counts))
 
 
@@ -111,37 +114,41 @@ def search(
 ) -> Outcome:
     """Find the setting that moves a byte each way (or the one way asked for) in the least time.
 
-    ``seconds``: what to aim for; rounds share it equally, and transfers are as small as that needs, but not below 16 MiB. Ties
-    within the noise that the last round shows go to the least CPU time, then to "auto", then to the least memory in flight.
-    An interrupt (KeyboardInterrupt) ends the search with what it has; it is passed on if that is nothing.
+    ``seconds``: what to aim for; rounds share it equally, and transfers are as small as that needs, but not below 4 to 16 MiB;
+    every setting is measured once at least, however long that takes. Ties within the noise that the last round shows go to the
+    least CPU time, then to "auto", then to the least memory in flight. An interrupt (KeyboardInterrupt)
+    ends the search with what it has; it is passed on if that is nothing.
     """
     candidates = [Candidate(setting) for setting in settings]
     counts = Plan.of(len(candidates)).counts
     order = random.Random(seed)
     racing = candidates
-    begin = clock()
+    end = clock() + seconds
     last = -1
     complete = False
     try:
-        rate = _pilot(settings[0], operations, measure, io_size)
+        pace = _pilot(settings[0], operations, measure, io_size, clock)
         for number, count in enumerate(counts):
-            final = number == len(counts) - 1
-            deadline = begin + seconds * (number + 1) / len(counts)
-            passes = _FINAL_PASSES if final else _PASSES
-            nbytes = _bytes_each(max(deadline - clock(), 0.0) / (count * passes), rate, io_size)
+            late = count <= _TABLE
+            begin = clock()
+            available = max(end - begin, 0.0) / (len(counts) - number)
+            nbytes = pace.bytes_each(available / (count * (_LATE_PASSES if late else _PASSES)), io_size)
             for candidate in racing:
                 candidate.rounds.append({operation: [] for operation in operations})
+            least, most = (2, _MOST_LATE_PASSES) if late else (1, _PASSES)  # two show the noise
             done = 0
-            while done < passes or (final and done < _MOST_FINAL_PASSES and clock() < deadline):
+            # One that is half over when time is up comes as close to it as none.
+            while done < least or (done < most and (clock() - begin) * (1 + 0.5 / done) < available):
                 for index, candidate in enumerate(order.sample(racing, count)):
-                    share = (number + min((done + index / count) / passes, 1.0)) / len(counts)
+                    by_time = (clock() - begin) / available if available else 1.0
+                    share = (number + min(max(by_time, (done + index / count) / most), 1.0)) / len(counts)
                     progress(share, f"round {number + 1} of {len(counts)}: {count} settings")
                     for operation in operations:
                         candidate.rounds[number][operation].append(measure(candidate.setting, operation, nbytes))
                 done += 1
                 last = number
-            rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(number))
-            if not final:
+            pace = _pace(racing, number, clock() - begin)
+            if number < len(counts) - 1:
                 racing = _promoted(racing, number, counts[number + 1])
         complete = True
         progress(1.0, "done")
@@ -160,8 +167,14 @@ def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candid
     return {candidate: [each / middles[turn] for turn, each in enumerate(found)] for candidate, found in times.items()}
 
 
+def typical(values: Sequence[float]) -> float:
+    """The mean of the middle half: hardly moved by a stall, as the median is, but surer."""
+    spare = len(values) // 4
+    return statistics.fmean(sorted(values)[spare : len(values) - spare])
+
+
 def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
-    """The standard error of a candidate's median relative to it, as passes of one setting differ; within sensible bounds."""
+    """The standard error of a candidate's typical time, relative to it, as its passes differ; within sensible bounds."""
     deviations: list[float] = []
     passes = 1
     for found in standings.values():
@@ -170,29 +183,52 @@ def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
         deviations += [abs(each / middle - 1) for each in found]
     if passes == 1:
         return _MOST_NOISE
-    # 1.4826 makes a standard deviation of a median deviation, 1.2533 a median's standard error of a mean's. Two passes' middle
+    # 1.4826 makes a standard deviation of a median deviation, 1.1 a middle half's standard error of a mean's. Two passes' middle
     # lies between them, which halves each one's distance.
     spread = statistics.median(deviations) * 1.4826 * (math.sqrt(2) if passes == 2 else 1)
-    return min(max(1.2533 * spread / math.sqrt(passes), _LEAST_NOISE), _MOST_NOISE)
+    return min(max(1.1 * spread / math.sqrt(passes), _LEAST_NOISE), _MOST_NOISE)
 
 
-def _pilot(setting: AioConfig, operations: Sequence[Operation], measure: Measure, io_size: int) -> float:
-    """Bytes per second, each way, roughly; also the warm-up."""
-    observed = [measure(setting, operation, min(io_size, 4 * _LEAST_BYTES)) for operation in operations]
-    return 1 / sum(each.seconds / each.nbytes for each in observed)
+@dataclass(frozen=True)
+class _Pace:
+    """What a transfer each way takes."""
+
+    rate: float
+    """Bytes per second, each way."""
+    overhead: float
+    """Seconds beside what was observed: pages to drop, handles to make."""
+
+    def bytes_each(self, seconds: float, io_size: int) -> int:
+        """What can be moved in ``seconds``, in whole MiB."""
+        wanted = int(max(seconds - self.overhead, 0.0) * self.rate) >> 20 << 20
+        low, high = _SHORTEST_BYTES
+        shortest = min(max(int(_SHORTEST_SECONDS * self.rate) >> 20 << 20, low), high)
+        return min(io_size, max(wanted, shortest))
 
 
-def _bytes_each(seconds: float, rate: float, io_size: int) -> int:
-    """What can be moved in ``seconds``, in whole MiB."""
-    wanted = int(seconds * rate) >> 20 << 20
-    return min(io_size, max(wanted, _LEAST_BYTES))
+def _pilot(
+    setting: AioConfig, operations: Sequence[Operation], measure: Measure, io_size: int, clock: Callable[[], float]
+) -> _Pace:
+    """Roughly; also the warm-up."""
+    begin = clock()
+    observed = [measure(setting, operation, min(io_size, 64 << 20)) for operation in operations]
+    overhead = clock() - begin - sum(each.seconds for each in observed)
+    return _Pace(1 / sum(each.seconds / each.nbytes for each in observed), max(overhead, 0.0))
+
+
+def _pace(racing: Sequence[Candidate], number: int, seconds: float) -> _Pace:
+    """``seconds``: what the whole round took."""
+    observed = [each for candidate in racing for found in candidate.rounds[number].values() for each in found]
+    moving = sum(each.seconds for each in observed)
+    rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(number))
+    return _Pace(rate, max(seconds - moving, 0.0) / len(observed) * len(racing[0].rounds[number]))
 
 
 def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Candidate]:
     """Half of the places go to the fastest; the others to the cheapest of those that noise does not tell from the last of these
     places, because it is among them that the tie of the last round is to be decided."""
     found = standings(racing, number)
-    time = {candidate: statistics.median(times) for candidate, times in found.items()}
+    time = {candidate: typical(times) for candidate, times in found.items()}
     fastest = sorted(racing, key=time.__getitem__)
     chosen = fastest[: math.ceil(count / 2)]
     bound = time[fastest[count - 1]] * (1 + noise(found))
@@ -211,7 +247,7 @@ def _judge(candidates: Sequence[Candidate], last: int, complete: bool) -> Outcom
     for number in range(last + 1):
         # Against all that were in that round, those that went on included.
         found = standings([each for each in reached_by if reached_by[each] >= number], number)
-        time |= {each: statistics.median(times) for each, times in found.items() if reached_by[each] == number}
+        time |= {each: typical(times) for each, times in found.items() if reached_by[each] == number}
     ranked = sorted(reached_by, key=lambda each: (-reached_by[each], time[each]))
     final = standings([each for each in ranked if reached_by[each] == last], last)
     bound = noise(final)

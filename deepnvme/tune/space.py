@@ -91,12 +91,27 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 _FILE_NAMES = {"intra_op_parallelism": "io_parallel", "overlap_events": "sequential_requests"}
 
 
+class _Twice(Exception):
+    """A key, of which json would keep the last."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(key)
+        found[key] = value
+    return found
+
+
 def _read(path: Path) -> dict[str, list[Any]]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise Unsuitable(f"--sweep_config '{path}': {error.strerror}") from error
-    except ValueError as error:
+    except _Twice as error:
+        raise Unsuitable(f"--sweep_config '{path}': {error.args[0]!r} is there twice; give one list with all values") from error
+    except (ValueError, RecursionError) as error:
         raise Unsuitable(f"--sweep_config '{path}' is no JSON: {error}") from error
     if not isinstance(document, dict) or not document:
         raise Unsuitable(f"--sweep_config '{path}': must be a JSON object that maps options to lists of values")

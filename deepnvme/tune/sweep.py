@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
         if options.json != "-":
             emit(sweep_text.render(tuning, verbose=options.verbose))
-        if not all(search.complete for search in tuning.searches):
+        if not tuning.complete:
             print(f"{parser.prog}: interrupted; what is above was measured before, its files are removed", file=sys.stderr)
             sys.exit(130)
 

@@ -29,6 +29,8 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
     parts = [_search(search, verbose) for search in tuning.searches]
     if tuning.striping is not None:
         parts.append(_striping(tuning))
+    if not tuning.complete and tuning.chosen.complete:
+        parts.append("INTERRUPTED: what was to follow was not measured")
     notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
     notes.append(
         f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.0f} GB written; GB is 10^9 bytes above, 1024^3 in the line below"
@@ -46,6 +48,7 @@ def as_document(tuning: Tuning) -> dict[str, Any]:
         **tuning.chosen.best.setting.to_deepspeed(),
         "io_size": tuning.io_size,
         "seconds": tuning.seconds,
+        "complete": tuning.complete,
         "bytes_written": tuning.bytes_written,
         "searches": [_search_document(search) for search in tuning.searches],
         "striping": None if tuning.striping is None else dataclasses.asdict(tuning.striping),

@@ -66,6 +66,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
         settings, refused = rig.usable(offered)
         searches: list[Search] = []
         striping = None
+        complete = False
         try:
             for number, group in enumerate(groups):
                 started = time.monotonic()
@@ -77,6 +78,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
                     break
             if len(searches) == len(groups) > 1 and searches[-1].complete:
                 striping = _striping(rig, order, searches, facts)
+            complete = searches[-1].complete
         except KeyboardInterrupt:
             if not searches:
                 raise
@@ -87,6 +89,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
         bytes_written=rig.bytes_written,
         seconds=time.monotonic() - begin,
         refused=refused,
+        complete=complete,
     )
 
 
@@ -159,15 +162,15 @@ def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, second
 
 
 def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
-    last = max(number for number, _ in enumerate(candidate.rounds) if candidate.passes(number))
+    # What was interrupted in its first pass does not count.
+    last = max(number for number, _ in enumerate(candidate.rounds[: outcome.rounds]) if candidate.passes(number))
 
     def figures(operation: Operation) -> Figures | None:
         found = candidate.rounds[last].get(operation)
         if not found:
             return None
         # Rounds differ in the length of their transfers and in the drive's mood, but the best was in every one of them.
-        final = max(number for number, _ in enumerate(outcome.best.rounds) if outcome.best.passes(number))
-        scale = _rate(outcome.best, final, operation) / _rate(outcome.best, last, operation)
+        scale = _rate(outcome.best, outcome.rounds - 1, operation) / _rate(outcome.best, last, operation)
         return Figures(
             gb_per_second=_rate(candidate, last, operation) * scale,
             cpu_seconds_per_gb=sum(each.cpu_seconds for each in found) / (sum(each.nbytes for each in found) / 1e9),

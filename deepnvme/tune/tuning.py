@@ -82,6 +82,8 @@ class Tuning:
     seconds: float
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings that no handle could be made with here, and why."""
+    complete: bool = True
+    """False where it was interrupted, be it between searches."""
 
     @property
     def chosen(self) -> Search:
