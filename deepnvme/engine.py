@@ -92,6 +92,14 @@ class Stats:
     bytes_buffered: int
     """Bytes through the page cache: the unaligned ends of transfers, and files without direct I/O."""
     blocks: int
+    """Reads and writes of at most block_size bytes that ended well."""
+    block_latency: dict[int, int]
+    """How long blocks took: nanoseconds -> how many took at most that long, and longer than the bin before allows.
+
+    Ascending; empty bins are left out, and the counts sum to ``blocks``. A bin is at most 12.5 % wide. The time runs from when a
+    block is handed to the system until all of it has moved, with what had to be tried again or resumed, and without the wait for
+    a place in the queue. An fsync is not a block.
+    """
     short_transfers: int
     """Blocks that the system moved in part, and that were resumed where they stopped."""
     retries: int

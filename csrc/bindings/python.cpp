@@ -313,6 +313,10 @@ py::dict Session::stats() const {
     stats["bytes_staged"] = now.bytes_staged;
     stats["bytes_buffered"] = now.bytes_buffered;
     stats["blocks"] = now.blocks;
+    py::dict block_latency;
+    for (std::size_t bin = 0; bin < kLatencyBins; ++bin)
+        if (now.block_latency[bin] > 0) block_latency[py::int_(longest_in_bin(bin))] = now.block_latency[bin];
+    stats["block_latency"] = block_latency;
     stats["short_transfers"] = now.short_transfers;
     stats["retries"] = now.retries;
     py::dict fallbacks;

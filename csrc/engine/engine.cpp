@@ -63,9 +63,13 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
     sum.bytes_zero_copy += worker.bytes_zero_copy.get();
     sum.bytes_staged += worker.bytes_staged.get();
     sum.bytes_buffered += worker.bytes_buffered.get();
-    sum.blocks += worker.blocks.get();
     sum.short_transfers += worker.short_transfers.get();
     sum.retries += worker.retries.get();
+    for (std::size_t bin = 0; bin < kLatencyBins; ++bin) {
+        const std::uint64_t blocks = worker.block_latency[bin].get();
+        sum.block_latency[bin] += blocks;
+        sum.blocks += blocks;
+    }
 }
 
 // What is to be said, once for each file system, by whoever next has the interpreter's ear.

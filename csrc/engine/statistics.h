@@ -1,10 +1,13 @@
 // What the engine has done so far, in bytes and counts.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
 #include <string>
+
+#include "engine/latency.h"
 
 namespace deepnvme {
 
@@ -27,9 +30,9 @@ struct WorkerCounters {
     Counter bytes_zero_copy;  // direct, in place
     Counter bytes_staged;     // direct, through a copy
     Counter bytes_buffered;   // through the page cache
-    Counter blocks;           // ended without error
     Counter short_transfers;  // resumed where they stopped
     Counter retries;          // after EINTR or EAGAIN
+    std::array<Counter, kLatencyBins> block_latency;  // one for each block that ended without error
 };
 
 struct Statistics {
@@ -40,7 +43,8 @@ struct Statistics {
     std::uint64_t bytes_zero_copy = 0;
     std::uint64_t bytes_staged = 0;
     std::uint64_t bytes_buffered = 0;
-    std::uint64_t blocks = 0;
+    std::uint64_t blocks = 0;  // all of block_latency
+    std::array<std::uint64_t, kLatencyBins> block_latency{};
     std::uint64_t short_transfers = 0;
     std::uint64_t retries = 0;
     std::map<std::string, std::uint64_t> fallbacks;  // reason -> how often something slower was used instead

@@ -85,8 +85,10 @@ void Worker::run() {
                 if (queue_.stopped()) return;
             }
             const std::size_t count = backend_->reap(completions_);
+            const auto reaped = Clock::now();
             under_way_ -= count;
-            for (std::size_t i = 0; i < count; ++i) complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result);
+            for (std::size_t i = 0; i < count; ++i)
+                complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result, reaped);
         }
     } catch (const IoError& error) {
         fail_everything(error);
@@ -154,6 +156,7 @@ bool Worker::prepare(const Block& block) {
     slot.request = &request;
     slot.route = route;
     slot.attempts = 0;
+    slot.taken = {};
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
@@ -167,10 +170,16 @@ void Worker::offer() {
     std::uint32_t attempts = 0;
     while (taken < ready_.size()) {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
-        const std::size_t now = backend_->submit(std::span(ready_).subspan(taken, count));
-        taken += now;
-        under_way_ += now;
-        if (now == count) continue;
+        const auto offered = std::span(ready_).subspan(taken, count);
+        const auto now = Clock::now();
+        const std::size_t accepted = backend_->submit(offered);
+        for (Operation* operation : offered.first(accepted)) {
+            Slot& slot = static_cast<Slot&>(*operation);
+            if (slot.taken == Clock::time_point()) slot.taken = now;
+        }
+        taken += accepted;
+        under_way_ += accepted;
+        if (accepted == count) continue;
         // Full. What is under way makes room when it is reaped; if nothing is, others hold what is short, and time must pass.
         if (under_way_ > 0 || ++attempts > kMostAttempts) break;
         std::this_thread::sleep_for(kPause);
@@ -184,7 +193,7 @@ void Worker::offer() {
     }
 }
 
-void Worker::complete(Slot& slot, std::int64_t result) {
+void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped) {
     Request& request = *slot.request;
     if (result == -EINTR || result == -EAGAIN) {
         counters_.retries.add(1);
@@ -223,7 +232,8 @@ void Worker::complete(Slot& slot, std::int64_t result) {
         counters_.short_transfers.add(1);
         return resume(slot, moved);
     }
-    counters_.blocks.add(1);
+    const auto took = std::chrono::nanoseconds(reaped - slot.taken).count();
+    counters_.block_latency[latency_bin(static_cast<std::uint64_t>(took))].add(1);
     if (slot.staging && slot.kind == Operation::Kind::read) copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
     end_slot(slot);
 }

@@ -5,6 +5,7 @@
 // requests and the counters belongs to the one thread.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -44,6 +45,8 @@ public:
     const WorkerCounters& counters() const noexcept { return counters_; }
 
 private:
+    using Clock = std::chrono::steady_clock;
+
     struct Slot : Operation {
         Request* request;
         Route route;
@@ -51,13 +54,14 @@ private:
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
+        Clock::time_point taken;      // by the backend, for the first time; the epoch until then
     };
 
     void run();
     void fill();
     bool prepare(const Block& block);
     void offer();
-    void complete(Slot& slot, std::int64_t result);
+    void complete(Slot& slot, std::int64_t result, Clock::time_point reaped);
     static std::uint32_t aligned_progress(const Slot& slot, std::int64_t moved);
     void resume(Slot& slot, std::uint32_t moved);
     void retry(Slot& slot);

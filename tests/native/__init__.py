@@ -1,5 +1,6 @@
 """The engine compiled with backends for tests: one that fails on command, one that completes at once."""
 
+import os
 from pathlib import Path
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
@@ -15,4 +16,5 @@ class EngineTestingBuilder(AsyncIOBuilder):
         return [*(source for source in super().sources() if source not in op_only), str(HERE / "engine_testing.cpp")]
 
     def include_paths(self) -> list[str]:
-        return [*super().include_paths(), str(HERE)]
+        # A relative one is ours, and a change to a header there makes a new build.
+        return [*super().include_paths(), os.path.relpath(HERE, self._path("."))]

@@ -109,5 +109,8 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
                "faults"_a, "gate"_a = py::none(), "journal"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
+    module.attr("latency_bins") = kLatencyBins;
+    module.def("latency_bin", &latency_bin, "nanoseconds"_a);
+    module.def("longest_in_bin", &longest_in_bin, "bin"_a);
     module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a, "page_size"_a);
 }

@@ -93,7 +93,6 @@ public:
     }
 
     std::size_t reap(std::span<Completion> completions) override {
-        if (held_) held_->wait(true);
         if (faults_.break_after && count_ >= faults_.break_after) throw IoError(EBADF, "a broken backend", "");
         std::size_t count = 0;
         while (!made_up_.empty() && count < completions.size()) {
@@ -104,6 +103,7 @@ public:
             count = inner_->reap(completions);
             for (std::size_t i = 0; i < count; ++i) cut_short(completions[i]);
         }
+        if (held_ && count) held_->wait(true);  // an idle worker, with nothing to report, takes what is submitted
         for (std::size_t i = 0; i < count; ++i) note(*completions[i].operation, true, completions[i].result);
         return count;
     }
