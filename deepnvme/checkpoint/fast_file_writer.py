@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_PAGE = 4096
+SMALLEST_TENSOR = 2 * _PAGE
+"""Bytes of a ``pinned_tensor`` that is used in halves."""
+
 
 @dataclass(frozen=True)
 class FastFileWriterConfig:
@@ -27,8 +31,8 @@ class FastFileWriterConfig:
 class FastFileWriter(io.RawIOBase):
     """Opens ``file_path`` for writing, empty. ``write`` copies into the pinned tensor and blocks only while that is full.
 
-    What is written is in the file after :meth:`flush` or :meth:`close`, and on stable storage after an ``os.fsync`` besides. Not
-    seekable. Raises ValueError for a tensor too small or of another type, OSError from opening and, for a write that failed
+    What is written is in the file after :meth:`flush` or :meth:`close`, and on stable storage after an fsync of the file besides.
+    Not seekable, and without a ``fileno``. Raises ValueError for a tensor too small or of another type, OSError from opening and, for a write that failed
     behind, from the next ``write``, ``flush`` or ``close``. Not thread-safe.
     """
 
@@ -53,9 +57,8 @@ class FastFileWriter(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        if self.closed:
-            raise ValueError("the file is closed")
-        return self._descriptor
+        # torch's old file format would write to it past this object, at another position. DeepSpeed's returns -1.
+        raise io.UnsupportedOperation("what is written has to go through the pinned tensor")
 
     def tell(self) -> int:
         return self._written + self._filled
@@ -103,9 +106,6 @@ class FastFileWriter(io.RawIOBase):
         self._halves.reverse()
         if len(self._halves) == 1:
             self._handle.wait()
-
-
-_PAGE = 4096
 
 
 def _memory(tensor: torch.Tensor, start: int, count: int) -> memoryview:
