@@ -49,6 +49,12 @@ class Buffer:
         """What a handle is to read into; call :meth:`arrived` when it has."""
         return (self.tensor if self._bounce is None else self._bounce)[:nbytes]
 
+    def renew(self) -> None:
+        """Other random bytes, wherever what was moved before is still lying."""
+        random_bytes(self.tensor)
+        if self._bounce is not None:
+            random_bytes(self._bounce)
+
     def arrived(self, nbytes: int | None = None) -> None:
         """What was read is in the tensor when this returns."""
         if self._bounce is not None:

@@ -84,8 +84,11 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
         directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
     except OSError as error:
         raise Unsuitable(f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write") from error
-    with directory as path:
-        yield Path(path)
+    try:
+        with directory as path:
+            yield Path(path)
+    finally:
+        directory.cleanup()  # once more, for when an interrupt came into the first: to remove large files takes seconds
 
 
 def drop_pages(paths: Iterable[Path]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deepnvme.checkpoint.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.config import AioConfig
 
 from .buffer import Buffer, locked, random_bytes
@@ -36,8 +38,8 @@ class Transfer(Protocol):
     def holds_what(self, path: Path) -> bool:
         """Whether file and tensor hold the same."""
 
-    def forget(self) -> None:
-        """Make the tensor's bytes other ones, so that a read that does nothing is noticed."""
+    def renew(self) -> None:
+        """Make the bytes that are to be replaced, or to be written, other ones: a transfer that does nothing is then noticed."""
 
     def stats(self) -> Mapping[str, Any] | None:
         """The engine's statistics, where it keeps any."""
@@ -120,8 +122,8 @@ class _Handle:
     def holds_what(self, path: Path) -> bool:
         return _same(self._buffer.tensor, path)
 
-    def forget(self) -> None:
-        self._buffer.tensor.zero_()
+    def renew(self) -> None:
+        self._buffer.renew()
 
     def stats(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._handle.stats()
@@ -154,8 +156,8 @@ class _Basic:
     def holds_what(self, path: Path) -> bool:
         return _same(self.tensor, path)
 
-    def forget(self) -> None:
-        self.tensor.zero_()
+    def renew(self) -> None:
+        random_bytes(self.tensor)
 
     def stats(self) -> None:
         return None
@@ -178,21 +180,27 @@ class _Torch:
 
     def move(self, path: Path) -> None:
         if self._job.operation == "read":
-            self._loaded = self._load(path)
+            loaded = self._load(path)
+            self._loaded = loaded if self._job.validate else None  # else the next loop has to hold both
         else:
             self._save(path)
 
     def holds_what(self, path: Path) -> bool:
         return self._torch.equal(self.tensor, self._load(path) if self._loaded is None else self._loaded)
 
-    def forget(self) -> None:
-        self._loaded = None  # what was loaded is new memory each time
+    def renew(self) -> None:
+        self._loaded = None  # what is loaded is new memory each time
+        if self._job.operation == "write":
+            random_bytes(self.tensor)
 
     def stats(self) -> Mapping[str, Any] | None:
         return None
 
     def _load(self, path: Path) -> torch.Tensor:
-        found: torch.Tensor = self._torch.load(path, map_location=self.tensor.device, weights_only=True)
+        try:
+            found: torch.Tensor = self._torch.load(path, map_location=self.tensor.device, weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            raise ValueError(f"'{path}' holds no tensor that torch.load can read: {_first_line(error)}") from error
         return found
 
     def _save(self, path: Path) -> None:
@@ -203,6 +211,8 @@ class _TorchFast(_Torch):
     """torch.save through a file object that writes with a handle; torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
+        if job.fast_io_size < SMALLEST_TENSOR:
+            raise Unsuitable(f"--fast_io_size: must be at least {SMALLEST_TENSOR}, got {job.fast_io_size}")
         super().__init__(job, device)
         self._handle = make_handle(job.setting)
         self._buffer = locked(self._handle, job.fast_io_size)
@@ -212,8 +222,6 @@ class _TorchFast(_Torch):
         return found
 
     def _save(self, path: Path) -> None:
-        from deepnvme.checkpoint.fast_file_writer import FastFileWriter, FastFileWriterConfig
-
         with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
             self._torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
 

@@ -1,0 +1,67 @@
+"""Medians, quartiles and percentiles."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme.tune.figures import Percentiles, Spread
+
+RATES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=40)
+
+
+def test_nothing_has_no_spread() -> None:
+    with pytest.raises(statistics.StatisticsError):
+        Spread.of([])
+
+
+@pytest.mark.parametrize("percentiles", [lambda: Percentiles.of_seconds([]), lambda: Percentiles.of_bins({})])
+def test_nothing_has_no_percentiles(percentiles: object) -> None:
+    assert callable(percentiles)
+    with pytest.raises(ValueError, match="of nothing"):
+        percentiles()
+
+
+def test_one_disturbed_loop_moves_neither_median_nor_quartiles_far() -> None:
+    assert Spread.of([3.0, 3.0, 3.0, 3.0, 3.0, 0.001]) == Spread(3.0, 3.0, 3.0)
+
+
+def test_quartiles_lie_inside_the_values() -> None:
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(median=3.0, low=2.0, high=4.0)
+    assert Spread.of([1.0, 2.0]) == Spread(median=1.5, low=1.25, high=1.75)
+
+
+@given(RATES)
+def test_a_spread_is_in_order_whatever_the_order_of_the_loops(values: list[float]) -> None:
+    spread = Spread.of(values)
+    assert min(values) <= spread.low <= spread.median <= spread.high <= max(values)
+    assert spread.median == pytest.approx(statistics.median(values))
+    assert spread == Spread.of(values[::-1])
+
+
+@given(st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=3000))
+def test_a_percentile_is_the_smallest_time_that_so_many_do_not_exceed(milliseconds: list[int]) -> None:
+    seconds = [each / 1000 for each in milliseconds]
+    ranked = sorted(seconds)
+
+    def at(share: Fraction) -> float:
+        return ranked[math.ceil(share * len(ranked)) - 1]
+
+    shares = (Fraction(1, 2), Fraction(9, 10), Fraction(99, 100), Fraction(999, 1000), Fraction(1))
+    assert Percentiles.of_seconds(seconds) == Percentiles(*map(at, shares), count=len(seconds))
+
+
+@given(st.lists(st.integers(min_value=1, max_value=10**12), min_size=1, max_size=200))
+def test_bins_say_what_their_upper_ends_would(nanoseconds: list[int]) -> None:
+    assert Percentiles.of_bins(Counter(nanoseconds)) == Percentiles.of_seconds([each / 1e9 for each in nanoseconds])
+
+
+def test_one_slow_request_in_a_thousand_shows_in_the_last_percentile_only() -> None:
+    found = Percentiles.of_bins({1_000_000: 9990, 80_000_000: 10})
+    assert (found.p50, found.p99, found.p999, found.longest, found.count) == (0.001, 0.001, 0.001, 0.08, 10000)

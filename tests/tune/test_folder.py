@@ -1,0 +1,146 @@
+"""The folder that is measured: what it is, whether it can be written to, and that nothing is left in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepnvme.tune.folder import Unsuitable, check_space, drop_pages, examine, settle, workspace
+
+from ..disks import Disk
+
+
+@pytest.fixture
+def read_only(small_disk: Disk) -> Iterator[Disk]:
+    """A file system that nobody may write to, root neither."""
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
+    yield small_disk
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk.path)], check=True)
+
+
+def cached(path: Path) -> bool:
+    """Whether the first page of the file is in the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_that_is_missing_is_named(drive: Path) -> None:
+    with pytest.raises(Unsuitable, match=r"/missing' cannot be written to: No such file or directory"):
+        examine(drive / "missing")
+
+
+def test_a_file_is_not_a_folder(drive: Path) -> None:
+    (drive / "file").write_bytes(b"mine")
+    with pytest.raises(Unsuitable, match="/file' is not a directory"):
+        examine(drive / "file")
+    assert (drive / "file").read_bytes() == b"mine"
+
+
+def test_a_way_through_a_file_leads_nowhere(drive: Path) -> None:
+    (drive / "file").write_bytes(b"")
+    with pytest.raises(Unsuitable, match="Not a directory"):
+        examine(drive / "file" / "folder")
+
+
+@pytest.mark.root
+def test_a_read_only_file_system_cannot_be_measured(read_only: Disk) -> None:
+    with pytest.raises(Unsuitable, match="cannot be written to: Read-only file system; choose a directory"):
+        examine(read_only.path)
+    with pytest.raises(Unsuitable, match="Read-only file system"), workspace(read_only.path, "test-"):
+        pass
+
+
+def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any, drive: Path) -> None:
+    (drive / "closed").mkdir(mode=0o555)
+    interpreters.run(f"""
+        from pathlib import Path
+        from deepnvme.tune.folder import Unsuitable, examine
+        if os.geteuid() == 0:
+            os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        try:
+            examine(Path({str(drive / "closed")!r}))
+        except Unsuitable as error:
+            assert "cannot be written to: Permission denied" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+    """).check()
+
+
+def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
+    facts = examine(drive)
+    assert list(drive.iterdir()) == []
+    assert Path(facts.path) == drive.resolve()
+    assert facts.device_number == drive.stat().st_dev
+    assert facts.direct == facts.label.endswith("takes direct I/O")
+
+
+@pytest.mark.root
+def test_memory_is_labelled_as_no_drive(tmpfs: Disk) -> None:
+    facts = examine(tmpfs.path)
+    assert (facts.filesystem, facts.direct, facts.label) == ("tmpfs", False, "tmpfs, in memory, not a drive")
+
+
+@pytest.mark.root
+def test_folders_of_one_file_system_share_its_space(small_disk: Disk, drive: Path) -> None:
+    one, other = small_disk / "one", small_disk / "other"
+    one.mkdir()
+    other.mkdir()
+    free = small_disk.bytes_free() // 2
+    facts = os.statvfs(small_disk.path)
+    half = facts.f_bavail * facts.f_frsize // 2
+    check_space([(one, half), (other, half), (drive, 1)])
+    with pytest.raises(Unsuitable, match=f"bytes free, {2 * (half + 1)} are needed; make room"):
+        check_space([(one, half + 1), (drive, 1), (other, half + 1)])
+    assert half <= free, "what is reserved for root counts as free"
+
+
+def test_a_workspace_goes_with_all_that_is_in_it(drive: Path) -> None:
+    with pytest.raises(RuntimeError, match="broken"), workspace(drive, "test-") as place:  # noqa: PT012
+        assert place.parent == drive
+        (place / "deep").mkdir()
+        (place / "deep" / "file").write_bytes(bytes(10_000))
+        raise RuntimeError("broken")
+    assert list(drive.iterdir()) == []
+
+
+def test_an_interrupt_while_files_are_being_removed_does_not_keep_them(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, interrupts = shutil.rmtree, [KeyboardInterrupt()]
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        real(*arguments, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), workspace(drive, "test-") as place:  # noqa: PT012
+        (place / "file").write_bytes(bytes(10_000))
+    assert interrupts == []
+    assert list(drive.iterdir()) == []
+
+
+def test_pages_are_dropped_also_where_they_had_not_been_written_back(drive: Path) -> None:
+    path = drive / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    try:
+        assert cached(path)
+    except OSError as error:
+        pytest.skip(f"needs a file system that reads without waiting: {error}")
+    drop_pages([drive / "missing", path])
+    assert not cached(path)
+
+
+def test_settling_ends_although_the_device_never_is_quiet(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr(Path, "read_text", lambda self: "       0        7\n")
+    settle(drive, limit_seconds=0.05)

@@ -1,0 +1,39 @@
+"""Sizes as people type and read them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme.tune.sizes import parse_size, size_text
+
+
+@pytest.mark.parametrize("text", [
+    "", " ", "0", "0K", "-1", "-1K", "+1", "1.5M", "1e6", "K", "M1", "1 M", "1MM", "1X", "1Ki", "0x10", "1_000", "٣", "1\u212a", "nan", "1M2",
+])  # fmt: skip
+def test_what_is_not_a_size_is_refused_and_shown(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a size such as") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("1", 1), ("511", 511), ("4097", 4097), (" 4096 ", 4096), ("007", 7),
+    ("1K", 1 << 10), ("128K", 128 << 10), ("400M", 400 << 20), ("1G", 1 << 30), ("2T", 2 << 40),
+    ("64k", 64 << 10), ("64KB", 64 << 10), ("64KiB", 64 << 10), ("8b", 8),
+])  # fmt: skip
+def test_suffixes_are_powers_of_1024(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@given(st.integers(min_value=1, max_value=1 << 60))
+def test_a_size_reads_back_as_it_was_written(size: int) -> None:
+    assert parse_size(size_text(size)) == parse_size(size) == size
+
+
+@pytest.mark.parametrize(("size", "text"), [
+    (0, "0"), (1023, "1023"), (1 << 10, "1K"), (1536, "1536"), (1536 << 10, "1536K"), (400 << 20, "400M"), (1 << 30, "1G"), (3 << 40, "3T"),
+])  # fmt: skip
+def test_sizes_are_written_with_the_largest_suffix_that_is_exact(size: int, text: str) -> None:
+    assert size_text(size) == text
