@@ -9,6 +9,8 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from deepnvme.version import __version__
@@ -38,6 +40,12 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a directory, got ''")
+    return Path(text)
+
+
 def positive(text: str) -> int:
     return _at_least(1, text)
 
@@ -54,14 +62,12 @@ def _at_least(least: int, text: str) -> int:
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """What goes wrong inside is told in one line on stderr, with status 1; an interrupt, also by SIGTERM, with 130."""
+    """What goes wrong inside is told in one line on stderr, with status 1; an interrupt, also by SIGTERM or SIGHUP, with 130."""
 
     def say(message: object, *_: object, **__: object) -> None:
         print(f"{program}: note: {message}", file=sys.stderr)
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with warnings.catch_warnings():
+    with _one_interrupt(), warnings.catch_warnings():
         warnings.simplefilter("once", RuntimeWarning)
         warnings.showwarning = say
         # Said in the result, with what it means for it.
@@ -73,6 +79,27 @@ def one_line_errors(program: str) -> Iterator[None]:
             sys.exit(_say(program, lines[0], 1))
         except KeyboardInterrupt:
             sys.exit(_say(program, "interrupted; its files are removed", 130))
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """What would end the process is a KeyboardInterrupt, once: impatience does not keep it from removing its files."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    taken = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 def _say(program: str, message: str, status: int) -> int:
@@ -91,6 +118,8 @@ def write_out(text: str, path: str) -> None:
 
 def emit(text: str) -> None:
     """Print, whatever the encoding of stdout, and although nobody may read on."""
+    if sys.stdout is None:  # closed from the start: ds_io ... >&-
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

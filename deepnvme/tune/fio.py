@@ -48,7 +48,8 @@ def find() -> str | None:
 
 
 def version(program: str) -> str:
-    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    """Raises FioFailed."""
+    return _output([program, "--version"]).strip()
 
 
 def huge_pages_needed(settings: FioSettings, pieces: int, page: int) -> int:
@@ -61,6 +62,12 @@ def pieces(path: Path, nbytes: int, block_size: int, count: int) -> list[Piece]:
     blocks = math.ceil(nbytes / block_size)
     bounds = [min(nbytes, blocks * each // count * block_size) for each in range(count + 1)]
     return [Piece(path, begin, end - begin) for begin, end in itertools.pairwise(bounds) if end > begin]
+
+
+def can_move(piece: Piece, block_size: int) -> bool:
+    """fio leaves out what does not fill a block; by O_DIRECT, blocks are of whole sectors."""
+    block = min(block_size, piece.nbytes)
+    return piece.nbytes % block == 0 and block % 512 == 0
 
 
 def run(
@@ -79,7 +86,6 @@ def run(
     command = [
         settings.program,
         f"--rw={operation}",
-        f"--bs={settings.block_size}",
         f"--iodepth={settings.queue_depth}",
         f"--ioengine={settings.ioengine}",
         f"--iomem={'mmaphuge' if settings.huge_pages else 'malloc'}",
@@ -93,10 +99,16 @@ def run(
         # fio splits file names at colons.
         filename = str(piece.path).replace(":", "\\:")
         command += [f"--name=job{index}", f"--filename={filename}", f"--offset={piece.offset}", f"--size={piece.nbytes}"]
-    return _sample(_report(command), operation, sum(piece.nbytes for piece in work))
+        command.append(f"--bs={min(settings.block_size, piece.nbytes)}")
+    output = _output(command)
+    try:
+        # fio prints notes before the document.
+        return _sample(json.loads(output[output.index("{") :]), operation, sum(piece.nbytes for piece in work))
+    except (ValueError, LookupError, TypeError) as error:
+        raise FioFailed(f"the report of {settings.program} cannot be read: {error!r}") from error
 
 
-def _report(command: Sequence[str]) -> dict[str, Any]:
+def _output(command: Sequence[str]) -> str:
     # Its jobs are processes of their own: a session of theirs lets an interrupt end all of them.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -109,9 +121,7 @@ def _report(command: Sequence[str]) -> dict[str, Any]:
     if process.returncode != 0:
         said = (errors.strip() or output.strip()).splitlines()
         raise FioFailed(f"fio ended with {process.returncode}: {said[0] if said else 'no message'}")
-    # fio prints notes before the document.
-    report: dict[str, Any] = json.loads(output[output.index("{") :])
-    return report
+    return output
 
 
 def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> FioSample:

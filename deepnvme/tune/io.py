@@ -11,7 +11,7 @@ from pathlib import Path
 from deepnvme.config import AioConfig
 
 from . import io_text
-from .arguments import BACKENDS, Parser, emit, natural, one_line_errors, positive, size, status_line, write_out
+from .arguments import BACKENDS, Parser, emit, folder, natural, one_line_errors, positive, size, status_line, write_out
 from .job import Job, Place
 from .measure import measure
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> Parser:
     parser = Parser("ds_io", "Measure what a drive gives a tensor.")
     where = parser.add_argument_group("where")
-    where.add_argument("--folder", type=Path, metavar="DIR", help="a directory on the drive, for every process")
+    where.add_argument("--folder", type=folder, metavar="DIR", help="a directory on the drive, for every process")
     where.add_argument(
         "--folder_to_device_mapping",
         nargs="+",
@@ -95,6 +95,8 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
         parser.error("--multi_process goes with --folder; --folder_to_device_mapping has a process for each mapping")
     if options.json not in (None, "-") and not Path(options.json).resolve().parent.is_dir():
         parser.error(f"--json: there is no directory '{Path(options.json).parent}'")
+    if options.json not in (None, "-") and Path(options.json).is_dir():
+        parser.error(f"--json: '{options.json}' is a directory")
     if options.folder is not None:
         places = tuple(Place(options.folder, device) for device in range(options.multi_process))
     else:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from deepnvme._directory import IN_MEMORY
 from deepnvme._meminfo import meminfo
 from deepnvme.ops.op_builder import packages
 
@@ -17,9 +20,11 @@ from . import fio
 from .figures import Spread
 from .folder import Unsuitable, check_space, drop_pages, examine, settle, workspace
 from .job import FioComparison, FioSample, Job, Measurement, Paths, Sample
-from .worker import Alone, Described, Worker, serve
+from .worker import Alone, Described, Reply, Worker, serve
 
 Progress = Callable[[str], None]
+
+_INTERPRETER = 200 << 20  # measured: 165 MiB that a process with torch shares with no other
 
 
 def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
@@ -31,7 +36,9 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
     """
     facts = {place.folder: examine(place.folder) for place in job.places}
     check_space((place.folder, _file_bytes(job)) for place in job.places)
-    check_memory(job.io_size * len(job.places) * (2 if job.engine == "torch_io" and job.operation == "read" else 1))
+    in_memory = sum(_file_bytes(job) for place in job.places if facts[place.folder].filesystem in IN_MEMORY)
+    remedy = "give a smaller --io_size" + (" or fewer processes" if len(job.places) > 1 else "")
+    check_memory(_memory_bytes(job) * len(job.places) + in_memory, remedy)
     rival = _Fio(job) if job.compare_fio else None
     with contextlib.ExitStack() as stack:
         progress("starting")
@@ -71,13 +78,19 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
     )
 
 
-def check_memory(nbytes: int) -> None:
+def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
     """Raise Unsuitable unless so much memory is available: with less, the kernel would kill somebody."""
     available = meminfo("MemAvailable")
     if nbytes > available:
-        raise Unsuitable(
-            f"{nbytes} bytes of memory are needed for the tensors, {available} are available; give a smaller --io_size"
-        )
+        raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
+
+
+def _memory_bytes(job: Job) -> int:
+    """Of one process, on the host."""
+    by_torch = job.engine.startswith("torch")
+    loaded = by_torch and (job.operation == "read" or job.validate)
+    tensors = 0 if job.setting.use_gds else job.io_size * (2 if loaded else 1)
+    return tensors + (job.fast_io_size if job.engine == "torch_fastio" else 0) + (_INTERPRETER if len(job.places) > 1 else 0)
 
 
 def _file_bytes(job: Job) -> int:
@@ -133,7 +146,8 @@ class _Several(_Crew):
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         for connection in self._connections:
-            connection.send((method, arguments))
+            with contextlib.suppress(ConnectionError):  # of one that died, which is told where its reply is awaited
+                connection.send((method, arguments))
         return self._replies()
 
     def _replies(self) -> list[Any]:
@@ -143,14 +157,16 @@ class _Several(_Crew):
             for connection in wait([each for each in self._connections if each not in replies]):
                 assert isinstance(connection, Connection)
                 try:
-                    result, error = connection.recv()
-                except EOFError:
+                    reply: Reply = connection.recv()
+                except (EOFError, ConnectionError):
                     number = self._connections.index(connection)
                     count = len(self._connections)
                     raise Unsuitable(f"process {number} of {count} died; dmesg may tell why (out of memory?)") from None
-                if error is not None:
-                    raise error
-                replies[connection] = result
+                for warning in reply.warned:
+                    warnings.warn(warning, stacklevel=2)
+                if reply.error is not None:
+                    raise reply.error
+                replies[connection] = reply.result
         return [replies[connection] for connection in self._connections]
 
 
@@ -168,12 +184,17 @@ def _crew(job: Job, directories: Sequence[Path]) -> Iterator[_Crew]:
             ours, theirs = context.Pipe()
             connections.append(ours)
             process = context.Process(target=serve, args=(job, index, directory, barrier, theirs), daemon=True)
-            process.start()
+            with _without_interrupts():
+                process.start()
             processes.append(process)
             theirs.close()  # so that its death is seen here
         yield _Several(connections)
+    except BaseException:
+        # Not by way of the barrier: to abort it is to wait for all that wait there, for one that was killed for ever.
+        for process in processes:
+            process.kill()
+        raise
     finally:
-        barrier.abort()
         for connection in connections:
             connection.close()
         for process in processes:
@@ -181,6 +202,16 @@ def _crew(job: Job, directories: Sequence[Path]) -> Iterator[_Crew]:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """For the start of a process, which then never sees Ctrl-C: that is for this one, which ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- fio ---------------------------------------------------------------------------------------------------------------
@@ -195,6 +226,10 @@ class _Fio:
             raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
         if job.engine != "aio_handle" or job.gpu:
             raise Unsuitable("--compare fio: fio moves what aio_handle does in host memory; leave out --engine and --gpu")
+        block_size, workers = job.setting.block_size, job.setting.intra_op_parallelism
+        if not all(fio.can_move(piece, block_size) for piece in fio.pieces(Path(), job.io_size, block_size, workers)):
+            raise Unsuitable("--compare fio: fio moves whole blocks only; give an --io_size that is a multiple of --block_size")
+        self._version = fio.version(program)
         self._program = program
         self._job = job
         self._samples: list[FioSample] = []
@@ -234,7 +269,7 @@ class _Fio:
     def comparison(self, ours: Sequence[Sample], first: int) -> FioComparison:
         pairs = list(zip(ours, self._samples, strict=True))[first:]
         return FioComparison(
-            version=fio.version(self._program),
+            version=self._version,
             ioengine=self._settings.ioengine,
             buffers=self._buffers,
             samples=tuple(theirs for _, theirs in pairs),

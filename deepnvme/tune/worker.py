@@ -7,7 +7,8 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,15 @@ class Described:
 
     memory: str
     backend: str | None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a call in another process: its result or its error, and the warnings that it gave."""
+
+    result: Any
+    error: Exception | None
+    warned: tuple[Warning | str, ...]
 
 
 class Alone:
@@ -64,8 +74,8 @@ class Worker:
         """One loop. Raises OSError from the transfer, ValueError if validation finds a difference."""
         path = self._files[number % len(self._files)]
         drop_pages([path])
-        if self._job.validate and self._job.operation == "read":
-            self._transfer.forget()
+        if self._job.validate:
+            self._transfer.renew()
         before = self._transfer.stats()
         self._barrier.wait()
         cpu, start = cpu_seconds(), time.perf_counter()
@@ -93,23 +103,33 @@ class Worker:
 
 
 def serve(job: Job, index: int, directory: Path, barrier: Barrier, connection: Connection) -> None:
-    """The process's main function: answers (method, arguments) with (result, None) or (None, error)."""
-    # Ctrl-C is for the process that started this one, which then ends it.
-    with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError), connection:
-        try:
-            worker = Worker(job, index, directory, barrier)
-            connection.send((worker.described, None))
-        except Exception as error:
-            connection.send((None, error))
-            return
-        while True:
+    """The process's main function: describes its worker, then answers each (method, arguments), with a Reply. Ends with the
+    connection."""
+    worker: Worker | None = None
+
+    def start() -> Described:
+        nonlocal worker
+        worker = Worker(job, index, directory, barrier)
+        return worker.described
+
+    with contextlib.suppress(EOFError, ConnectionError), connection:
+        connection.send(_reply(start))
+        while worker is not None:
             method, arguments = connection.recv()
-            try:
-                connection.send((getattr(worker, method)(*arguments), None))
-            except threading.BrokenBarrierError:
-                connection.send((None, None))  # another has failed, and says so itself
-            except Exception as error:
-                connection.send((None, error))
+            connection.send(_reply(getattr(worker, method), *arguments))
+
+
+def _reply(call: Callable[..., Any], *arguments: object) -> Reply:
+    result, failure = None, None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = call(*arguments)
+        except threading.BrokenBarrierError:
+            pass  # another has failed, and says so itself
+        except Exception as error:
+            failure = error
+    return Reply(result, failure, tuple(each.message for each in caught))
 
 
 def paths_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Paths:
