@@ -174,9 +174,7 @@ def test_what_a_transfer_cannot_fill_is_not_tried(io_size: int) -> None:
     assert settings
     assert len(settings) == len(set(settings))
     smallest = min(each.block_size * each.queue_depth * each.intra_op_parallelism for each in settings)
-    assert all(
-        each.block_size * each.queue_depth * each.intra_op_parallelism <= max(io_size, smallest) for each in settings
-    )
+    assert all(each.block_size * each.queue_depth * each.intra_op_parallelism <= max(io_size, smallest) for each in settings)
 
 
 def test_the_first_backend_is_left_to_auto() -> None:
