@@ -39,10 +39,15 @@ def _name(operation: str, result: Result, folders: int) -> str:
             "overlap" if setting.overlap_events else "sequential",
             f"ftd{folders}",
             f"d{setting.queue_depth}",
-            f"bs{size_text(setting.block_size)}",
+            f"bs{_block_size(setting.block_size)}",
             f"p{setting.intra_op_parallelism}.txt",
         )
     )
+
+
+def _block_size(size: int) -> str:
+    # The parser knows K and M.
+    return f"{size >> 20}M" if size % (1 << 30) == 0 else size_text(size)
 
 
 def _lines(what: str, rate: float, nbytes: int) -> str:
