@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import deepspeed_logs, html_report, sweep_text
-from .arguments import Parser, emit, one_line_errors, positive, size, write_out
+from .arguments import Parser, emit, folder, one_line_errors, positive, size, write_out
 from .space import read_sweep
 from .tuner import Order, Progress, tune
 
@@ -25,8 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--gds moves GPU memory: give --gpu, too")
     for option in ("json", "output"):
         path = getattr(options, option)
-        if path not in (None, "-") and not Path(path).resolve().parent.is_dir():
+        if path is None or (option, path) == ("json", "-"):
+            continue
+        if path == "-":
+            parser.error("--output: the report goes to a file, and stdout has the results")
+        if not Path(path).resolve().parent.is_dir():
             parser.error(f"--{option}: there is no directory '{Path(path).parent}'")
+        if Path(path).is_dir():
+            parser.error(f"--{option}: '{Path(path)}' is a directory, not a file")
+    if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
+        parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(parser.prog):
         if options.output is not None:
             html_report.require_matplotlib()
@@ -45,14 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
         with _progress_bar() as progress:
             tuning = tune(order, progress)
+        # Said before files are written, which may fail.
+        if options.json == "-":
+            emit(json.dumps(sweep_text.as_document(tuning), indent=2))
+        else:
+            emit(sweep_text.render(tuning, verbose=options.verbose))
+            if options.json is not None:
+                write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
         if options.log_dir is not None:
             deepspeed_logs.write(tuning, options.log_dir)
         if options.output is not None:
             write_out(html_report.render_html(tuning), str(options.output))
-        if options.json is not None:
-            write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
-        if options.json != "-":
-            emit(sweep_text.render(tuning, verbose=options.verbose))
         if not tuning.complete:
             print(f"{parser.prog}: interrupted; what is above was measured before, its files are removed", file=sys.stderr)
             sys.exit(130)
@@ -61,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> Parser:
     parser = Parser("ds_nvme_tune", "Find the best settings for a drive; about a minute for one folder.")
     add = parser.add_argument
-    add("--nvme_dir", type=Path, nargs="+", required=True, metavar="DIR", help="a directory on the drive; several: also together")
+    add("--nvme_dir", type=folder, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
     add("--no_read", action="store_true", help="writes only")
     add("--no_write", action="store_true", help="reads only")

@@ -34,7 +34,7 @@ def usual_space() -> list[AioConfig]:
 class Drive:
     """Settings differ by how well they fill it, and each by a share of its own that can only be found by measuring.
 
-    ``noise``: the standard deviation of a transfer's time's logarithm. Its speed doubles or halves in the first ``drift_seconds``.
+    ``noise``: the standard deviation of the logarithm of a transfer's time. Speed doubles or halves over ``drift_seconds``.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
 
 @pytest.mark.parametrize(
     ("variation", "runs", "misses_allowed"),
-    # Of a hundred other seeds 0, 6 and 22 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by 15 %
-    # the passes that 50 s have room for leave 2 % of doubt.
+    # Of a hundred other seeds 0, 6 and 22 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by
+    # 15 % the passes that 50 s have room for leave 2 % of doubt.
     [(0.03, 10, 0), (0.08, 20, 2), (0.15, 20, 6)],
 )
 def test_what_is_chosen_takes_at_most_3_percent_longer_than_the_best(variation: float, runs: int, misses_allowed: int) -> None:
