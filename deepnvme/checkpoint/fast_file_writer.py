@@ -32,8 +32,8 @@ class FastFileWriter(io.RawIOBase):
     """Opens ``file_path`` for writing, empty. ``write`` copies into the pinned tensor and blocks only while that is full.
 
     What is written is in the file after :meth:`flush` or :meth:`close`, and on stable storage after an fsync of the file besides.
-    Not seekable, and without a ``fileno``. Raises ValueError for a tensor too small or of another type, OSError from opening and, for a write that failed
-    behind, from the next ``write``, ``flush`` or ``close``. Not thread-safe.
+    Not seekable, and without a ``fileno``. Raises ValueError for a tensor too small or of another type, OSError from opening and,
+    for a write that failed behind, from the next ``write``, ``flush`` or ``close``. Not thread-safe.
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:

@@ -99,7 +99,8 @@ def _one_interrupt() -> Iterator[None]:
         yield
     finally:
         for number in taken:
-            signal.signal(number, before[number])
+            if signal.getsignal(number) is interrupt:  # else the process is ending, and is left to
+                signal.signal(number, before[number])
 
 
 def _say(program: str, message: str, status: int) -> int:

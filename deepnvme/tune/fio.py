@@ -103,7 +103,8 @@ def run(
     output = _output(command)
     try:
         # fio prints notes before the document.
-        return _sample(json.loads(output[output.index("{") :]), operation, sum(piece.nbytes for piece in work))
+        document = output[f"\n{output}".index("\n{") :]
+        return _sample(json.loads(document), operation, sum(piece.nbytes for piece in work))
     except (ValueError, LookupError, TypeError) as error:
         raise FioFailed(f"the report of {settings.program} cannot be read: {error!r}") from error
 

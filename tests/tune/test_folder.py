@@ -123,7 +123,7 @@ def test_an_interrupt_while_files_are_being_removed_does_not_keep_them(drive: Pa
         real(*arguments, **more)
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
-    with pytest.raises(KeyboardInterrupt), workspace(drive, "test-") as place:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), workspace(drive, "test-") as place:
         (place / "file").write_bytes(bytes(10_000))
     assert interrupts == []
     assert list(drive.iterdir()) == []

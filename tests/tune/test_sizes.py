@@ -10,7 +10,8 @@ from deepnvme.tune.sizes import parse_size, size_text
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "0", "0K", "-1", "-1K", "+1", "1.5M", "1e6", "K", "M1", "1 M", "1MM", "1X", "1Ki", "0x10", "1_000", "٣", "1\u212a", "nan", "1M2",
+    "", " ", "0", "0K", "-1", "-1K", "+1", "1.5M", "1e6", "K", "M1",
+    "1 M", "1MM", "1X", "1Ki", "0x10", "1_000", "٣", "1\u212a", "nan", "1M2",
 ])  # fmt: skip
 def test_what_is_not_a_size_is_refused_and_shown(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size such as") as caught:
@@ -33,7 +34,8 @@ def test_a_size_reads_back_as_it_was_written(size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "text"), [
-    (0, "0"), (1023, "1023"), (1 << 10, "1K"), (1536, "1536"), (1536 << 10, "1536K"), (400 << 20, "400M"), (1 << 30, "1G"), (3 << 40, "3T"),
+    (0, "0"), (1023, "1023"), (1 << 10, "1K"), (1536, "1536"),
+    (1536 << 10, "1536K"), (400 << 20, "400M"), (1 << 30, "1G"), (3 << 40, "3T"),
 ])  # fmt: skip
 def test_sizes_are_written_with_the_largest_suffix_that_is_exact(size: int, text: str) -> None:
     assert size_text(size) == text

@@ -60,7 +60,9 @@ def test_another_tensor_in_a_file_of_torch_is_seen(engine: EngineName, drive: Pa
 
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:1000], lambda data: bytes(len(data)), lambda data: data[::-1]])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:1000], lambda data: bytes(len(data)), lambda data: data[::-1]]
+)
 def test_a_file_that_torch_cannot_read_is_told_in_one_line(
     engine: EngineName, damage: Callable[[bytes], bytes], drive: Path
 ) -> None:
@@ -138,7 +140,7 @@ def test_what_an_engine_cannot_do_is_told_by_the_option(wrong: Job, option: str)
 @without_cuda
 @pytest.mark.parametrize("engine", ENGINES)
 def test_without_cuda_there_is_no_gpu(engine: EngineName) -> None:
-    with pytest.raises(Unsuitable, match="--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
+    with pytest.raises(Unsuitable, match=r"--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
         transfers.make(job(engine, "write", gpu=True), 0)
 
 
