@@ -380,6 +380,15 @@ def test_memory_is_labelled_as_no_drive(ds_nvme_tune: Tune, tmpfs: Disk, few: Pa
     assert "note:" not in ran.err
 
 
+def test_loops_multiply_the_time(ds_nvme_tune: Tune, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(order: tuner.Order, progress: object) -> None:
+        raise RuntimeError(f"{order.seconds} s, {order.io_size} bytes")
+
+    monkeypatch.setattr(sweep, "tune", stop)
+    assert "50 s, 419430400 bytes" in ds_nvme_tune("--nvme_dir", drive).refusal(1)
+    assert "60 s, " in ds_nvme_tune("--nvme_dir", drive, "--loops", 3, "--seconds", 20).refusal(1)
+
+
 def test_a_report_is_written_to_its_file(
     ds_nvme_tune: Tune, drive: Path, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

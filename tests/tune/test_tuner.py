@@ -13,6 +13,7 @@ from deepnvme.config import AioConfig
 from deepnvme.tune import transfers, tuner
 from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.rig import Rig
+from deepnvme.tune.search import search
 from deepnvme.tune.tuner import Order, tune
 
 from ..disks import MIB, Disk, loop_disk
@@ -146,7 +147,7 @@ def test_an_interrupt_before_the_second_folder_keeps_the_first(drive: Path, monk
     folders = [drive / "a", drive / "b"]
     for folder in folders:
         folder.mkdir()
-    search, searches = tuner.search, iter([1])
+    searches = iter([1])
 
     def interrupted(*arguments: Any) -> Any:
         if next(searches, None) is None:
