@@ -45,6 +45,11 @@ def test_a_spread_is_in_order_whatever_the_order_of_the_loops(values: list[float
     assert spread == Spread.of(values[::-1])
 
 
+def test_of_a_thousand_times_each_percentile_is_another() -> None:
+    seconds = [each / 1000 for each in range(1000, 0, -1)]
+    assert Percentiles.of_seconds(seconds) == Percentiles(0.5, 0.9, 0.99, 0.999, 1.0, count=1000)
+
+
 @given(st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=3000))
 def test_a_percentile_is_the_smallest_time_that_so_many_do_not_exceed(milliseconds: list[int]) -> None:
     seconds = [each / 1000 for each in milliseconds]
