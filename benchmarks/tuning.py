@@ -105,7 +105,7 @@ def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 class Rig:
-    """One file and one tensor, moved with any setting's handle. None of the tuner's code, so that its errors would show."""
+    """A file and a tensor, moved with any setting's handle. None of the tuner's search or timing, so their errors would show."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._op = AsyncIOBuilder().load()

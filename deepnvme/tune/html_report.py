@@ -68,11 +68,10 @@ def _head(tuning: Tuning) -> str:
         _tile(str(setting.intra_op_parallelism), "worker" if setting.intra_op_parallelism == 1 else "workers"),
         _tile(best.backend, "backend"),
     ]
-    interrupted = [_title(search) for search in tuning.searches if not search.complete]
     folders = dict.fromkeys(folder for search in tuning.searches for folder in search.folders)
     return f"""<header>
 <h1>The best <code>aio</code> setting</h1>
-{_interruption(interrupted)}
+{_interruption(tuning)}
 <div class="tiles">{"".join(tiles)}</div>
 <p>{_sentence(tuning.chosen.reason)}</p>
 <ul class="folders">{"".join(f"<li>{_folder(folder)}</li>" for folder in folders)}</ul>
@@ -95,13 +94,17 @@ def _place(folder: FolderFacts) -> str:
     return f'<span class="{kind}">{_text(folder.label)}</span> <span class="muted">{_text(folder.device)}</span>'
 
 
-def _interruption(interrupted: list[str]) -> str:
-    if not interrupted:
+def _interruption(tuning: Tuning) -> str:
+    if tuning.complete:
         return ""
-    return (
-        '<p class="notice" role="note"><b>Interrupted.</b> The search was stopped before its end, and a better setting may have '
-        f"been left untried: {_text('; '.join(interrupted))}.</p>"
-    )
+    if tuning.chosen.complete:
+        what = "What was to follow was not measured."
+    else:
+        what = (
+            "The search was stopped before its end, and a better setting may have been left untried: "
+            f"{_text(_title(tuning.chosen))}."
+        )
+    return f'<p class="notice" role="note"><b>Interrupted.</b> {what}</p>'
 
 
 def _contents(tuning: Tuning) -> str:
@@ -203,17 +206,16 @@ def _striping_section(striping: Striping) -> str:
 def _foot(tuning: Tuning) -> str:
     fewest, most = (limit(search.rounds for search in tuning.searches) for limit in (min, max))
     rounds = _plural(most, "round") if fewest == most else f"{fewest} to {most} rounds"
-    complete = all(search.complete for search in tuning.searches)
     both = charts.directions([result for search in tuning.searches for result in search.results])
     reads = "Reads were cold: the file's pages had been dropped from the page cache." if "read" in both else ""
     writes = "Writes overwrote a file that existed, so that no space was allocated meanwhile." if "write" in both else ""
     return f"""<footer>
 <h2>How it was measured</h2>
-<p>Each transfer moved {size_text(tuning.io_size)} per folder. {writes} {reads}
+<p>Transfers of at most {size_text(tuning.io_size)} per folder; early rounds move less. {writes} {reads}
 Successive halving in {rounds}: every setting gets a short measurement, the better ones a longer one, until few are left; figures
 of earlier rounds are put in relation to those of the last. Speeds are in 10⁹ bytes per second, sizes in powers of 1024.</p>
 <p>{_duration(tuning.seconds)} in all; {three_digits(tuning.bytes_written / 1e9)} GB written;
-{"complete" if complete else "<b>interrupted before the end</b>"}. DeepNVMe {_text(__version__)}.</p>
+{"complete" if tuning.complete else "<b>interrupted before the end</b>"}. DeepNVMe {_text(__version__)}.</p>
 {_refusals(tuning.refused)}
 </footer>"""
 

@@ -32,7 +32,7 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
 
     Files are in a directory of their own in each folder. Before each loop, and outside its time, what the page cache holds of
     the file is written back and dropped. Raises Unsuitable before the first byte where the job cannot be done here, OSError from
-    the transfers, ValueError if validation finds a difference, :class:`fio.FioFailed`.
+    the transfers, ChildProcessError if a process dies, ValueError if validation finds a difference, :class:`fio.FioFailed`.
     """
     facts = {place.folder: examine(place.folder) for place in job.places}
     check_space((place.folder, _file_bytes(job)) for place in job.places)
@@ -161,7 +161,7 @@ class _Several(_Crew):
                 except (EOFError, ConnectionError):
                     number = self._connections.index(connection)
                     count = len(self._connections)
-                    raise Unsuitable(f"process {number} of {count} died; dmesg may tell why (out of memory?)") from None
+                    raise ChildProcessError(f"process {number} of {count} died; dmesg may tell why (out of memory?)") from None
                 for warning in reply.warned:
                     warnings.warn(warning, stacklevel=2)
                 if reply.error is not None:

@@ -263,11 +263,13 @@ def _judge(candidates: Sequence[Candidate], last: int, complete: bool) -> Outcom
             each.setting.backend != "auto", each.in_flight_bytes, each.setting.intra_op_parallelism, time[each],
         ),
     )  # fmt: skip
-    if len(tied) == 1:
+    if len(ranked) == 1:
+        reason = "the only setting"
+    elif len(tied) == 1:
         reason = f"the fastest of {len(ranked)}, by more than the noise of {100 * bound:.1f} %"
     else:
         reason = (
-            f"within {100 * bound:.1f} % of the fastest, which is noise; of {len(tied)} such, it takes little CPU time and "
-            "the least memory in flight"
+            f"within {100 * bound:.1f} % of the fastest, which counts as a tie; of {len(tied)} such, chosen by CPU time, then "
+            "backend, then memory in flight"
         )
     return Outcome(tuple(ranked), best, reason, last + 1, complete)

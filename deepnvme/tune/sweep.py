@@ -76,7 +76,13 @@ def _parser() -> Parser:
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
     add("--no_read", action="store_true", help="writes only")
     add("--no_write", action="store_true", help="reads only")
-    add("--io_size", type=size, default=400 << 20, metavar="BYTES", help="of a transfer; K, M, G count 1024 (default: 400M)")
+    add(
+        "--io_size",
+        type=size,
+        default=400 << 20,
+        metavar="BYTES",
+        help="of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)",
+    )
     add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
     add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
     add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")

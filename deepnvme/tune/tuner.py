@@ -30,7 +30,7 @@ class Order:
 
     folders: tuple[Path, ...]
     io_size: int
-    """Bytes of one transfer in each folder."""
+    """Bytes of the file in each folder; no transfer is larger."""
     read: bool = True
     write: bool = True
     settings: tuple[AioConfig, ...] | None = None
@@ -88,8 +88,8 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
         striping=striping,
         bytes_written=rig.bytes_written,
         seconds=time.monotonic() - begin,
-        refused=refused,
         complete=complete,
+        refused=refused,
     )
 
 

@@ -75,15 +75,15 @@ class Tuning:
     """One run of the tuner: a search for each folder alone and, where there are several, one for all of them together."""
 
     io_size: int
-    """Bytes of one transfer per folder."""
+    """Bytes of the file in each folder; no transfer is larger."""
     searches: tuple[Search, ...]
     striping: Striping | None
     bytes_written: int
     seconds: float
+    complete: bool
+    """False where it was interrupted, be it between searches."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings that no handle could be made with here, and why."""
-    complete: bool = True
-    """False where it was interrupted, be it between searches."""
 
     @property
     def chosen(self) -> Search:

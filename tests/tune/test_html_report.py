@@ -56,7 +56,7 @@ def search(*folders: FolderFacts, read: bool = True, write: bool = True, complet
 
 
 def tuning(*searches: Search, striping: Striping | None = None) -> Tuning:
-    return Tuning(400 << 20, searches, striping, 12 * 10**9, 80.0)
+    return Tuning(400 << 20, searches, striping, 12 * 10**9, 80.0, all(each.complete for each in searches))
 
 
 def two_folders() -> Tuning:
@@ -355,11 +355,20 @@ def test_figures_of_zero_break_no_chart():
 
 @needs_matplotlib
 def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot():
-    page = Page(rendered(tuning(search(DRIVE, complete=False), search(OTHER_DRIVE))))
-    assert "Interrupted." in page.texts["header"][0]
-    assert ["interrupted" in text for text in page.texts["section"]] == [True, False]
+    page = Page(rendered(tuning(search(DRIVE), search(OTHER_DRIVE, complete=False))))
+    assert "left untried: /mnt/nvme1." in page.texts["header"][0]
+    assert ["interrupted" in text for text in page.texts["section"]] == [False, True]
     assert "interrupted" in page.texts["footer"][0]
     assert "nterrupted" not in Page(rendered(tuning(search(DRIVE)))).text
+
+
+@needs_matplotlib
+def test_an_interrupt_between_searches_is_told_at_the_head_and_the_foot():
+    whole = two_folders()
+    page = Page(rendered(replace(whole, searches=whole.searches[:1], striping=None, complete=False)))
+    assert "Interrupted. What was to follow was not measured." in page.texts["header"][0]
+    assert "interrupted" not in page.texts["section"][0]
+    assert "interrupted" in page.texts["footer"][0]
 
 
 @needs_matplotlib
@@ -397,7 +406,7 @@ def test_settings_that_could_not_be_used_are_listed_with_the_reason_once():
 def test_the_foot_tells_how_it_was_measured():
     foot = Page(rendered(tuning(search(DRIVE)))).texts["footer"][0]
     for said in (
-        "400M per folder",
+        "at most 400M per folder",
         "overwrote a file",
         "page cache",
         "Successive halving in 3 rounds",

@@ -210,14 +210,18 @@ def test_a_stalled_transfer_does_not_cost_a_setting_its_place() -> None:
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 
-def chosen(costs: dict[AioConfig, tuple[float, float]]) -> AioConfig:
+def searched(costs: dict[AioConfig, tuple[float, float]]) -> Outcome:
     """``costs``: seconds and CPU seconds for a GB."""
 
     def measure(setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
         seconds, cpu = costs[setting]
         return Observation(nbytes, seconds * nbytes / 1e9, cpu * nbytes / 1e9, 1e-3, 2e-3)
 
-    return search(list(costs), BOTH, measure, IO_SIZE, 0.0).best.setting
+    return search(list(costs), BOTH, measure, IO_SIZE, 0.0)
+
+
+def chosen(costs: dict[AioConfig, tuple[float, float]]) -> AioConfig:
+    return searched(costs).best.setting
 
 
 SMALL = AioConfig(block_size=MIB, queue_depth=8)
@@ -241,6 +245,23 @@ def test_at_like_cpu_time_and_backend_a_tie_goes_to_the_least_memory() -> None:
 
 def test_what_is_faster_than_noise_wins_whatever_it_costs() -> None:
     assert chosen({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}) == LARGE
+
+
+def test_the_reason_is_true_also_where_the_chosen_one_has_most_memory_in_flight() -> None:
+    auto, threads = LARGE_AUTO_SMALL_THREADS
+    outcome = searched({threads: (0.5, 0.02), auto: (0.501, 0.021)})
+    assert (outcome.best.setting, outcome.reason) == (
+        auto,
+        "within 0.5 % of the fastest, which counts as a tie; of 2 such, chosen by CPU time, then backend, then memory in flight",
+    )
+
+
+def test_the_reason_of_the_fastest_is_its_speed() -> None:
+    assert searched({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}).reason == "the fastest of 2, by more than the noise of 0.5 %"
+
+
+def test_the_only_setting_is_not_said_to_have_beaten_any() -> None:
+    assert searched({SMALL: (0.5, 0.02)}).reason == "the only setting"
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
