@@ -8,11 +8,12 @@ from typing import Literal
 
 from deepnvme.tune.figures import Spread
 from deepnvme.tune.folder import drop_pages, settle
+from deepnvme.tune.job import OPERATIONS
 from harness import drive
 from harness.figures import Verdict
 from harness.interleave import CONTENTS
 from harness.libraries import LibraryProcess
-from harness.workloads import ContenderFailed, Operation
+from harness.workloads import ContenderFailed
 
 _MIB = 1 << 20
 # Face, its options, MiB allowed: queue_depth x block_size, and 64 MiB by default. The quarter more is for what resident memory
@@ -22,7 +23,6 @@ _CASES: tuple[tuple[str, Literal["engine", "handle"], dict[str, int], float], ..
     ("handle, defaults", "handle", {}, 64),
     ("engine, queue depth 8 x 1 MiB", "engine", {"queue_depth": 8, "block_size": _MIB}, 8.25),
 )
-_OPERATIONS: tuple[Operation, ...] = ("read", "write")
 
 
 def measure(directory: Path, nbytes: int, backend: str) -> list[Verdict]:
@@ -30,7 +30,7 @@ def measure(directory: Path, nbytes: int, backend: str) -> list[Verdict]:
     path = directory / "existing"
     verdicts: list[Verdict] = []
     for what, face, options, bound in _CASES:
-        for operation in _OPERATIONS:
+        for operation in OPERATIONS:
             drive.lay_out(path, nbytes, CONTENTS)
             drop_pages([path])
             settle(directory)

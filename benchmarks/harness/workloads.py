@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-Operation = Literal["read", "write"]
+from deepnvme.tune.job import Operation
+
 Memory = Literal["pinned", "ordinary", "misaligned"]
 
 

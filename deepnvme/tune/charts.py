@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from .job import OPERATIONS, Operation
 from .picture import INK, MUTED, PAPER, Chart, axes_for
 from .sizes import size_text
 from .tuning import Figures, Result, Search, Striping
@@ -14,21 +15,14 @@ from .tuning import Figures, Result, Search, Striping
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Direction = Literal["read", "write"]
-
-COLOURS: dict[Direction, str] = {"read": "#2f6fed", "write": "#c8501e"}
+COLOURS: dict[Operation, str] = {"read": "#2f6fed", "write": "#c8501e"}
 """White text, and both a white and a black page, have a contrast of about 4 with these."""
 _BACKEND_STYLES = (("#0d9488", "o"), ("#8b5cf6", "s"), ("#d97706", "^"), ("#db2777", "D"))
 
 
-def directions(results: Sequence[Result]) -> list[Direction]:
+def operations(results: Sequence[Result]) -> list[Operation]:
     """Those that were measured at all."""
-    both: tuple[Direction, ...] = ("read", "write")
-    return [direction for direction in both if any(figures_of(result, direction) for result in results)]
-
-
-def figures_of(result: Result, direction: Direction) -> Figures | None:
-    return result.read if direction == "read" else result.write
+    return [operation for operation in OPERATIONS if any(result.figures(operation) for result in results)]
 
 
 def three_digits(value: float) -> str:
@@ -38,15 +32,15 @@ def three_digits(value: float) -> str:
 
 def search_charts(search: Search) -> list[Chart]:
     """The charts that compare something: none for a single setting."""
-    both = directions(search.results)
-    charts: list[Chart | None] = [heat_map(search, direction) for direction in both]
-    charts += [latency_chart(search, direction) for direction in both]
-    charts += [cpu_chart(search, direction) for direction in both]
+    both = operations(search.results)
+    charts: list[Chart | None] = [heat_map(search, operation) for operation in both]
+    charts += [latency_chart(search, operation) for operation in both]
+    charts += [cpu_chart(search, operation) for operation in both]
     charts += [workers_chart(search), backends_chart(search)]
     return [chart for chart in charts if chart]
 
 
-def heat_map(search: Search, direction: Direction) -> Chart | None:
+def heat_map(search: Search, operation: Operation) -> Chart | None:
     """GB/s over block size and queue depth; None if both are the same for all settings."""
     from matplotlib.patches import Rectangle
 
@@ -55,7 +49,7 @@ def heat_map(search: Search, direction: Direction) -> Chart | None:
     if len(blocks) * len(depths) < 2:
         return None
     cells: dict[tuple[int, int], float] = {}
-    for result, figures in _measured(search, direction):
+    for result, figures in _measured(search, operation):
         cell = (result.setting.block_size, result.setting.queue_depth)
         cells[cell] = max(cells.get(cell, 0.0), figures.gb_per_second)
     fastest = max(cells.values())
@@ -73,7 +67,7 @@ def heat_map(search: Search, direction: Direction) -> Chart | None:
             if speed is None:
                 area.set(facecolor="none", hatch="////")
             else:
-                area.set(facecolor=COLOURS[direction], alpha=shade)
+                area.set(facecolor=COLOURS[operation], alpha=shade)
                 colour, weight = ("white" if shade > 0.85 else INK), ("bold" if (block, depth) == chosen else "normal")
                 axes.text(column, row, three_digits(speed), ha="center", va="center", color=colour, weight=weight)
             axes.add_patch(area)
@@ -88,37 +82,37 @@ def heat_map(search: Search, direction: Direction) -> Chart | None:
     unmeasured = len(blocks) * len(depths) - len(cells)
     (block, depth), speed = max(cells.items(), key=lambda item: item[1])
     return Chart(
-        title=f"{direction.capitalize()} speed, GB/s",
+        title=f"{operation.capitalize()} speed, GB/s",
         note="Each cell: the best over workers and backends. Framed: the recommended setting."
         + (" Hatched: not measured." if unmeasured else ""),
-        alt=f"Heat map of {direction} GB/s over block size and queue depth, from {three_digits(min(cells.values()))} to "
+        alt=f"Heat map of {operation} GB/s over block size and queue depth, from {three_digits(min(cells.values()))} to "
         f"{three_digits(speed)} GB/s, the fastest cell being {size_text(block)} blocks at queue depth {depth}; "
         f"{unmeasured} cells were not measured.",
         axes=axes,
     )
 
 
-def latency_chart(search: Search, direction: Direction) -> Chart | None:
+def latency_chart(search: Search, operation: Operation) -> Chart | None:
     """GB/s against the 99th percentile of a block's latency; None if fewer than two settings have one."""
     return _trade_off(
         search,
-        direction,
+        operation,
         cost=lambda figures: figures.latency_p99 * 1e3,
         least=lambda figures: figures.latency_p50 * 1e3,
-        title=f"{direction.capitalize()} speed against latency",
+        title=f"{operation.capitalize()} speed against latency",
         x_label="latency of a block, 99th percentile (ms)",
         note="Up and to the left is better. The line joins the settings that none beats in both; bars reach back to the median.",
     )
 
 
-def cpu_chart(search: Search, direction: Direction) -> Chart | None:
+def cpu_chart(search: Search, operation: Operation) -> Chart | None:
     """GB/s against CPU time; None if fewer than two settings took any."""
     return _trade_off(
         search,
-        direction,
+        operation,
         cost=lambda figures: figures.cpu_seconds_per_gb,
         least=None,
-        title=f"{direction.capitalize()} speed against CPU time",
+        title=f"{operation.capitalize()} speed against CPU time",
         x_label="CPU time (s/GB)",
         note="Up and to the left is better. The line joins the settings that none beats in both.",
     )
@@ -126,7 +120,7 @@ def cpu_chart(search: Search, direction: Direction) -> Chart | None:
 
 def _trade_off(
     search: Search,
-    direction: Direction,
+    operation: Operation,
     cost: Callable[[Figures], float],
     least: Callable[[Figures], float] | None,
     title: str,
@@ -136,10 +130,10 @@ def _trade_off(
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     # The axis is logarithmic, and what took no time that the clock could see has no place on it.
-    found = [(result, figures) for result, figures in _measured(search, direction) if cost(figures) > 0]
+    found = [(result, figures) for result, figures in _measured(search, operation) if cost(figures) > 0]
     if len(found) < 2:
         return None
-    axes = axes_for(height=3.3, x_label=x_label, y_label=f"{direction} speed (GB/s)")
+    axes = axes_for(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
     axes.grid(True)
     for backend, (colour, marker) in zip(_backends(search), itertools.cycle(_BACKEND_STYLES), strict=False):
         points = [figures for result, figures in found if result.backend == backend]
@@ -188,7 +182,7 @@ def _trade_off(
     return Chart(
         title=title,
         note=f"{note} Labels: block size/depth/workers.",
-        alt=f"Scatter of {direction} GB/s over {x_label} for {len(found)} settings. Cheapest on the frontier: {first} at "
+        alt=f"Scatter of {operation} GB/s over {x_label} for {len(found)} settings. Cheapest on the frontier: {first} at "
         f"{three_digits(cost(ends[0][1]))}; fastest: {last} at {three_digits(cost(ends[1][1]))}.",
         axes=axes,
     )
@@ -246,21 +240,21 @@ def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Resul
     """GB/s of the best setting in each group; None if there is one group only."""
     if len(groups) < 2:
         return None
-    both = directions(search.results)
+    both = operations(search.results)
     axes = axes_for(height=2.8, x_label=x_label, y_label="speed (GB/s)")
     axes.grid(True, axis="y")
     width = 0.7 / len(both)
     said: list[str] = []
-    for nth, direction in enumerate(both):
+    for nth, operation in enumerate(both):
         speeds = {
-            name: max(figures.gb_per_second for each in results if (figures := figures_of(each, direction)))
+            name: max(figures.gb_per_second for each in results if (figures := each.figures(operation)))
             for name, results in groups.items()
-            if any(figures_of(each, direction) for each in results)
+            if any(each.figures(operation) for each in results)
         }
         places = [list(groups).index(name) + (nth - (len(both) - 1) / 2) * width for name in speeds]
-        bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[direction], label=direction)
+        bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[operation], label=operation)
         axes.bar_label(bars, labels=[three_digits(speed) for speed in speeds.values()], padding=2)
-        said += [f"{direction} with {name}: {three_digits(speed)} GB/s" for name, speed in speeds.items()]
+        said += [f"{operation} with {name}: {three_digits(speed)} GB/s" for name, speed in speeds.items()]
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.tick_params(axis="x", length=0)
@@ -274,21 +268,20 @@ def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Resul
     )
 
 
-def striping_chart(striping: Striping, direction: Direction) -> Chart | None:
-    """Folders alone against all together; None for a direction that was not asked for."""
-    together = striping.together_read if direction == "read" else striping.together_write
-    alone = [(folder, read if direction == "read" else write) for folder, read, write in striping.alone]
-    speeds = [(folder, speed) for folder, speed in alone if speed is not None]
-    if together is None or not speeds:
+def striping_chart(striping: Striping, operation: Operation) -> Chart | None:
+    """Folders alone against all together; None for an operation that was not asked for."""
+    if operation not in striping.together:
         return None
+    together = striping.together[operation]
+    speeds = [(folder, rates[operation]) for folder, rates in striping.alone]
     total = sum(speed for _, speed in speeds)
     # A name is written as ASCII: no font has every character, and matplotlib warns of each that is missing.
     rows = [(_middle_out(folder.encode("unicode_escape").decode(), 60), speed) for folder, speed in speeds]
     rows.append(("all together", together))
-    axes = axes_for(height=0.5 + 0.5 * len(rows), x_label=f"{direction} speed (GB/s)", y_label="", top=0.03)
+    axes = axes_for(height=0.5 + 0.5 * len(rows), x_label=f"{operation} speed (GB/s)", y_label="", top=0.03)
     for row, (name, speed) in enumerate(rows):
         last = row == len(rows) - 1
-        axes.barh(row, speed, 0.4, color=COLOURS[direction], alpha=1.0 if last else 0.55)
+        axes.barh(row, speed, 0.4, color=COLOURS[operation], alpha=1.0 if last else 0.55)
         axes.annotate(name, (0, row - 0.25), xytext=(0, 1), textcoords="offset points", weight="bold" if last else "normal")
         end = max(speed, total) if last else speed  # beside the line that marks the sum
         axes.annotate(three_digits(speed), (end, row), xytext=(4, 0), textcoords="offset points", va="center")
@@ -300,9 +293,9 @@ def striping_chart(striping: Striping, direction: Direction) -> Chart | None:
     axes.spines["left"].set_visible(False)
     share = f"{together / total:.0%} of the sum" if total else "the sum is 0"
     return Chart(
-        title=f"{direction.capitalize()}: alone and together",
+        title=f"{operation.capitalize()}: alone and together",
         note=f"Together {three_digits(together)} GB/s: {share} of the folders alone, which the upright line marks.",
-        alt=f"Bar chart of {direction} GB/s: {'; '.join(f'{name} {three_digits(speed)}' for name, speed in rows)}.",
+        alt=f"Bar chart of {operation} GB/s: {'; '.join(f'{name} {three_digits(speed)}' for name, speed in rows)}.",
         axes=axes,
     )
 
@@ -311,8 +304,8 @@ def _middle_out(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-length // 2 :]}"
 
 
-def _measured(search: Search, direction: Direction) -> list[tuple[Result, Figures]]:
-    return [(result, figures) for result in search.results if (figures := figures_of(result, direction))]
+def _measured(search: Search, operation: Operation) -> list[tuple[Result, Figures]]:
+    return [(result, figures) for result in search.results if (figures := result.figures(operation))]
 
 
 def _backends(search: Search) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .job import OPERATIONS, Operation
 from .sizes import size_text
 from .tuning import Result, Tuning
 
@@ -15,10 +16,10 @@ _GIB = 1 << 30
 
 def write(tuning: Tuning, directory: Path) -> None:
     """Make ``directory`` and fill it with the chosen search's figures, the faster of two backends. Raises OSError."""
-    for operation in ("read", "write"):
+    for operation in OPERATIONS:
         logs: dict[str, float] = {}
         for result in tuning.chosen.results:
-            figures = getattr(result, operation)
+            figures = result.figures(operation)
             if figures is not None:
                 name = _name(operation, result, len(tuning.chosen.folders))
                 logs[name] = max(logs.get(name, 0.0), figures.gb_per_second)
@@ -30,7 +31,7 @@ def write(tuning: Tuning, directory: Path) -> None:
             (folder / name).write_text(_lines(operation.capitalize(), rate, tuning.io_size))
 
 
-def _name(operation: str, result: Result, folders: int) -> str:
+def _name(operation: Operation, result: Result, folders: int) -> str:
     setting = result.setting
     return "_".join(
         (

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from deepnvme.version import __version__
 
 from . import charts, picture
-from .charts import figures_of, three_digits
+from .charts import three_digits
 from .folder import FolderFacts, Unsuitable
+from .job import OPERATIONS
 from .picture import Chart
 from .sizes import size_text
 from .tuning import Result, Search, Striping, Tuning
@@ -58,9 +59,9 @@ def _head(tuning: Tuning) -> str:
     best = tuning.chosen.best
     setting = best.setting
     tiles = [
-        _tile(three_digits(figures.gb_per_second), f"GB/s {direction}", direction)
-        for direction in charts.directions([best])
-        if (figures := figures_of(best, direction))
+        _tile(three_digits(figures.gb_per_second), f"GB/s {operation}", operation)
+        for operation in charts.operations([best])
+        if (figures := best.figures(operation))
     ]
     tiles += [
         _tile(size_text(setting.block_size), "block size"),
@@ -154,8 +155,8 @@ def _table(search: Search) -> str:
     shown = list(search.results[:10])
     if search.best not in shown:
         shown.append(search.best)
-    both = charts.directions(search.results)
-    groups = "".join(f'<th colspan="4" scope="colgroup" class="{direction}">{direction}</th>' for direction in both)
+    both = charts.operations(search.results)
+    groups = "".join(f'<th colspan="4" scope="colgroup" class="{operation}">{operation}</th>' for operation in both)
     columns = "<th>GB/s</th><th>p50 ms</th><th>p99 ms</th><th>CPU s/GB</th>" * len(both)
     rows = []
     for result in shown:
@@ -166,8 +167,8 @@ def _table(search: Search) -> str:
             str(setting.intra_op_parallelism),
             result.backend,
         ]
-        for direction in both:
-            figures = figures_of(result, direction)
+        for operation in both:
+            figures = result.figures(operation)
             values += ["-"] * 4 if figures is None else [
                 three_digits(figures.gb_per_second),
                 three_digits(figures.latency_p50 * 1e3),
@@ -189,7 +190,7 @@ completion. In flight: bytes under transfer at a time. Rounds: the more a settin
 
 
 def _striping_section(striping: Striping) -> str:
-    found = (charts.striping_chart(striping, "read"), charts.striping_chart(striping, "write"))
+    found = [charts.striping_chart(striping, operation) for operation in OPERATIONS]
     shared = (
         '<p class="notice" role="note">Some of the folders lie on one device, so that they share its speed.</p>'
         if striping.shared_device
@@ -206,7 +207,7 @@ def _striping_section(striping: Striping) -> str:
 def _foot(tuning: Tuning) -> str:
     fewest, most = (limit(search.rounds for search in tuning.searches) for limit in (min, max))
     rounds = _plural(most, "round") if fewest == most else f"{fewest} to {most} rounds"
-    both = charts.directions([result for search in tuning.searches for result in search.results])
+    both = charts.operations([result for search in tuning.searches for result in search.results])
     reads = "Reads were cold: the file's pages had been dropped from the page cache." if "read" in both else ""
     writes = "Writes overwrote a file that existed, so that no space was allocated meanwhile." if "write" in both else ""
     return f"""<footer>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from deepnvme.config import AioConfig
 
@@ -13,6 +13,7 @@ from .figures import Percentiles, Spread
 from .folder import FolderFacts
 
 Operation = Literal["read", "write"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 EngineName = Literal["aio_handle", "aio_basic", "torch_io", "torch_fastio"]
 
 

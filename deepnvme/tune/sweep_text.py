@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,8 +14,9 @@ from rich.table import Table
 
 from deepnvme.version import __version__
 
+from .job import OPERATIONS, Operation
 from .sizes import size_text
-from .tuning import Figures, Result, Search, Tuning
+from .tuning import Result, Search, Striping, Tuning
 
 _GIB = 1 << 30
 _TEN = 10
@@ -28,7 +29,7 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
     """
     parts = [_search(search, verbose) for search in tuning.searches]
     if tuning.striping is not None:
-        parts.append(_striping(tuning))
+        parts.append(_striping(tuning.striping))
     if not tuning.complete and tuning.chosen.complete:
         parts.append("INTERRUPTED: what was to follow was not measured")
     notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
@@ -51,7 +52,7 @@ def as_document(tuning: Tuning) -> dict[str, Any]:
         "complete": tuning.complete,
         "bytes_written": tuning.bytes_written,
         "searches": [_search_document(search) for search in tuning.searches],
-        "striping": None if tuning.striping is None else dataclasses.asdict(tuning.striping),
+        "striping": None if tuning.striping is None else _striping_document(tuning.striping),
         "refused": dict(tuning.refused),
     }
 
@@ -79,11 +80,22 @@ def _result_document(result: Result) -> dict[str, Any]:
     }
 
 
+def _striping_document(striping: Striping) -> dict[str, Any]:
+    def rates(found: Mapping[Operation, float]) -> dict[str, float | None]:
+        return {operation: found.get(operation) for operation in OPERATIONS}
+
+    return {
+        "alone": [{"folder": folder, **rates(found)} for folder, found in striping.alone],
+        "together": rates(striping.together),
+        "shared_device": striping.shared_device,
+    }
+
+
 def _best(result: Result) -> str:
     shown = [
-        f"{name} = {figures.gb_per_second * 1e9 / _GIB:5.2f}"
-        for name, figures in (("read", result.read), ("write", result.write))
-        if figures is not None
+        f"{operation} = {figures.gb_per_second * 1e9 / _GIB:5.2f}"
+        for operation in OPERATIONS
+        if (figures := result.figures(operation)) is not None
     ]
     return f"Best performance (GB/sec): {', '.join(shown)}"
 
@@ -107,18 +119,18 @@ def _table(results: Sequence[Result], best: Result) -> str:
     for name in ("block", "depth", "workers"):
         table.add_column(name, justify="right")
     table.add_column("backend")
-    directions = [name for name in ("read", "write") if getattr(best, name) is not None]
-    for direction in directions:
-        table.add_column(f"{direction}\nGB/s", justify="right")
-    for direction in directions:
-        table.add_column(f"{direction}\nCPU s/GB", justify="right")
-    for direction in directions:
-        table.add_column(f"{direction} p99\nms a block", justify="right")
+    operations = [operation for operation in OPERATIONS if best.figures(operation) is not None]
+    for operation in operations:
+        table.add_column(f"{operation}\nGB/s", justify="right")
+    for operation in operations:
+        table.add_column(f"{operation}\nCPU s/GB", justify="right")
+    for operation in operations:
+        table.add_column(f"{operation} p99\nms a block", justify="right")
     table.add_column("in flight", justify="right")
     table.add_column("rounds", justify="right")
     for result in results:
         setting = result.setting
-        figures: list[Figures] = [getattr(result, direction) for direction in directions]
+        figures = [each for operation in operations if (each := result.figures(operation)) is not None]
         table.add_row(
             "*" if result == best else "",
             size_text(setting.block_size),
@@ -134,29 +146,17 @@ def _table(results: Sequence[Result], best: Result) -> str:
     return _text(table)
 
 
-def _striping(tuning: Tuning) -> str:
-    striping = tuning.striping
-    assert striping is not None
+def _striping(striping: Striping) -> str:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("striping")
-    for direction, rate in (("read", striping.together_read), ("write", striping.together_write)):
-        if rate is not None:
-            table.add_column(f"{direction}\nGB/s", justify="right")
-
-    def cells(read: float | None, write: float | None) -> list[str]:
-        return [f"{rate:.2f}" for rate in (read, write) if rate is not None]
-
-    for folder, read, write in striping.alone:
-        table.add_row(f"{folder} alone", *cells(read, write))
-    table.add_row("together", *cells(striping.together_read, striping.together_write))
-
-    def gain(together: float | None, position: int) -> str | None:
-        if together is None:
-            return None
-        return f"{together / max(rates[position] for rates in striping.alone):.2f}"  # type: ignore[type-var, operator]
-
-    gains = [gain(striping.together_read, 1), gain(striping.together_write, 2)]
-    table.add_row("together / the fastest alone", *(each for each in gains if each is not None))
+    for operation in striping.together:
+        table.add_column(f"{operation}\nGB/s", justify="right")
+    for folder, rates in striping.alone:
+        table.add_row(f"{folder} alone", *(f"{rates[operation]:.2f}" for operation in striping.together))
+    table.add_row("together", *(f"{rate:.2f}" for rate in striping.together.values()))
+    fastest = {operation: max(rates[operation] for _, rates in striping.alone) for operation in striping.together}
+    gains = [f"{rate / fastest[operation]:.2f}" for operation, rate in striping.together.items()]
+    table.add_row("together / the fastest alone", *gains)
     note = "\nThe folders share a device: nothing is won by striping over them." if striping.shared_device else ""
     return _text(table) + note
 

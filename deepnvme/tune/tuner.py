@@ -117,7 +117,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
     """What part of the bytes each folder of the group gets, relative to the one that gets most: as fast as it was alone."""
 
     def rate(index: int, operation: Operation) -> float:
-        figures = getattr(searches[index].best, operation) if len(group) > 1 else None
+        figures = searches[index].best.figures(operation) if len(group) > 1 else None
         return figures.gb_per_second if figures is not None else 1.0
 
     def of(operation: Operation) -> dict[int, float]:
@@ -140,14 +140,13 @@ def _striping(rig: Rig, order: Order, searches: Sequence[Search], facts: Sequenc
         observed = rig.move(deal, found.best.setting, operation, order.io_size)
         rates.setdefault((number, operation), []).append(observed.nbytes / observed.seconds / 1e9)
 
-    def rate(number: int, operation: Operation) -> float | None:
-        return statistics.median(rates[number, operation]) if operation in order.operations else None
+    def found_by(number: int) -> dict[Operation, float]:
+        return {operation: statistics.median(rates[number, operation]) for operation in order.operations}
 
     devices = {each.device_number for each in facts}
     return Striping(
-        alone=tuple((each.path, rate(number, "read"), rate(number, "write")) for number, each in enumerate(facts)),
-        together_read=rate(len(facts), "read"),
-        together_write=rate(len(facts), "write"),
+        alone=tuple((each.path, found_by(number)) for number, each in enumerate(facts)),
+        together=found_by(len(facts)),
         shared_device=len(devices) < len(together.folders),
     )
 

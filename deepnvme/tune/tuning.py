@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from deepnvme.config import AioConfig
 
 from .folder import FolderFacts
+from .job import Operation
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Result:
     rounds: int
     """Rounds of the search it stayed in: the more, the longer it was measured."""
 
+    def figures(self, operation: Operation) -> Figures | None:
+        return self.read if operation == "read" else self.write
+
     @property
     def in_flight_bytes(self) -> int:
         """Memory under transfer at a time: what the setting costs beside CPU time."""
@@ -59,13 +63,14 @@ class Search:
 
 @dataclass(frozen=True)
 class Striping:
-    """The same folders with their own best settings alone, and together with bytes dealt in proportion to their speeds;
-    10^9 bytes per second, None for a direction that was not asked for."""
+    """The same folders with their own best settings alone, and together with bytes dealt in proportion to their speeds.
 
-    alone: tuple[tuple[str, float | None, float | None], ...]
-    """(folder, read, write)."""
-    together_read: float | None
-    together_write: float | None
+    Rates are 10^9 bytes per second, of the operations that were asked for.
+    """
+
+    alone: tuple[tuple[str, Mapping[Operation, float]], ...]
+    """Each folder, and its rates."""
+    together: Mapping[Operation, float]
     shared_device: bool
     """Whether two of the folders lie on one device."""
 

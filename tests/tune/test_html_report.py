@@ -60,12 +60,12 @@ def tuning(*searches: Search, striping: Striping | None = None) -> Tuning:
 
 
 def two_folders() -> Tuning:
-    alone = (("/mnt/nvme0", 3.2, 2.2), ("/mnt/nvme1", 3.1, 2.1))
+    alone = (("/mnt/nvme0", {"read": 3.2, "write": 2.2}), ("/mnt/nvme1", {"read": 3.1, "write": 2.1}))
     return tuning(
         search(DRIVE),
         search(OTHER_DRIVE),
         search(DRIVE, OTHER_DRIVE),
-        striping=Striping(alone, together_read=6.0, together_write=4.3, shared_device=False),
+        striping=Striping(alone, {"read": 6.0, "write": 4.3}, shared_device=False),
     )
 
 
@@ -266,7 +266,8 @@ def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not():
 @needs_matplotlib
 def test_a_hostile_folder_name_stays_text():
     folder = replace(DRIVE, path=HOSTILE, device=HOSTILE)
-    striping = Striping(((HOSTILE, 3.0, 2.0), ("/mnt/nvme1", 3.0, 2.0)), 5.0, 4.0, False)
+    rates = {"read": 3.0, "write": 2.0}
+    striping = Striping(((HOSTILE, rates), ("/mnt/nvme1", rates)), {"read": 5.0, "write": 4.0}, False)
     source = rendered(tuning(search(folder), search(OTHER_DRIVE), search(folder, OTHER_DRIVE), striping=striping))
     source.encode("utf-8")
     page = Page(source)
@@ -285,8 +286,7 @@ def test_a_hostile_folder_name_stays_text():
 def test_a_direction_that_was_not_measured_leaves_no_trace(direction):
     missing = "write" if direction == "read" else "read"
     only = {"read": direction == "read", "write": direction == "write"}
-    alone = tuple((folder, 3.0 if only["read"] else None, 2.0 if only["write"] else None) for folder in ("/a", "/b"))
-    striping = Striping(alone, 5.5 if only["read"] else None, 3.5 if only["write"] else None, False)
+    striping = Striping(tuple((folder, {direction: 3.0}) for folder in ("/a", "/b")), {direction: 5.5}, False)
     page = Page(rendered(tuning(search(DRIVE, **only), striping=striping)))
     titles = page.titles_of_charts()
     assert len(titles) == 5 + 1
@@ -347,7 +347,8 @@ def test_figures_of_zero_break_no_chart():
     results = [
         Result(AioConfig(queue_depth=depth, intra_op_parallelism=depth), "io_uring", nothing, nothing, 1) for depth in (1, 2)
     ]
-    striping = Striping((("/a", 0.0, 0.0), ("/b", 0.0, 0.0)), 0.0, 0.0, True)
+    rates = {"read": 0.0, "write": 0.0}
+    striping = Striping((("/a", rates), ("/b", rates)), rates, True)
     stopped = Search((DRIVE,), tuple(results), results[0], "", 1, 0.0, False)
     page = Page(rendered(tuning(stopped, striping=striping)))
     assert len(page.all("svg")) == 2 + 1 + 2  # heat maps, workers, striping; latency and CPU time have nothing to show
@@ -373,8 +374,8 @@ def test_an_interrupt_between_searches_is_told_at_the_head_and_the_foot():
 
 @needs_matplotlib
 def test_folders_on_one_device_are_told_to_share_its_speed():
-    alone = (("/mnt/nvme0/a", 3.2, None), ("/mnt/nvme0/b", 3.1, None))
-    striping = Striping(alone, together_read=3.15, together_write=None, shared_device=True)
+    alone = (("/mnt/nvme0/a", {"read": 3.2}), ("/mnt/nvme0/b", {"read": 3.1}))
+    striping = Striping(alone, {"read": 3.15}, shared_device=True)
     page = Page(rendered(tuning(search(DRIVE), striping=striping)))
     assert "on one device" in page.text
     assert "50% of the sum" in page.text

@@ -363,12 +363,19 @@ def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Tune, drive: 
     folders = [drive / "a", drive / "b"]
     for folder in folders:
         folder.mkdir()
-    ran = ds_nvme_tune("--nvme_dir", *folders, folders[0], "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
+    written = drive / "tuned.json"
+    options = ("--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--no_write", "--json", written)
+    ran = ds_nvme_tune("--nvme_dir", *folders, folders[0], *options)
     assert ran.status == 0
     announced = ran.out.splitlines()[0].removeprefix("Running DeepNVMe performance tuning on ")
     assert ast.literal_eval(announced) == [str(folder) for folder in folders]
     for told in (f"{folders[0]} alone", f"{folders[1]} alone", "together / the fastest alone", "share a device"):
         assert told in ran.out
+    striping = json.loads(written.read_text())["striping"]
+    assert [each["folder"] for each in striping["alone"]] == [str(folder.resolve()) for folder in folders]
+    for rates in (striping["together"], *striping["alone"]):
+        assert rates["read"] > 0
+        assert rates["write"] is None
     assert not any([*folder.iterdir()] for folder in folders)
 
 

@@ -238,10 +238,10 @@ def test_folders_of_one_device_are_measured_alone_and_together_and_said_to_share
     assert tuning.chosen is tuning.searches[2]
     assert tuning.striping is not None
     assert tuning.striping.shared_device
-    assert [Path(name) for name, _, _ in tuning.striping.alone] == [folder.resolve() for folder in folders]
-    for rate in (tuning.striping.together_read, tuning.striping.together_write):
-        assert rate is not None
-        assert rate > 0
+    assert [Path(name) for name, _ in tuning.striping.alone] == [folder.resolve() for folder in folders]
+    for rates in (tuning.striping.together, *(rates for _, rates in tuning.striping.alone)):
+        assert rates.keys() == {"read", "write"}
+        assert all(rate > 0 for rate in rates.values())
     assert not any([*folder.iterdir()] for folder in folders)
 
 
@@ -253,6 +253,5 @@ def test_folders_of_two_devices_are_not_said_to_share_one(drive: Path) -> None:
         tuning = tune(order(drive / "folder", disk.path, write=False))
         assert tuning.striping is not None
         assert not tuning.striping.shared_device
-        assert tuning.striping.together_write is None
-        assert tuning.striping.together_read is not None
+        assert tuning.striping.together.keys() == {"read"}
         assert {each.name for each in disk.path.iterdir()} == {"lost+found"}
