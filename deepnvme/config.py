@@ -44,6 +44,11 @@ class AioConfig(BaseModel):
     backend: Backend = "auto"
     """Not DeepSpeed's, which ignores it: insists on one backend of ours."""
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Memory under transfer at a time: what the setting costs beside CPU time."""
+        return self.block_size * self.queue_depth * self.intra_op_parallelism
+
     @model_validator(mode="before")
     @classmethod
     def _one_name_for_the_workers(cls, block: Any) -> Any:

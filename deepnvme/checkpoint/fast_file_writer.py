@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from deepnvme._tensor_memory import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class FastFileWriter(io.RawIOBase):
             taken = 0
             while taken < len(source):
                 count = min(self._size - self._filled, len(source) - taken)
-                with source[taken : taken + count] as piece, _memory(self._halves[0], self._filled, count) as room:
+                with source[taken : taken + count] as piece, memory_of(self._halves[0], self._filled, count) as room:
                     room[:] = piece
                 self._filled += count
                 taken += count
@@ -106,8 +107,3 @@ class FastFileWriter(io.RawIOBase):
         self._halves.reverse()
         if len(self._halves) == 1:
             self._handle.wait()
-
-
-def _memory(tensor: torch.Tensor, start: int, count: int) -> memoryview:
-    """Part of a tensor of bytes, without numpy, which need not be there."""
-    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr() + start)).cast("B")

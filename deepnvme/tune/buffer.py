@@ -50,7 +50,7 @@ class Buffer:
         return (self.tensor if self._bounce is None else self._bounce)[:nbytes]
 
     def renew(self) -> None:
-        """Other random bytes, wherever what was moved before is still lying."""
+        """Refill tensor and bounce buffer with new random bytes."""
         random_bytes(self.tensor)
         if self._bounce is not None:
             random_bytes(self._bounce)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .job import OPERATIONS, Operation
-from .sizes import size_text
+from .sizes import GIB, size_text
 from .tuning import Result, Tuning
-
-_GIB = 1 << 30
 
 
 def write(tuning: Tuning, directory: Path) -> None:
@@ -48,11 +46,11 @@ def _name(operation: Operation, result: Result, folders: int) -> str:
 
 def _block_size(size: int) -> str:
     # The parser knows K and M.
-    return f"{size >> 20}M" if size % (1 << 30) == 0 else size_text(size)
+    return f"{size >> 20}M" if size % GIB == 0 else size_text(size)
 
 
 def _lines(what: str, rate: float, nbytes: int) -> str:
-    seconds, speed = nbytes / (rate * 1e9), rate * 1e9 / _GIB
+    seconds, speed = nbytes / (rate * 1e9), rate * 1e9 / GIB
     return "".join(
         f"{name} {what} Latency = {seconds} sec\n{name} {what} Speed = {speed} GB/sec\n" for name in ("Task", "E2E")
     )

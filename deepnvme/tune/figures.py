@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,14 @@ class Spread:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
+
+
+def merged(histograms: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
+    """What all of them have counted together."""
+    total: Counter[_Key] = Counter()
+    for each in histograms:
+        total.update(each)
+    return dict(total)
 
 
 @dataclass(frozen=True)

@@ -59,24 +59,6 @@ def examine(folder: Path) -> FolderFacts:
     )
 
 
-def check_space(needs: Iterable[tuple[Path, int]]) -> None:
-    """``needs``: bytes wanted in each folder. Raises Unsuitable if a filesystem has not that much free for all its folders."""
-    wanted: dict[int, int] = {}
-    folders: dict[int, Path] = {}
-    for folder, nbytes in needs:
-        device = folder.stat().st_dev
-        wanted[device] = wanted.get(device, 0) + nbytes
-        folders.setdefault(device, folder)
-    for device, nbytes in wanted.items():
-        status = os.statvfs(folders[device])
-        free = status.f_bavail * status.f_frsize
-        if free < nbytes:
-            raise Unsuitable(
-                f"'{folders[device]}' has {free} bytes free, {nbytes} are needed; "
-                "make room, give a smaller --io_size or another folder"
-            )
-
-
 @contextlib.contextmanager
 def workspace(folder: Path, prefix: str) -> Iterator[Path]:
     """A directory of one's own in ``folder``, removed with all that it holds. Raises Unsuitable if it cannot be made."""
@@ -100,13 +82,18 @@ def drop_pages(paths: Iterable[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def settle(directory: Path, limit_seconds: float = 2.0) -> None:
-    """Commit what is left of unlinks and allocations (a mount with ``discard`` trims now), then wait for a quiet device."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file's or a directory's data on stable storage."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def settle(directory: Path, limit_seconds: float = 2.0) -> None:
+    """Commit what is left of unlinks and allocations (a mount with ``discard`` trims now), then wait for a quiet device."""
+    sync(directory)
     device = directory.stat().st_dev
     inflight = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")
     if not inflight.exists():

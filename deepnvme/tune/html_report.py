@@ -14,7 +14,7 @@ from .folder import FolderFacts, Unsuitable
 from .job import OPERATIONS
 from .picture import Chart
 from .sizes import size_text
-from .tuning import Result, Search, Striping, Tuning
+from .tuning import TABLE, Result, Search, Striping, Tuning
 
 
 def require_matplotlib() -> None:
@@ -151,15 +151,11 @@ def _figures(shown: list[Chart], prefix: str) -> str:
 
 
 def _table(search: Search) -> str:
-    """The ten best, and the recommended one if it is not among them."""
-    shown = list(search.results[:10])
-    if search.best not in shown:
-        shown.append(search.best)
     both = charts.operations(search.results)
     groups = "".join(f'<th colspan="4" scope="colgroup" class="{operation}">{operation}</th>' for operation in both)
     columns = "<th>GB/s</th><th>p50 ms</th><th>p99 ms</th><th>CPU s/GB</th>" * len(both)
     rows = []
-    for result in shown:
+    for result in search.table:
         setting = result.setting
         values = [
             size_text(setting.block_size),
@@ -175,10 +171,10 @@ def _table(search: Search) -> str:
                 three_digits(figures.latency_p99 * 1e3),
                 three_digits(figures.cpu_seconds_per_gb),
             ]  # fmt: skip
-        values += [size_text(result.in_flight_bytes), str(result.rounds)]
+        values += [size_text(setting.in_flight_bytes), str(result.rounds)]
         recommended = ' class="recommended"' if result == search.best else ""
         rows.append(f"<tr{recommended}>{''.join(f'<td>{_text(value)}</td>' for value in values)}</tr>")
-    title = "The ten best" if len(search.results) > 10 else "All settings" if len(search.results) > 1 else "The setting"
+    title = "The ten best" if len(search.results) > TABLE else "All settings" if len(search.results) > 1 else "The setting"
     return f"""<h3>{title}</h3>
 <div class="wide" tabindex="0" role="region" aria-label="{title}"><table>
 <thead><tr><th colspan="4"></th>{groups}<th colspan="2"></th></tr>

@@ -13,7 +13,8 @@ from deepnvme.config import AioConfig
 from . import io_text
 from .arguments import BACKENDS, Parser, emit, folder, natural, one_line_errors, positive, size, status_line, write_out
 from .job import Job, Place
-from .measure import measure
+from .measuring import measure
+from .space import bad_setting
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,7 +113,7 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
             backend=options.backend,
         )
     except ValueError as error:
-        parser.error(io_text.bad_setting(error, {"intra_op_parallelism": "io_parallel"}))
+        parser.error(bad_setting(error, {"intra_op_parallelism": "io_parallel"}))
     return Job(
         places=places,
         operation="read" if options.read else "write",

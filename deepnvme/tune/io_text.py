@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
-
-from pydantic import ValidationError
 
 from deepnvme.version import __version__
 
 from .figures import Percentiles, Spread
 from .job import Job, Measurement
-from .sizes import size_text
+from .sizes import GIB, size_text
 
-_GIB = 1 << 30
 _WIDTH = 15
 
 
@@ -29,7 +25,7 @@ def render(measurement: Measurement) -> str:
     what = job.operation.capitalize()
     for name, seconds in (("Task", measurement.task_seconds), ("E2E", measurement.seconds)):
         lines.append(f"{name} {what} Latency = {seconds:.6f} sec")
-        lines.append(f"{name} {what} Speed = {measurement.nbytes / seconds / _GIB:.6f} GB/sec")
+        lines.append(f"{name} {what} Speed = {measurement.nbytes / seconds / GIB:.6f} GB/sec")
     rate = measurement.gb_per_second
     loops = len(measurement.samples)
     spread = f"median of {loops} loops, quartiles {rate.low:.2f} - {rate.high:.2f}" if loops > 1 else "one loop"
@@ -82,23 +78,14 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
         "fallbacks": dict(measurement.fallbacks),
         "deepspeed": {
             "task_latency": measurement.task_seconds,
-            "task_speed": total / measurement.task_seconds / _GIB,
+            "task_speed": total / measurement.task_seconds / GIB,
             "e2e_latency": measurement.seconds,
-            "e2e_speed": total / measurement.seconds / _GIB,
+            "e2e_speed": total / measurement.seconds / GIB,
         },
         "loops": [_loop(sample) for sample in measurement.samples],
         "warmup": [_loop(sample) for sample in measurement.warmup],
         "fio": None if measurement.fio is None else dataclasses.asdict(measurement.fio),
     }
-
-
-def bad_setting(error: ValueError, names: Mapping[str, str]) -> str:
-    """One line for a setting that AioConfig refuses. ``names``: its fields' names where the user knows others."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    name = str(first["loc"][0]) if first["loc"] else "setting"
-    return f"{names.get(name, name)}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
 
 
 def _loop(sample: Any) -> dict[str, Any]:

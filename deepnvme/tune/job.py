@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from deepnvme.config import AioConfig
 
-from .figures import Percentiles, Spread
+from .figures import Percentiles, Spread, merged
 from .folder import FolderFacts
 
 Operation = Literal["read", "write"]
@@ -55,6 +55,11 @@ class Job:
     @property
     def total_loops(self) -> int:
         return self.warmup_loops + self.loops
+
+
+def file_name(operation: Operation, index: int, loop: int) -> str:
+    """The file of the place of that index; without ``different_files``, loop 0's is that of all."""
+    return f"{operation}.{index}.{loop}"
 
 
 @dataclass(frozen=True)
@@ -173,10 +178,7 @@ class Measurement:
     @property
     def block_latency(self) -> Percentiles | None:
         """From a block's submission to its completion."""
-        bins: dict[int, int] = {}
-        for sample in self.samples:
-            for bound, count in (sample.block_latency or {}).items():
-                bins[bound] = bins.get(bound, 0) + count
+        bins = merged(sample.block_latency or {} for sample in self.samples)
         return Percentiles.of_bins(bins) if bins else None
 
     @property

@@ -15,11 +15,11 @@ from deepnvme.config import AioConfig
 
 from . import transfers
 from .buffer import Buffer
-from .figures import Percentiles
+from .counters import cpu_seconds, latency_between
+from .figures import Percentiles, merged
 from .folder import Unsuitable, drop_pages, settle, workspace
 from .job import Operation
 from .search import Observation
-from .worker import cpu_seconds, latency_between
 
 _MIB = 1 << 20
 # More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
@@ -94,11 +94,8 @@ class Rig:
         seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
         if operation == "write":
             self.bytes_written += sum(sizes.values())
-        blocks: dict[int, int] = {}
-        for handle, earlier in zip(handles.values(), before, strict=True):
-            for bound, count in latency_between(earlier, handle.stats()).items():
-                blocks[bound] = blocks.get(bound, 0) + count
-        latency = Percentiles.of_bins(blocks)
+        pairs = zip(handles.values(), before, strict=True)
+        latency = Percentiles.of_bins(merged(latency_between(earlier, handle.stats()) for handle, earlier in pairs))
         return Observation(sum(sizes.values()), seconds, cpu, latency.p50, latency.p99)
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
@@ -106,16 +103,24 @@ class Rig:
         if setting != self._setting:
             self._setting = None
             self._retire()
-            self._handles = [transfers.make_handle(setting) for _ in self._folders]
+            try:
+                self._handles = [transfers.make_handle(setting) for _ in self._folders]
+            except Unsuitable:
+                # The events of those that are still going count against the limit.
+                self._wait_for_retiring(0)
+                self._handles = [transfers.make_handle(setting) for _ in self._folders]
             self._setting = setting
         return self._handles
 
     def _retire(self) -> None:
         # Elsewhere, because libaio's take 40 ms to go, which would be half of a search.
-        while len(self._retiring) >= _MOST_RETIRING:
-            self._retiring.popleft().result()
+        self._wait_for_retiring(_MOST_RETIRING - 1)
         retired, self._handles = self._handles, []
         self._retiring.append(self._retirer.submit(retired.clear))
+
+    def _wait_for_retiring(self, left: int) -> None:
+        while len(self._retiring) > left:
+            self._retiring.popleft().result()
 
 
 def _text(setting: AioConfig) -> str:

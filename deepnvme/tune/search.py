@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from deepnvme.config import AioConfig
 
 from .job import Operation
+from .tuning import TABLE
 
 # A third is kept each round: a setting must be measured badly, by a lot, in a short round to be lost.
 _KEPT = 3
-# The table of the ten best is of one round, after which a last one decides among few.
-_TABLE = 10
+# After the round of those that are shown, a last one decides among few.
 _FINALISTS = 4
 # Passes over the settings of a round, to aim for and at most; of a late round, one no larger than the table, they are more. Short
 # transfers and many: on the drive it was measured on, one of 16 MiB varies by 6-9 % and one of 400 MiB by 4-9 %.
@@ -61,13 +61,16 @@ class Candidate:
         found = self.rounds[round_number].values()
         return [sum(each.seconds / each.nbytes for each in together) for together in zip(*found, strict=False)]
 
-    def cpu_seconds_per_gb(self, round_number: int) -> float:
-        found = [each for observations in self.rounds[round_number].values() for each in observations]
-        return sum(each.cpu_seconds for each in found) / (sum(each.nbytes for each in found) / 1e9)
+    def last_round(self, rounds: int) -> int:
+        """The last of the first so many rounds that it has a whole pass of: what was interrupted in its first does not count."""
+        return max(number for number in range(min(rounds, len(self.rounds))) if self.passes(number))
 
-    @property
-    def in_flight_bytes(self) -> int:
-        return self.setting.block_size * self.setting.queue_depth * self.setting.intra_op_parallelism
+    def cpu_seconds_per_gb(self, round_number: int) -> float:
+        return cpu_seconds_per_gb([each for found in self.rounds[round_number].values() for each in found])
+
+
+def cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
+    return sum(each.cpu_seconds for each in observed) / (sum(each.nbytes for each in observed) / 1e9)
 
 
 @dataclass(frozen=True)
@@ -82,20 +85,13 @@ class Outcome:
     complete: bool
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How large the search is: for a progress bar, and to see what will be written."""
-
-    counts: tuple[int, ...]
-    """Settings in each round."""
-
-    @classmethod
-    def of(cls, settings: int) -> Plan:
-        counts = [settings]
-        while counts[-1] > _FINALISTS:
-            least = _TABLE if counts[-1] > _TABLE else _FINALISTS
-            counts.append(max(least, math.ceil(counts[-1] / _KEPT)))
-        return cls(tuple(counts))
+def rounds(settings: int) -> list[int]:
+    """How many of so many settings are in each round."""
+    counts = [settings]
+    while counts[-1] > _FINALISTS:
+        least = TABLE if counts[-1] > TABLE else _FINALISTS
+        counts.append(max(least, math.ceil(counts[-1] / _KEPT)))
+    return counts
 
 
 Progress = Callable[[float, str], None]
@@ -110,7 +106,6 @@ def search(
     seconds: float,
     progress: Progress = lambda share, step: None,
     clock: Callable[[], float] = time.monotonic,
-    seed: int = 0,
 ) -> Outcome:
     """Find the setting that moves a byte each way (or the one way asked for) in the least time.
 
@@ -120,47 +115,29 @@ def search(
     ends the search with what it has; it is passed on if that is nothing.
     """
     candidates = [Candidate(setting) for setting in settings]
-    counts = Plan.of(len(candidates)).counts
-    order = random.Random(seed)
+    counts = rounds(len(candidates))
+    bench = _Bench(operations, measure, io_size, clock)
     racing = candidates
     end = clock() + seconds
-    last = -1
     complete = False
     try:
-        pace = _pilot(settings[0], operations, measure, io_size, clock)
-        for number, count in enumerate(counts):
-            late = count <= _TABLE
-            begin = clock()
-            available = max(end - begin, 0.0) / (len(counts) - number)
-            nbytes = pace.bytes_each(available / (count * (_LATE_PASSES if late else _PASSES)), io_size)
-            for candidate in racing:
-                candidate.rounds.append({operation: [] for operation in operations})
-            least, most = (2, _MOST_LATE_PASSES) if late else (1, _PASSES)  # two show the noise
-            done = 0
-            # One that is half over when time is up comes as close to it as none.
-            while done < least or (done < most and (clock() - begin) * (1 + 0.5 / done) < available):
-                for index, candidate in enumerate(order.sample(racing, count)):
-                    by_time = (clock() - begin) / available if available else 1.0
-                    share = (number + min(max(by_time, (done + index / count) / most), 1.0)) / len(counts)
-                    progress(share, f"round {number + 1} of {len(counts)}: {count} settings")
-                    for operation in operations:
-                        candidate.rounds[number][operation].append(measure(candidate.setting, operation, nbytes))
-                done += 1
-                last = number
-            pace = _pace(racing, number, clock() - begin)
-            if number < len(counts) - 1:
-                racing = _promoted(racing, number, counts[number + 1])
+        pace = bench.pilot(settings[0])
+        for number in range(len(counts)):
+            if number > 0:
+                racing = _promoted(racing, number - 1, counts[number])
+            available = max(end - clock(), 0.0) / (len(counts) - number)
+            pace = bench.round(racing, pace, available, _part(progress, number, counts))
         complete = True
         progress(1.0, "done")
     except KeyboardInterrupt:
         if not any(candidate.rounds and candidate.passes(0) for candidate in candidates):
             raise
-    return _judge(candidates, max(last, 0), complete)
+    return _judge(candidates, complete)
 
 
 def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candidate, list[float]]:
-    """Each candidate's time pass by pass, as a multiple of what the middle one took in that pass: the drive's mood, which changes
-    from pass to pass, cancels."""
+    """Each candidate's time pass by pass, as a multiple of what the middle one took in that pass: the drive's speed at the time,
+    which changes from pass to pass, cancels."""
     times = {candidate: candidate.passes(round_number) for candidate in candidates}
     count = max(map(len, times.values()), default=0)
     middles = [statistics.median(found[turn] for found in times.values() if turn < len(found)) for turn in range(count)]
@@ -206,22 +183,54 @@ class _Pace:
         return min(io_size, max(wanted, shortest))
 
 
-def _pilot(
-    setting: AioConfig, operations: Sequence[Operation], measure: Measure, io_size: int, clock: Callable[[], float]
-) -> _Pace:
-    """Roughly; also the warm-up."""
-    begin = clock()
-    observed = [measure(setting, operation, min(io_size, 64 << 20)) for operation in operations]
-    overhead = clock() - begin - sum(each.seconds for each in observed)
-    return _Pace(1 / sum(each.seconds / each.nbytes for each in observed), max(overhead, 0.0))
+@dataclass(frozen=True)
+class _Bench:
+    """What settings are measured with."""
+
+    operations: Sequence[Operation]
+    measure: Measure
+    io_size: int
+    clock: Callable[[], float]
+    order: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def pilot(self, setting: AioConfig) -> _Pace:
+        """Roughly; also the warm-up."""
+        begin = self.clock()
+        observed = [self.measure(setting, operation, min(self.io_size, 64 << 20)) for operation in self.operations]
+        overhead = self.clock() - begin - sum(each.seconds for each in observed)
+        return _Pace(1 / sum(each.seconds / each.nbytes for each in observed), max(overhead, 0.0))
+
+    def round(self, racing: Sequence[Candidate], pace: _Pace, seconds: float, progress: Callable[[float], None]) -> _Pace:
+        """Measure all of them pass by pass, for as long as ``seconds`` and the passes that are worth their time allow."""
+        begin = self.clock()
+        late = len(racing) <= TABLE
+        nbytes = pace.bytes_each(seconds / (len(racing) * (_LATE_PASSES if late else _PASSES)), self.io_size)
+        least, most = (2, _MOST_LATE_PASSES) if late else (1, _PASSES)  # two show the noise
+        for candidate in racing:
+            candidate.rounds.append({operation: [] for operation in self.operations})
+        done = 0
+        # One that is half over when time is up comes as close to it as none.
+        while done < least or (done < most and (self.clock() - begin) * (1 + 0.5 / done) < seconds):
+            for index, candidate in enumerate(self.order.sample(racing, len(racing))):
+                by_time = (self.clock() - begin) / seconds if seconds else 1.0
+                progress(min(max(by_time, (done + index / len(racing)) / most), 1.0))
+                for operation in self.operations:
+                    candidate.rounds[-1][operation].append(self.measure(candidate.setting, operation, nbytes))
+            done += 1
+        return _pace(racing, self.clock() - begin)
 
 
-def _pace(racing: Sequence[Candidate], number: int, seconds: float) -> _Pace:
-    """``seconds``: what the whole round took."""
-    observed = [each for candidate in racing for found in candidate.rounds[number].values() for each in found]
+def _part(progress: Progress, number: int, counts: Sequence[int]) -> Callable[[float], None]:
+    step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
+    return lambda share: progress((number + share) / len(counts), step)
+
+
+def _pace(racing: Sequence[Candidate], seconds: float) -> _Pace:
+    """``seconds``: what the whole of the last round took."""
+    observed = [each for candidate in racing for found in candidate.rounds[-1].values() for each in found]
     moving = sum(each.seconds for each in observed)
-    rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(number))
-    return _Pace(rate, max(seconds - moving, 0.0) / len(observed) * len(racing[0].rounds[number]))
+    rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(-1))
+    return _Pace(rate, max(seconds - moving, 0.0) / len(observed) * len(racing[0].rounds[-1]))
 
 
 def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Candidate]:
@@ -233,16 +242,17 @@ def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Cand
     chosen = fastest[: math.ceil(count / 2)]
     bound = time[fastest[count - 1]] * (1 + noise(found))
     rest = [each for each in fastest[len(chosen) :] if time[each] <= bound]
-    return chosen + sorted(rest, key=lambda each: each.in_flight_bytes)[: count - len(chosen)]
+    return chosen + sorted(rest, key=lambda each: each.setting.in_flight_bytes)[: count - len(chosen)]
 
 
-def _judge(candidates: Sequence[Candidate], last: int, complete: bool) -> Outcome:
-    """``last``: the last round of which a pass is whole. A setting that it did not reach stands by the round before."""
-
-    def reached(candidate: Candidate) -> int:
-        return max(number for number in range(min(last + 1, len(candidate.rounds))) if candidate.passes(number))
-
-    reached_by = {each: reached(each) for each in candidates if each.rounds and each.passes(0)}
+def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
+    """By the last round of which a pass is whole. A setting that it did not reach stands by the round before."""
+    last = 0
+    while reached := [each for each in candidates if len(each.rounds) > last + 1]:
+        if not all(each.passes(last + 1) for each in reached):
+            break
+        last += 1
+    reached_by = {each: each.last_round(last + 1) for each in candidates if each.rounds and each.passes(0)}
     time: dict[Candidate, float] = {}
     for number in range(last + 1):
         # Against all that were in that round, those that went on included.
@@ -260,7 +270,7 @@ def _judge(candidates: Sequence[Candidate], last: int, complete: bool) -> Outcom
     best = min(
         thrifty,
         key=lambda each: (
-            each.setting.backend != "auto", each.in_flight_bytes, each.setting.intra_op_parallelism, time[each],
+            each.setting.backend != "auto", each.setting.in_flight_bytes, each.setting.intra_op_parallelism, time[each],
         ),
     )  # fmt: skip
     if len(ranked) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+GIB = 1 << 30
 _SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 
@@ -26,11 +28,13 @@ def default_space(io_size: int, backends: Sequence[Backend], use_gds: bool = Fal
     transfer of ``io_size`` bytes cannot fill."""
     most = max(2, len(os.sched_getaffinity(0)))
     names: list[Backend] = ["auto", *backends[1:]]
-    return [
+    settings = [
         AioConfig(block_size=block, queue_depth=depth, intra_op_parallelism=workers, use_gds=use_gds, backend=name)
         for name, workers, block, depth in itertools.product(names, _WORKERS, _BLOCK_SIZES, _QUEUE_DEPTHS)
-        if workers <= most and block * depth * workers <= max(io_size, _BLOCK_SIZES[0] * _QUEUE_DEPTHS[0])
+        if workers <= most
     ]
+    largest = max(io_size, settings[0].in_flight_bytes)
+    return [each for each in settings if each.in_flight_bytes <= largest]
 
 
 def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
@@ -50,10 +54,17 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
         try:
             settings[AioConfig(use_gds=use_gds, **options)] = None
         except ValueError as error:
-            from .io_text import bad_setting
-
             raise Unsuitable(f"--sweep_config '{path}': {bad_setting(error, _FILE_NAMES)}") from error
     return list(settings)
+
+
+def bad_setting(error: ValueError, names: Mapping[str, str]) -> str:
+    """One line for a setting that AioConfig refuses. ``names``: its fields' names where the user knows others."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "setting"
+    return f"{names.get(name, name)}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
 
 
 def _number(value: Any) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from . import deepspeed_logs, html_report, sweep_text
 from .arguments import Parser, emit, folder, one_line_errors, positive, size, write_out
+from .search import Progress
 from .space import read_sweep
-from .tuner import Order, Progress, tune
+from .tuner import Order, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

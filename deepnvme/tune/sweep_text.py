@@ -15,11 +15,8 @@ from rich.table import Table
 from deepnvme.version import __version__
 
 from .job import OPERATIONS, Operation
-from .sizes import size_text
+from .sizes import GIB, size_text
 from .tuning import Result, Search, Striping, Tuning
-
-_GIB = 1 << 30
-_TEN = 10
 
 
 def render(tuning: Tuning, verbose: bool = False) -> str:
@@ -76,7 +73,7 @@ def _result_document(result: Result) -> dict[str, Any]:
         "read": None if result.read is None else dataclasses.asdict(result.read),
         "write": None if result.write is None else dataclasses.asdict(result.write),
         "rounds": result.rounds,
-        "in_flight_bytes": result.in_flight_bytes,
+        "in_flight_bytes": result.setting.in_flight_bytes,
     }
 
 
@@ -93,7 +90,7 @@ def _striping_document(striping: Striping) -> dict[str, Any]:
 
 def _best(result: Result) -> str:
     shown = [
-        f"{operation} = {figures.gb_per_second * 1e9 / _GIB:5.2f}"
+        f"{operation} = {figures.gb_per_second * 1e9 / GIB:5.2f}"
         for operation in OPERATIONS
         if (figures := result.figures(operation)) is not None
     ]
@@ -102,13 +99,10 @@ def _best(result: Result) -> str:
 
 def _search(search: Search, verbose: bool) -> str:
     where = " + ".join(f"{facts.path} ({facts.label})" for facts in search.folders)
-    shown = list(search.results) if verbose else list(search.results[:_TEN])
-    if search.best not in shown:
-        shown.append(search.best)
     lines = [where]
     if not search.complete:
         lines.append("INTERRUPTED: what follows was measured before that")
-    lines.append(_table(shown, search.best))
+    lines.append(_table(search.results if verbose else search.table, search.best))
     lines.append(f"* {search.reason}")
     return "\n".join(lines)
 
@@ -140,7 +134,7 @@ def _table(results: Sequence[Result], best: Result) -> str:
             *(f"{each.gb_per_second:.2f}" for each in figures),
             *(f"{each.cpu_seconds_per_gb:.3f}" for each in figures),
             *(f"{each.latency_p99 * 1e3:.3g}" for each in figures),
-            size_text(result.in_flight_bytes),
+            size_text(setting.in_flight_bytes),
             str(result.rounds),
         )
     return _text(table)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deepnvme._tensor_memory import memory_of
 from deepnvme.checkpoint.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.config import AioConfig
 
@@ -35,7 +35,7 @@ class Transfer(Protocol):
     def move(self, path: Path) -> None:
         """What is measured: all of the tensor to or from the file."""
 
-    def holds_what(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
         """Whether file and tensor hold the same."""
 
     def renew(self) -> None:
@@ -119,7 +119,7 @@ class _Handle:
             self._handle.pwrite(self._buffer.to_write(), str(path), False, True)
             self._handle.wait()
 
-    def holds_what(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
         return _same(self._buffer.tensor, path)
 
     def renew(self) -> None:
@@ -153,7 +153,7 @@ class _Basic:
     def move(self, path: Path) -> None:
         self._move(self.tensor, str(path), *self._arguments)
 
-    def holds_what(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
         return _same(self.tensor, path)
 
     def renew(self) -> None:
@@ -185,7 +185,7 @@ class _Torch:
         else:
             self._save(path)
 
-    def holds_what(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
         return self._torch.equal(self.tensor, self._load(path) if self._loaded is None else self._loaded)
 
     def renew(self) -> None:
@@ -236,15 +236,10 @@ def _same(tensor: torch.Tensor, path: Path) -> bool:
         return False
     with path.open("rb", buffering=0) as file:
         for piece in _pieces(tensor):
-            with _bytes(piece) as view:
+            with memory_of(piece) as view:
                 if file.read(len(view)) != view:
                     return False
     return True
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a host tensor of bytes; without numpy, which need not be there."""
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def _first_line(error: BaseException) -> str:

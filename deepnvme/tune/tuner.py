@@ -6,18 +6,18 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme.config import AioConfig
 
 from . import transfers
-from .folder import FolderFacts, check_space, examine
+from .folder import FolderFacts, examine
 from .job import Operation
-from .measure import check_memory
 from .rig import Rig, Shares
-from .search import Candidate, Outcome, search
+from .room import check_memory, check_space
+from .search import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
 from .space import default_space
 from .tuning import Figures, Result, Search, Striping, Tuning
 
@@ -44,9 +44,6 @@ class Order:
     def operations(self) -> list[Operation]:
         wanted: list[tuple[Operation, bool]] = [("read", self.read), ("write", self.write)]
         return [operation for operation, yes in wanted if yes]
-
-
-Progress = Callable[[float, str], None]
 
 
 def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
@@ -131,7 +128,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 
 
 def _striping(rig: Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
-    """Each folder with its own best setting and all with theirs, in turn, so that the drives' moods meet all alike."""
+    """Each folder with its own best setting and all with theirs, in turn, so that one that is slow for a while is so for all."""
     together = searches[-1]
     groups = _groups(len(facts))
     rates: dict[tuple[int, Operation], list[float]] = {}
@@ -162,17 +159,17 @@ def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, second
 
 def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
     # What was interrupted in its first pass does not count.
-    last = max(number for number, _ in enumerate(candidate.rounds[: outcome.rounds]) if candidate.passes(number))
+    last = candidate.last_round(outcome.rounds)
 
     def figures(operation: Operation) -> Figures | None:
         found = candidate.rounds[last].get(operation)
         if not found:
             return None
-        # Rounds differ in the length of their transfers and in the drive's mood, but the best was in every one of them.
+        # Rounds differ in the length of their transfers and in the drive's speed at the time, but the best was in all of them.
         scale = _rate(outcome.best, outcome.rounds - 1, operation) / _rate(outcome.best, last, operation)
         return Figures(
             gb_per_second=_rate(candidate, last, operation) * scale,
-            cpu_seconds_per_gb=sum(each.cpu_seconds for each in found) / (sum(each.nbytes for each in found) / 1e9),
+            cpu_seconds_per_gb=cpu_seconds_per_gb(found),
             latency_p50=statistics.median(each.latency_p50 for each in found),
             latency_p99=statistics.median(each.latency_p99 for each in found),
         )

@@ -10,6 +10,9 @@ from deepnvme.config import AioConfig
 from .folder import FolderFacts
 from .job import Operation
 
+TABLE = 10
+"""Results that are shown; the search measures so many in one round, so that they can be compared."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -38,11 +41,6 @@ class Result:
     def figures(self, operation: Operation) -> Figures | None:
         return self.read if operation == "read" else self.write
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Memory under transfer at a time: what the setting costs beside CPU time."""
-        return self.setting.block_size * self.setting.queue_depth * self.setting.intra_op_parallelism
-
 
 @dataclass(frozen=True)
 class Search:
@@ -59,6 +57,12 @@ class Search:
     seconds: float
     complete: bool
     """False where it was interrupted."""
+
+    @property
+    def table(self) -> tuple[Result, ...]:
+        """What is shown: the ten best, and the recommended one behind them if it is not among them."""
+        shown = self.results[:TABLE]
+        return shown if self.best in shown else (*shown, self.best)
 
 
 @dataclass(frozen=True)

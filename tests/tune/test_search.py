@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.job import Operation
-from deepnvme.tune.search import Candidate, Observation, Outcome, Plan, noise, search, standings
+from deepnvme.tune.search import Candidate, Observation, Outcome, noise, rounds, search, standings
 
 MIB = 1 << 20
 IO_SIZE = 400 * MIB
@@ -70,8 +70,8 @@ class Drive:
     def measure(self, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
         self.calls += 1
         factor, over = self._drift
-        mood = factor ** min(self.now / over, 1.0)
-        seconds = self.true_seconds(setting, operation, nbytes) * mood * math.exp(self._random.gauss(0, self._noise))
+        slowness = factor ** min(self.now / over, 1.0)
+        seconds = self.true_seconds(setting, operation, nbytes) * slowness * math.exp(self._random.gauss(0, self._noise))
         self.now += seconds + 0.003  # pages to drop, a handle to make
         cpu = math.ceil(nbytes / setting.block_size) * _CPU_SECONDS_PER_BLOCK[setting.backend]
         return Observation(nbytes, seconds, cpu, 1e-3, 2e-3)
@@ -301,7 +301,7 @@ def test_the_share_done_only_grows_and_ends_at_one() -> None:
 
 @given(st.integers(1, 5000))
 def test_every_round_has_fewer_settings_than_the_one_before(count: int) -> None:
-    counts = Plan.of(count).counts
+    counts = rounds(count)
     assert counts[0] == count
     assert all(later < earlier for earlier, later in itertools.pairwise(counts))
     assert counts[-1] <= 4
@@ -330,7 +330,7 @@ def test_whatever_the_drive_each_setting_is_ranked_once_and_no_transfer_is_too_l
     assert all(0 < each.nbytes <= io_size for each in observed)
 
 
-def test_standings_do_not_know_the_drives_mood() -> None:
+def test_standings_do_not_know_the_drives_speed_at_the_time() -> None:
     def candidate(*seconds: float) -> Candidate:
         return Candidate(SMALL, [{"read": [Observation(MIB, each, 0.0, 1e-3, 2e-3) for each in seconds]}])
 

@@ -173,8 +173,8 @@ def test_what_a_transfer_cannot_fill_is_not_tried(io_size: int) -> None:
     settings = default_space(io_size, ["io_uring"])
     assert settings
     assert len(settings) == len(set(settings))
-    smallest = min(each.block_size * each.queue_depth * each.intra_op_parallelism for each in settings)
-    assert all(each.block_size * each.queue_depth * each.intra_op_parallelism <= max(io_size, smallest) for each in settings)
+    smallest = min(each.in_flight_bytes for each in settings)
+    assert all(each.in_flight_bytes <= max(io_size, smallest) for each in settings)
 
 
 def test_the_first_backend_is_left_to_auto() -> None:

@@ -45,18 +45,18 @@ def change(path: Path, offset: int) -> None:
 def test_one_wrong_bit_in_the_file_is_seen(engine: EngineName, offset: int, drive: Path) -> None:
     transfer = transfers.make(job(engine, "write"), 0)
     transfer.move(drive / "file")
-    assert transfer.holds_what(drive / "file")
+    assert transfer.matches(drive / "file")
     change(drive / "file", offset)
-    assert not transfer.holds_what(drive / "file")
+    assert not transfer.matches(drive / "file")
 
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 def test_another_tensor_in_a_file_of_torch_is_seen(engine: EngineName, drive: Path) -> None:
     transfer = transfers.make(job(engine, "write"), 0)
     transfer.move(drive / "file")
-    assert transfer.holds_what(drive / "file")
+    assert transfer.matches(drive / "file")
     torch.save(torch.zeros(4097, dtype=torch.uint8), drive / "file")
-    assert not transfer.holds_what(drive / "file")
+    assert not transfer.matches(drive / "file")
 
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
@@ -79,16 +79,16 @@ def test_a_file_of_another_length_is_not_the_tensor(length: int, drive: Path) ->
     transfer.move(drive / "file")
     with (drive / "file").open("r+b") as file:
         file.truncate(length)
-    assert not transfer.holds_what(drive / "file")
+    assert not transfer.matches(drive / "file")
 
 
 def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_CHUNK", 1000)
     transfer = transfers.make(job("aio_handle", "write"), 0)
     transfer.move(drive / "file")
-    assert transfer.holds_what(drive / "file")
+    assert transfer.matches(drive / "file")
     change(drive / "file", 4000)
-    assert not transfer.holds_what(drive / "file")
+    assert not transfer.matches(drive / "file")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -96,12 +96,12 @@ def test_a_read_that_does_nothing_is_seen(engine: EngineName, drive: Path) -> No
     transfer = transfers.make(job(engine, "read", validate=True), 0)
     transfer.lay_out(drive / "file")
     transfer.move(drive / "file")
-    assert transfer.holds_what(drive / "file")
+    assert transfer.matches(drive / "file")
     transfer.renew()
     if engine.startswith("aio"):
-        assert not transfer.holds_what(drive / "file")
+        assert not transfer.matches(drive / "file")
     transfer.move(drive / "file")
-    assert transfer.holds_what(drive / "file"), "the tensor holds what the file does, as it was laid out"
+    assert transfer.matches(drive / "file"), "the tensor holds what the file does, as it was laid out"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -109,7 +109,7 @@ def test_a_write_that_does_nothing_is_seen_although_the_file_was_written_before(
     transfer = transfers.make(job(engine, "write", validate=True), 0)
     transfer.move(drive / "file")
     transfer.renew()
-    assert not transfer.holds_what(drive / "file")
+    assert not transfer.matches(drive / "file")
 
 
 def test_a_buffer_on_the_way_to_a_device_forgets_as_well(handle: Any, drive: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.M
 def test_a_tensor_of_any_size_is_written_and_read(engine: EngineName, io_size: int, drive: Path) -> None:
     writer: Any = transfers.make(job(engine, "write", io_size), 0)
     writer.move(drive / "file")
-    assert writer.holds_what(drive / "file")
+    assert writer.matches(drive / "file")
     if engine.startswith("aio"):
         assert (drive / "file").stat().st_size == io_size
     else:
@@ -178,7 +178,7 @@ def test_a_tensor_of_any_size_is_written_and_read(engine: EngineName, io_size: i
     reader.lay_out(drive / "file")
     reader.renew()
     reader.move(drive / "file")
-    assert reader.holds_what(drive / "file")
+    assert reader.matches(drive / "file")
 
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
@@ -186,7 +186,7 @@ def test_the_old_file_format_of_torch_is_another(engine: EngineName, drive: Path
     for legacy in (False, True):
         transfer = transfers.make(job(engine, "write", torch_legacy_save=legacy), 0)
         transfer.move(drive / "file")
-        assert transfer.holds_what(drive / "file")
+        assert transfer.matches(drive / "file")
         assert ((drive / "file").read_bytes()[:2] != b"PK") is legacy
 
 

@@ -16,11 +16,10 @@ from typing import Any, get_args
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import measure as measuring
-from deepnvme.tune import transfers, worker
+from deepnvme.tune import crew, measuring, process, room, transfers
 from deepnvme.tune.folder import Unsuitable, workspace
 from deepnvme.tune.job import EngineName, Job, Operation, Place
-from deepnvme.tune.measure import measure
+from deepnvme.tune.measuring import measure
 
 from ..disks import Disk
 from .test_folder import cached
@@ -89,7 +88,7 @@ def test_a_folder_too_small_is_told_before_anything_is_written(small_disk: Disk,
 def test_tensors_larger_than_memory_are_told_before_they_are_made(
     drive: Path, monkeypatch: pytest.MonkeyPatch, available: int, wanted: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(measuring, "meminfo", {"MemAvailable": available}.get)
+    monkeypatch.setattr(room, "meminfo", {"MemAvailable": available}.get)
     with pytest.raises(Unsuitable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
         measure(job(drive, wanted.pop("operation", "write"), **wanted))
 
@@ -97,7 +96,7 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
 @pytest.mark.root
 @pytest.mark.usefixtures("no_transfer")
 def test_files_in_memory_take_memory_too(tmpfs: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
+    monkeypatch.setattr(room, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
     with pytest.raises(Unsuitable, match=f"{10 * MIB} bytes of memory are needed"):
         measure(job(tmpfs.path, "write", io_size=5 * MIB))
 
@@ -253,25 +252,25 @@ def test_fsync_is_for_writes_that_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, drive: Path, operation: Operation, fsync: bool, times: int
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(worker, "_sync", synced.append)
+    monkeypatch.setattr(process, "sync", synced.append)
     measure(job(drive, operation, fsync=fsync))
     assert len(synced) == times, "what reads are to find is made durable once"
 
 
 def test_fsync_counts_as_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    monkeypatch.setattr(worker, "_sync", lambda path: time.sleep(0.05))
+    monkeypatch.setattr(process, "sync", lambda path: time.sleep(0.05))
     found = measure(job(drive, "write", fsync=True))
     assert found.task_seconds >= 0.1
 
 
 def test_validation_takes_no_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    real = transfers._Handle.holds_what
+    real = transfers._Handle.matches
 
     def slow(self: Any, path: Path) -> bool:
         time.sleep(0.3)
         return real(self, path)
 
-    monkeypatch.setattr(transfers._Handle, "holds_what", slow)
+    monkeypatch.setattr(transfers._Handle, "matches", slow)
     assert measure(job(drive, "write", validate=True, loops=1, warmup_loops=0)).seconds < 0.3
 
 
@@ -333,10 +332,10 @@ def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypa
     assert time.monotonic() - begun < 60
 
 
-def test_a_worker_that_cannot_begin_says_why_and_ends() -> None:
+def test_a_process_that_cannot_begin_says_why_and_ends() -> None:
     ours, theirs = multiprocessing.Pipe()
     refused = job(Path("/nowhere"), "write", engine="aio_basic", setting=AioConfig(backend="threads"))
-    worker.serve(refused, 0, Path("/nowhere"), worker.Alone(), theirs)
+    process.serve(refused, 0, Path("/nowhere"), lambda: None, theirs)
     assert isinstance(ours.recv().error, Unsuitable)
     with pytest.raises(EOFError):
         ours.recv()
@@ -350,9 +349,9 @@ def test_what_another_process_warns_of_is_said_here(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(transfers, "make", warn)
     ours, theirs = multiprocessing.Pipe()
-    worker.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), worker.Alone(), theirs)
+    process.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), lambda: None, theirs)
     with pytest.warns(RuntimeWarning, match="half the speed"), pytest.raises(Unsuitable, match="and then this"):
-        measuring._Several([ours])
+        crew._Several([ours])
     ours.close()
 
 
