@@ -1,25 +1,14 @@
-"""What the command lines of ds_io and ds_nvme_tune have in common."""
+"""What the command lines of ds_io and ds_nvme_tune have in common: the parser, and the types of options."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import sys
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from deepnvme.version import __version__
 
-from .fio import FioFailed
-from .folder import Unsuitable
 from .sizes import parse_size
-
-BACKENDS = ("auto", "io_uring", "libaio", "threads")
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,10 +29,34 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def folder(text: str) -> Path:
+def directory(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("must be a directory, got ''")
     return Path(text)
+
+
+def output_directory(text: str) -> Path:
+    """One that is there, or can be made."""
+    path = directory(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{path}' is not a directory")
+    return path
+
+
+def output_file(text: str) -> str:
+    path = Path(text)
+    if text == "-":
+        raise argparse.ArgumentTypeError("must be a file, got '-'")
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory '{path.parent}'")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{path}' is a directory, not a file")
+    return text
+
+
+def output_file_or_stdout(text: str) -> str:
+    """``-`` is stdout."""
+    return text if text == "-" else output_file(text)
 
 
 def positive(text: str) -> int:
@@ -58,86 +71,3 @@ def _at_least(least: int, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """What goes wrong inside is told in one line on stderr, with status 1; an interrupt, also by SIGTERM or SIGHUP, with 130."""
-
-    def say(message: object, *_: object, **__: object) -> None:
-        print(f"{program}: note: {message}", file=sys.stderr)
-
-    with _one_interrupt(), warnings.catch_warnings():
-        warnings.simplefilter("once", RuntimeWarning)
-        warnings.showwarning = say
-        # Said in the result, with what it means for it.
-        warnings.filterwarnings("ignore", message="transfers of .* go through the page cache")
-        try:
-            yield
-        except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            sys.exit(_say(program, lines[0], 1))
-        except KeyboardInterrupt:
-            sys.exit(_say(program, "interrupted; its files are removed", 130))
-
-
-@contextlib.contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """What would end the process is a KeyboardInterrupt, once: impatience does not keep it from removing its files."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    taken = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in taken:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in taken:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) is interrupt:  # else the process is ending, and is left to
-                signal.signal(number, before[number])
-
-
-def _say(program: str, message: str, status: int) -> int:
-    print(f"{program}: {message}", file=sys.stderr)
-    return status
-
-
-def write_out(text: str, path: str) -> None:
-    """``path``: a file, or "-" for stdout. Raises OSError for the file."""
-    if path == "-":
-        emit(text)
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-
-
-def emit(text: str) -> None:
-    """Print, whatever the encoding of stdout, and although nobody may read on."""
-    if sys.stdout is None:  # closed from the start: ds_io ... >&-
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # as with "ds_io ... | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-Progress = Callable[[str], None]
-
-
-@contextlib.contextmanager
-def status_line() -> Iterator[Progress]:
-    """Shows the step under way on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda step: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield lambda step: status.update(step)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from deepnvme.config import AioConfig
+from deepnvme.engine import Backend
 
 from . import io_text
-from .arguments import BACKENDS, Parser, emit, folder, natural, one_line_errors, positive, size, status_line, write_out
-from .job import Job, Place
-from .measuring import measure
+from .arguments import Parser, directory, natural, output_file_or_stdout, positive, size
+from .console import emit, one_line_errors, write_out
+from .job import EngineName, Job, Place
+from .measuring import Progress, measure
 from .space import bad_setting
 
 
@@ -23,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     job = _job(parser, options)
     with one_line_errors(parser.prog):
-        with status_line() as progress:
+        with _status_line() as progress:
             measurement = measure(job, progress)
         if options.json != "-":
             emit(io_text.render(measurement))
@@ -34,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> Parser:
     parser = Parser("ds_io", "Measure what a drive gives a tensor.")
     where = parser.add_argument_group("where")
-    where.add_argument("--folder", type=folder, metavar="DIR", help="a directory on the drive, for every process")
+    where.add_argument("--folder", type=directory, metavar="DIR", help="a directory on the drive, for every process")
     where.add_argument(
         "--folder_to_device_mapping",
         nargs="+",
@@ -51,7 +56,7 @@ def _parser() -> Parser:
     what.add_argument("--multi_process", type=positive, default=1, metavar="N", help="processes, with --folder (default: 1)")
     what.add_argument(
         "--engine",
-        choices=("aio_handle", "aio_basic", "torch_io", "torch_fastio"),
+        choices=get_args(EngineName),
         default="aio_handle",
         help="one handle; one for each call; torch.save and torch.load; torch.save through a handle (default: aio_handle)",
     )
@@ -69,7 +74,9 @@ def _parser() -> Parser:
     how.add_argument(
         "--sequential_requests", action="store_true", help="passed on as overlap_events=False; this engine always overlaps"
     )
-    how.add_argument("--backend", choices=BACKENDS, default="auto", help="insist on one (default: the fastest that works)")
+    how.add_argument(
+        "--backend", choices=get_args(Backend), default="auto", help="insist on one (default: the fastest that works)"
+    )
     how.add_argument("--fast_io_size", type=size, default=64 << 20, metavar="BYTES", help="torch_fastio's buffer (default: 64M)")
     how.add_argument("--torch_legacy_save", action="store_true", help="torch's file format of before 1.6")
     memory = parser.add_argument_group("memory")
@@ -82,7 +89,12 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--compare", choices=("fio",), help="let fio do the same transfer, in turn")
     output.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write everything as JSON: to FILE, or instead of the text to stdout"
+        "--json",
+        type=output_file_or_stdout,
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write everything as JSON: to FILE, or instead of the text to stdout",
     )
     return parser
 
@@ -94,10 +106,6 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
         parser.error("--use_gds moves GPU memory: give --gpu, too")
     if options.multi_process > 1 and options.folder is None:
         parser.error("--multi_process goes with --folder; --folder_to_device_mapping has a process for each mapping")
-    if options.json not in (None, "-") and not Path(options.json).resolve().parent.is_dir():
-        parser.error(f"--json: there is no directory '{Path(options.json).parent}'")
-    if options.json not in (None, "-") and Path(options.json).is_dir():
-        parser.error(f"--json: '{options.json}' is a directory")
     if options.folder is not None:
         places = tuple(Place(options.folder, device) for device in range(options.multi_process))
     else:
@@ -140,6 +148,18 @@ def _place(parser: Parser, mapping: str) -> Place:
     if not colon or not folder or not (device.isascii() and device.isdecimal()):
         parser.error(f"--folder_to_device_mapping: must be DIR:GPU, such as {os.path.join('/mnt', 'nvme0')}:0, got {mapping!r}")
     return Place(Path(folder), int(device))
+
+
+@contextlib.contextmanager
+def _status_line() -> Iterator[Progress]:
+    """Shows the step under way on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda step: status.update(step)
 
 
 if __name__ == "__main__":

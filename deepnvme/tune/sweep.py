@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import deepspeed_logs, html_report, sweep_text
-from .arguments import Parser, emit, folder, one_line_errors, positive, size, write_out
+from .arguments import Parser, directory, output_directory, output_file, output_file_or_stdout, positive, size
+from .console import emit, one_line_errors, write_out
 from .search import Progress
 from .space import read_sweep
 from .tuner import Order, tune
@@ -24,18 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--no_read and --no_write leave nothing to measure")
     if options.gds and not options.gpu:
         parser.error("--gds moves GPU memory: give --gpu, too")
-    for option in ("json", "output"):
-        path = getattr(options, option)
-        if path is None or (option, path) == ("json", "-"):
-            continue
-        if path == "-":
-            parser.error("--output: the report goes to a file, and stdout has the results")
-        if not Path(path).resolve().parent.is_dir():
-            parser.error(f"--{option}: there is no directory '{Path(path).parent}'")
-        if Path(path).is_dir():
-            parser.error(f"--{option}: '{Path(path)}' is a directory, not a file")
-    if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
-        parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(parser.prog):
         if options.output is not None:
             html_report.require_matplotlib()
@@ -55,16 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _progress_bar() as progress:
             tuning = tune(order, progress)
         # Said before files are written, which may fail.
-        if options.json == "-":
-            emit(json.dumps(sweep_text.as_document(tuning), indent=2))
-        else:
+        if options.json != "-":
             emit(sweep_text.render(tuning, verbose=options.verbose))
-            if options.json is not None:
-                write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
+        if options.json is not None:
+            write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
         if options.log_dir is not None:
             deepspeed_logs.write(tuning, options.log_dir)
         if options.output is not None:
-            write_out(html_report.render_html(tuning), str(options.output))
+            write_out(html_report.render_html(tuning), options.output)
         if not tuning.complete:
             print(f"{parser.prog}: interrupted; what is above was measured before, its files are removed", file=sys.stderr)
             sys.exit(130)
@@ -73,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> Parser:
     parser = Parser("ds_nvme_tune", "Find the best settings for a drive; about a minute for one folder.")
     add = parser.add_argument
-    add("--nvme_dir", type=folder, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
+    add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
     add("--no_read", action="store_true", help="writes only")
     add("--no_write", action="store_true", help="reads only")
@@ -89,9 +76,16 @@ def _parser() -> Parser:
     add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
     add("--loops", type=positive, default=1, metavar="N", help="take N times as long, to be surer (default: 1)")
     add("--seconds", type=positive, default=50, help="to aim for in each search (default: 50)")
-    add("--log_dir", type=Path, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
-    add("--output", metavar="FILE", help="write a report with pictures there, as HTML (needs the extra [plot])")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON: to FILE, or instead of the text to stdout")
+    add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
+    add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
+    add(
+        "--json",
+        type=output_file_or_stdout,
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write all as JSON: to FILE, or instead of the text to stdout",
+    )
     add("--verbose", action="store_true", help="all settings instead of the ten best")
     return parser
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from deepnvme.tune import io
+from deepnvme.tune import io, sweep
 
 
 @dataclass(frozen=True)
@@ -18,21 +19,37 @@ class Ran:
     out: str
     err: str
 
+    def refusal(self, status: int) -> str:
+        """The one line on stderr, behind the steps, of a command that failed with ``status``."""
+        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % ", line)]
+        assert (self.status, len(lines)) == (status, 1), self
+        assert re.match(r"(ds_io|ds_nvme_tune): ", lines[0])
+        assert "Traceback" not in self.out
+        return lines[0]
+
 
 Command = Callable[..., Ran]
 
 
-@pytest.fixture
-def ds_io(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs ds_io in this process; arguments may be paths and numbers."""
+def run_command(main: Callable[[Sequence[str]], None], capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; arguments may be paths and numbers."""
 
     def run(*arguments: object) -> Ran:
         status: int | str | None = 0
         try:
-            io.main([str(argument) for argument in arguments])
+            main([str(argument) for argument in arguments])
         except SystemExit as end:
             status = end.code
-        out, err = capsys.readouterr()
-        return Ran(status, out, err)
+        return Ran(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def ds_io(capsys: pytest.CaptureFixture[str]) -> Command:
+    return run_command(io.main, capsys)
+
+
+@pytest.fixture
+def ds_nvme_tune(capsys: pytest.CaptureFixture[str]) -> Command:
+    return run_command(sweep.main, capsys)

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,42 +25,10 @@ from deepnvme.tune import html_report, sweep, tuner
 
 from ..disks import MIB, Disk
 from ..interpreters import Interpreters
+from .conftest import Command, Ran
 
 # Twelve settings: more than the table has rows.
 SWEEP = {"block_size": ["256K"], "queue_depth": [*range(1, 13)], "sequential_requests": [True, False]}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command said, and its exit status."""
-
-    status: Any
-    out: str
-    err: str
-
-    def refusal(self, status: int) -> str:
-        """The one line on stderr, at the end of the steps, of a command that failed with ``status``."""
-        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % ", line)]
-        assert (self.status, len(lines)) == (status, 1), self
-        assert lines[0].startswith("ds_nvme_tune: ")
-        assert "Traceback" not in self.out
-        return lines[0]
-
-
-Tune = Callable[..., Ran]
-
-
-@pytest.fixture
-def ds_nvme_tune(capsys: pytest.CaptureFixture[str]) -> Tune:
-    def run(*arguments: object) -> Ran:
-        status: Any = 0
-        try:
-            sweep.main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            status = end.code
-        return Ran(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
@@ -96,7 +63,7 @@ def many(tmp_path: Path) -> Path:
         (["--seconds", "-1"], "--seconds"),
         (["--output", "/nowhere/report.html"], "there is no directory '/nowhere'"),
         (["--output", "/tmp"], "'/tmp' is a directory"),
-        (["--output", "-"], "to a file"),
+        (["--output", "-"], "must be a file"),
         (["--json", "/nowhere/tuning.json"], "there is no directory '/nowhere'"),
         (["--json", ""], "is a directory"),
         (["--log_dir", "/dev/null"], "'/dev/null' is not a directory"),
@@ -104,7 +71,7 @@ def many(tmp_path: Path) -> Path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_arguments_are_one_line_and_status_2(ds_nvme_tune: Tune, drive: Path, options: list[str], told: str) -> None:
+def test_wrong_arguments_are_one_line_and_status_2(ds_nvme_tune: Command, drive: Path, options: list[str], told: str) -> None:
     ran = ds_nvme_tune(*options, "--nvme_dir", drive)
     assert told in ran.refusal(2)
     assert ran.out == ""
@@ -112,26 +79,26 @@ def test_wrong_arguments_are_one_line_and_status_2(ds_nvme_tune: Tune, drive: Pa
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nvme_dir"], ["--nvme_dir", ""]])
-def test_without_a_folder_there_is_nothing_to_tune(ds_nvme_tune: Tune, arguments: list[str]) -> None:
+def test_without_a_folder_there_is_nothing_to_tune(ds_nvme_tune: Command, arguments: list[str]) -> None:
     assert "--nvme_dir" in ds_nvme_tune(*arguments).refusal(2)
 
 
-def test_a_missing_folder_is_named(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_a_missing_folder_is_named(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     told = ds_nvme_tune("--nvme_dir", drive, drive / "missing", "--sweep_config", few).refusal(1)
     assert f"'{drive / 'missing'}'" in told
     assert not [*drive.iterdir()]
 
 
-def test_a_file_is_no_folder(ds_nvme_tune: Tune, few: Path) -> None:
+def test_a_file_is_no_folder(ds_nvme_tune: Command, few: Path) -> None:
     assert f"'{few}' is not a directory" in ds_nvme_tune("--nvme_dir", few).refusal(1)
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(ds_nvme_tune: Tune) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(ds_nvme_tune: Command) -> None:
     # Not for root either.
     assert "'/proc' cannot be written to" in ds_nvme_tune("--nvme_dir", "/proc").refusal(1)
 
 
-def test_a_broken_sweep_file_is_named_with_what_is_wrong(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_a_broken_sweep_file_is_named_with_what_is_wrong(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     few.write_text('{"queue_depth": [0]}')
     told = ds_nvme_tune("--nvme_dir", drive, "--sweep_config", few).refusal(1)
     assert f"--sweep_config '{few}': queue_depth: " in told
@@ -139,7 +106,7 @@ def test_a_broken_sweep_file_is_named_with_what_is_wrong(ds_nvme_tune: Tune, dri
 
 
 @pytest.mark.root
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(ds_nvme_tune: Tune, small_disk: Disk) -> None:
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(ds_nvme_tune: Command, small_disk: Disk) -> None:
     before = small_disk.bytes_free()
     told = ds_nvme_tune("--nvme_dir", small_disk.path, "--io_size", "64M").refusal(1)
     assert "smaller --io_size" in told
@@ -147,7 +114,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(ds_nvme_tun
     assert [each.name for each in small_disk.path.iterdir()] == ["lost+found"]
 
 
-def test_more_than_the_memory_is_refused_before_it_is_taken(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_more_than_the_memory_is_refused_before_it_is_taken(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts = os.statvfs(drive)
     if facts.f_bavail * facts.f_frsize < total:
@@ -159,7 +126,7 @@ def test_more_than_the_memory_is_refused_before_it_is_taken(ds_nvme_tune: Tune, 
 
 @pytest.mark.parametrize("options", [["--gpu"], ["--gpu", "--gds"]], ids=" ".join)
 def test_a_gpu_that_is_not_there_is_told(
-    ds_nvme_tune: Tune, drive: Path, few: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+    ds_nvme_tune: Command, drive: Path, few: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     told = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--sweep_config", few, *options).refusal(1)
@@ -168,7 +135,7 @@ def test_a_gpu_that_is_not_there_is_told(
 
 
 def test_a_report_without_matplotlib_is_refused_before_measuring(
-    ds_nvme_tune: Tune, drive: Path, tmp_path: Path, few: Path, monkeypatch: pytest.MonkeyPatch
+    ds_nvme_tune: Command, drive: Path, tmp_path: Path, few: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sweep, "tune", lambda *arguments: pytest.fail("it measured"))
@@ -177,7 +144,9 @@ def test_a_report_without_matplotlib_is_refused_before_measuring(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_an_error_of_a_transfer_is_one_line(ds_nvme_tune: Tune, drive: Path, few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_transfer_is_one_line(
+    ds_nvme_tune: Command, drive: Path, few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(5, "Input/output error\nand a second line", "tensor")
 
@@ -187,9 +156,9 @@ def test_an_error_of_a_transfer_is_one_line(ds_nvme_tune: Tune, drive: Path, few
     assert not [*drive.iterdir()]
 
 
-def test_results_are_told_although_a_file_for_them_cannot_be_written(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_results_are_told_although_a_file_for_them_cannot_be_written(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--json", "/dev/full")
-    assert "No space left" in ran.refusal(1)
+    assert "No space left on device: '/dev/full'" in ran.refusal(1)
     assert "Best performance (GB/sec)" in ran.out
 
 
@@ -235,7 +204,7 @@ def test_an_interrupt_before_anything_was_measured_is_one_line(interpreters: Int
 
 
 def test_an_interrupt_of_the_last_measurement_is_told_too(
-    ds_nvme_tune: Tune, drive: Path, few: Path, monkeypatch: pytest.MonkeyPatch
+    ds_nvme_tune: Command, drive: Path, few: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -335,7 +304,7 @@ def test_without_a_terminal_each_step_is_a_line(written: Written) -> None:
     assert "\x1b" not in written.err
 
 
-def test_verbose_shows_all_settings(ds_nvme_tune: Tune, drive: Path, many: Path) -> None:
+def test_verbose_shows_all_settings(ds_nvme_tune: Command, drive: Path, many: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", many, "--verbose", "--no_write")
     assert ran.status == 0
     assert len(re.findall(r"^[* ]+256K +\d", ran.out, re.MULTILINE)) == 12
@@ -343,7 +312,7 @@ def test_verbose_shows_all_settings(ds_nvme_tune: Tune, drive: Path, many: Path)
 
 @pytest.mark.parametrize(("option", "there", "missing"), [("--no_read", "write", "read"), ("--no_write", "read", "write")])
 def test_only_what_was_measured_is_told(
-    ds_nvme_tune: Tune, drive: Path, few: Path, option: str, there: str, missing: str
+    ds_nvme_tune: Command, drive: Path, few: Path, option: str, there: str, missing: str
 ) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, option)
     assert ran.status == 0
@@ -351,7 +320,7 @@ def test_only_what_was_measured_is_told(
     assert f"{missing} p99" not in ran.out
 
 
-def test_json_without_a_file_is_all_that_stdout_has(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_json_without_a_file_is_all_that_stdout_has(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--json")
     assert ran.status == 0
     document = json.loads(ran.out)
@@ -359,7 +328,7 @@ def test_json_without_a_file_is_all_that_stdout_has(ds_nvme_tune: Tune, drive: P
     assert document["searches"][0]["results"][0]["write"] is not None
 
 
-def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Tune, drive: Path, few: Path) -> None:
+def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     folders = [drive / "a", drive / "b"]
     for folder in folders:
         folder.mkdir()
@@ -380,14 +349,14 @@ def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Tune, drive: 
 
 
 @pytest.mark.root
-def test_memory_is_labelled_as_no_drive(ds_nvme_tune: Tune, tmpfs: Disk, few: Path) -> None:
+def test_memory_is_labelled_as_no_drive(ds_nvme_tune: Command, tmpfs: Disk, few: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", tmpfs.path, "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
     assert ran.status == 0
     assert f"{tmpfs.path} (tmpfs, in memory, not a drive)" in ran.out
     assert "note:" not in ran.err
 
 
-def test_loops_multiply_the_time(ds_nvme_tune: Tune, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_multiply_the_time(ds_nvme_tune: Command, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(order: tuner.Order, progress: object) -> None:
         raise RuntimeError(f"{order.seconds} s, {order.io_size} bytes")
 
@@ -397,7 +366,7 @@ def test_loops_multiply_the_time(ds_nvme_tune: Tune, drive: Path, monkeypatch: p
 
 
 def test_a_report_is_written_to_its_file(
-    ds_nvme_tune: Tune, drive: Path, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ds_nvme_tune: Command, drive: Path, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(html_report, "require_matplotlib", lambda: None)
     monkeypatch.setattr(html_report, "render_html", lambda tuning: f"of {tuning.io_size} bytes")
