@@ -33,6 +33,7 @@ from harness.workloads import Contender, ContenderFailed, Memory, Operation, Wor
 from deepnvme._meminfo import meminfo
 from deepnvme.tune.fio import find, version
 from deepnvme.tune.folder import Unsuitable, examine
+from deepnvme.tune.room import check_memory
 from deepnvme.tune.sizes import parse_size
 
 MIB = 1 << 20
@@ -83,7 +84,9 @@ def workloads(settings: Settings) -> list[Workload]:
 
 def measure(settings: Settings, progress: Callable[[str], None]) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
-    check_memory(settings)
+    # Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size.
+    tensors = 7 if settings.deepspeed_python else 3
+    check_memory(tensors * max(settings.size, settings.small_files * 64 * KIB), "give a smaller --size")
     measurements = Measurements()
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raw_io-", dir=settings.directory)))
@@ -95,17 +98,6 @@ def measure(settings: Settings, progress: Callable[[str], None]) -> Measurements
         progress("memory beyond the tensors")
         measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend))
     return measurements
-
-
-def check_memory(settings: Settings) -> None:
-    """Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size."""
-    tensors = 7 if settings.deepspeed_python else 3
-    needed = tensors * max(settings.size, settings.small_files * 64 * KIB)
-    available = meminfo("MemAvailable")
-    if needed > available:
-        raise Unsuitable(
-            f"{needed} bytes of memory are needed for the tensors, {available} are available; give a smaller --size"
-        )
 
 
 def assemble(

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from deepnvme.tune.folder import Unsuitable, examine
+from deepnvme.tune.room import check_space
 from harness import pattern
 
 
@@ -17,11 +18,8 @@ def check(directory: Path, nbytes: int) -> None:
     facts = examine(directory)
     if not facts.direct:
         raise Unsuitable(f"'{directory}' is {facts.label}; give --dir on a drive with O_DIRECT")
-    free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     # A nearly full file system allocates in fragments, which no contender is to blame for.
-    wanted = nbytes + nbytes // 10
-    if free < wanted:
-        raise Unsuitable(f"'{directory}' has {free} bytes free, {wanted} are needed; give another --dir or a smaller --size")
+    check_space([(directory, nbytes + nbytes // 10)], "give another --dir or a smaller --size")
 
 
 def lay_out(path: Path, nbytes: int, seed: int, start: int = 0) -> None:

@@ -16,10 +16,11 @@ from deepnvme.config import AioConfig
 from deepnvme.tune import charts, picture
 from deepnvme.tune.folder import FolderFacts, Unsuitable
 from deepnvme.tune.html_report import render_html, require_matplotlib
+from deepnvme.tune.job import Operation
 from deepnvme.tune.tuning import Figures, Result, Search, Striping, Tuning
 
-DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, direct I/O", 1)
-OTHER_DRIVE = FolderFacts("/mnt/nvme1", "xfs", "/dev/nvme1n1", True, "xfs, direct I/O", 2)
+DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O", 1)
+OTHER_DRIVE = FolderFacts("/mnt/nvme1", "xfs", "/dev/nvme1n1", True, "xfs, takes direct I/O", 2)
 MEMORY = FolderFacts("/dev/shm", "tmpfs", "tmpfs", False, "tmpfs, in memory, not a drive", 3)
 HOSTILE = '/<script>alert("1")</script>&lt;\' onload="x\udcff\n$x_$ 驱'
 
@@ -131,20 +132,22 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "matplotlib.figure"])
-def test_a_missing_matplotlib_is_told_in_one_line_with_what_to_install(monkeypatch, module):
+def test_a_missing_matplotlib_is_told_in_one_line_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Unsuitable, match=r"pip install 'deepnvme\[plot\]'") as caught:
         require_matplotlib()
     assert "\n" not in str(caught.value)
 
 
-def test_the_module_can_be_imported_without_loading_matplotlib():
+def test_the_module_can_be_imported_without_loading_matplotlib() -> None:
     code = "import sys, deepnvme.tune.html_report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @needs_matplotlib
-def test_a_matplotlib_that_is_there_is_accepted():
+def test_a_matplotlib_that_is_there_is_accepted() -> None:
     require_matplotlib()
 
 
@@ -152,7 +155,7 @@ def test_a_matplotlib_that_is_there_is_accepted():
 
 
 @needs_matplotlib
-def test_nothing_outside_the_document_is_referred_to():
+def test_nothing_outside_the_document_is_referred_to() -> None:
     source = rendered(two_folders())
     page = Page(source)
     for tag, attributes in page.tags:
@@ -169,7 +172,7 @@ def test_nothing_outside_the_document_is_referred_to():
 
 
 @needs_matplotlib
-def test_every_reference_has_one_target():
+def test_every_reference_has_one_target() -> None:
     source = rendered(two_folders())
     page = Page(source)
     names = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -180,14 +183,14 @@ def test_every_reference_has_one_target():
 
 
 @needs_matplotlib
-def test_the_document_stays_below_a_megabyte_and_is_the_same_each_time():
+def test_the_document_stays_below_a_megabyte_and_is_the_same_each_time() -> None:
     source = rendered(two_folders())
     assert len(source.encode()) < 1_000_000
     assert render_html(two_folders()) == source
 
 
 @needs_matplotlib
-def test_the_users_own_style_and_matplotlibs_state_are_left_alone(monkeypatch):
+def test_the_users_own_style_and_matplotlibs_state_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # cannot be imported
@@ -199,7 +202,7 @@ def test_the_users_own_style_and_matplotlibs_state_are_left_alone(monkeypatch):
 
 
 @needs_matplotlib
-def test_every_picture_says_what_it_shows_and_leaves_its_colours_to_the_page():
+def test_every_picture_says_what_it_shows_and_leaves_its_colours_to_the_page() -> None:
     source = rendered(two_folders())
     page = Page(source)
     pictures = page.all("svg")
@@ -213,7 +216,7 @@ def test_every_picture_says_what_it_shows_and_leaves_its_colours_to_the_page():
 
 
 @needs_matplotlib
-def test_figures_in_descriptions_are_not_rounded_with_the_coordinates():
+def test_figures_in_descriptions_are_not_rounded_with_the_coordinates() -> None:
     page = Page(rendered(tuning(search(DRIVE))))
     descriptions = " ".join(each["aria-label"] for each in page.all("svg"))
     assert "at 0.0391" in descriptions  # CPU s/GB of the largest blocks
@@ -223,7 +226,7 @@ def test_figures_in_descriptions_are_not_rounded_with_the_coordinates():
 
 
 @needs_matplotlib
-def test_the_block_to_paste_is_that_of_the_recommended_setting():
+def test_the_block_to_paste_is_that_of_the_recommended_setting() -> None:
     tried = two_folders()
     block = json.loads(Page(rendered(tried)).texts["pre"][0])
     assert block == tried.chosen.best.setting.to_deepspeed()
@@ -231,7 +234,7 @@ def test_the_block_to_paste_is_that_of_the_recommended_setting():
 
 
 @needs_matplotlib
-def test_the_head_tells_speeds_setting_and_reason():
+def test_the_head_tells_speeds_setting_and_reason() -> None:
     page = Page(rendered(two_folders()))
     head = page.texts["header"][0]
     for said in (
@@ -247,7 +250,7 @@ def test_the_head_tells_speeds_setting_and_reason():
 
 
 @needs_matplotlib
-def test_every_search_is_shown_and_linked():
+def test_every_search_is_shown_and_linked() -> None:
     page = Page(rendered(two_folders()))
     headings = " ".join(page.texts["h2"])
     for title in ("/mnt/nvme0", "/mnt/nvme1", "2 folders together", "Striping"):
@@ -256,15 +259,15 @@ def test_every_search_is_shown_and_linked():
 
 
 @needs_matplotlib
-def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not():
+def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not() -> None:
     assert len(Page(rendered(tuning(search(MEMORY)))).of_class("warning")) == 2  # in the head and in the section
     page = Page(rendered(tuning(search(DRIVE))))
     assert page.of_class("warning") == []
-    assert "ext4, direct I/O" in page.text
+    assert "ext4, takes direct I/O" in page.text
 
 
 @needs_matplotlib
-def test_a_hostile_folder_name_stays_text():
+def test_a_hostile_folder_name_stays_text() -> None:
     folder = replace(DRIVE, path=HOSTILE, device=HOSTILE)
     rates = {"read": 3.0, "write": 2.0}
     striping = Striping(((HOSTILE, rates), ("/mnt/nvme1", rates)), {"read": 5.0, "write": 4.0}, False)
@@ -283,7 +286,7 @@ def test_a_hostile_folder_name_stays_text():
 
 @needs_matplotlib
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_direction_that_was_not_measured_leaves_no_trace(direction):
+def test_a_direction_that_was_not_measured_leaves_no_trace(direction: Operation) -> None:
     missing = "write" if direction == "read" else "read"
     only = {"read": direction == "read", "write": direction == "write"}
     striping = Striping(tuple((folder, {direction: 3.0}) for folder in ("/a", "/b")), {direction: 5.5}, False)
@@ -297,7 +300,7 @@ def test_a_direction_that_was_not_measured_leaves_no_trace(direction):
 
 
 @needs_matplotlib
-def test_cells_that_were_not_measured_are_hatched_and_said_to_be():
+def test_cells_that_were_not_measured_are_hatched_and_said_to_be() -> None:
     some_missing = search(DRIVE)
     page = Page(rendered(tuning(some_missing)))
     assert "Hatched: not measured." in page.notes_of_charts()
@@ -311,7 +314,7 @@ def test_cells_that_were_not_measured_are_hatched_and_said_to_be():
 
 
 @needs_matplotlib
-def test_a_cell_holds_the_best_over_workers_and_backends():
+def test_a_cell_holds_the_best_over_workers_and_backends() -> None:
     results = [result(128 * KIB, 4, workers, backend, speed, None) for workers, backend, speed in
                ((1, "io_uring", 1.11), (2, "io_uring", 2.22), (1, "libaio", 3.33), (2, "libaio", 1.5))]  # fmt: skip
     results.append(result(128 * KIB, 8, 1, "io_uring", 4.44, None))
@@ -322,7 +325,7 @@ def test_a_cell_holds_the_best_over_workers_and_backends():
 
 
 @needs_matplotlib
-def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats():
+def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats() -> None:
     found = [Figures(speed, cpu, 1e-3, 2e-3) for speed, cpu in ((1.0, 0.1), (3.0, 0.2), (2.0, 0.3), (4.0, 0.4), (4.0, 0.5))]
     results = [Result(AioConfig(queue_depth=nth + 1), "io_uring", each, None, 1) for nth, each in enumerate(found)]
     with picture.style():
@@ -333,7 +336,7 @@ def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats():
 
 
 @needs_matplotlib
-def test_a_single_setting_is_shown_without_charts():
+def test_a_single_setting_is_shown_without_charts() -> None:
     only = result(1 << 20, 8, 1, "io_uring", 3.0, 2.0)
     page = Page(rendered(tuning(Search((DRIVE,), (only,), only, "the only one", 1, 2.0, True))))
     assert page.all("svg") == []
@@ -342,7 +345,7 @@ def test_a_single_setting_is_shown_without_charts():
 
 
 @needs_matplotlib
-def test_figures_of_zero_break_no_chart():
+def test_figures_of_zero_break_no_chart() -> None:
     nothing = Figures(0.0, 0.0, 0.0, 0.0)
     results = [
         Result(AioConfig(queue_depth=depth, intra_op_parallelism=depth), "io_uring", nothing, nothing, 1) for depth in (1, 2)
@@ -355,7 +358,7 @@ def test_figures_of_zero_break_no_chart():
 
 
 @needs_matplotlib
-def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot():
+def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot() -> None:
     page = Page(rendered(tuning(search(DRIVE), search(OTHER_DRIVE, complete=False))))
     assert "left untried: /mnt/nvme1." in page.texts["header"][0]
     assert ["interrupted" in text for text in page.texts["section"]] == [False, True]
@@ -364,7 +367,7 @@ def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot():
 
 
 @needs_matplotlib
-def test_an_interrupt_between_searches_is_told_at_the_head_and_the_foot():
+def test_an_interrupt_between_searches_is_told_at_the_head_and_the_foot() -> None:
     whole = two_folders()
     page = Page(rendered(replace(whole, searches=whole.searches[:1], striping=None, complete=False)))
     assert "Interrupted. What was to follow was not measured." in page.texts["header"][0]
@@ -373,7 +376,7 @@ def test_an_interrupt_between_searches_is_told_at_the_head_and_the_foot():
 
 
 @needs_matplotlib
-def test_folders_on_one_device_are_told_to_share_its_speed():
+def test_folders_on_one_device_are_told_to_share_its_speed() -> None:
     alone = (("/mnt/nvme0/a", {"read": 3.2}), ("/mnt/nvme0/b", {"read": 3.1}))
     striping = Striping(alone, {"read": 3.15}, shared_device=True)
     page = Page(rendered(tuning(search(DRIVE), striping=striping)))
@@ -383,7 +386,7 @@ def test_folders_on_one_device_are_told_to_share_its_speed():
 
 
 @needs_matplotlib
-def test_the_table_has_the_ten_best_and_the_recommended_one_wherever_it_stands():
+def test_the_table_has_the_ten_best_and_the_recommended_one_wherever_it_stands() -> None:
     tried = search(DRIVE)
     page = Page(rendered(tuning(tried)))
     assert len(page.all("tr")) == 2 + 10
@@ -394,7 +397,7 @@ def test_the_table_has_the_ten_best_and_the_recommended_one_wherever_it_stands()
 
 
 @needs_matplotlib
-def test_settings_that_could_not_be_used_are_listed_with_the_reason_once():
+def test_settings_that_could_not_be_used_are_listed_with_the_reason_once() -> None:
     refused = {"1M/8/1 io_uring": "io_uring is <off> here", "1M/16/1 io_uring": "io_uring is <off> here"}
     foot = Page(rendered(replace(tuning(search(DRIVE)), refused=refused))).texts["footer"][0]
     assert "2 settings could not be used" in foot
@@ -404,7 +407,7 @@ def test_settings_that_could_not_be_used_are_listed_with_the_reason_once():
 
 
 @needs_matplotlib
-def test_the_foot_tells_how_it_was_measured():
+def test_the_foot_tells_how_it_was_measured() -> None:
     foot = Page(rendered(tuning(search(DRIVE)))).texts["footer"][0]
     for said in (
         "at most 400M per folder",
@@ -420,5 +423,5 @@ def test_the_foot_tells_how_it_was_measured():
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (0.01234, "0.0123"), (0.5, "0.500"), (6.9, "6.90"), (12.34, "12.3"), (1234.5, "1234")]
 )
-def test_figures_have_three_digits(value, text):
+def test_figures_have_three_digits(value: float, text: str) -> None:
     assert charts.three_digits(value) == text
