@@ -32,7 +32,7 @@ class FastFileWriterConfig:
 class FastFileWriter(io.RawIOBase):
     """Opens ``file_path`` for writing, empty. ``write`` copies into the pinned tensor and blocks only while that is full.
 
-    What is written is in the file after :meth:`flush` or :meth:`close`, and on stable storage after an fsync of the file besides.
+    What is written is in the file after :meth:`flush`, and on stable storage after :meth:`close`, as with DeepSpeed's.
     Not seekable, and without a ``fileno``. Raises ValueError for a tensor too small or of another type, OSError from opening and,
     for a write that failed behind, from the next ``write``, ``flush`` or ``close``. Not thread-safe.
     """
@@ -89,11 +89,13 @@ class FastFileWriter(io.RawIOBase):
         self._handle.wait()
 
     def close(self) -> None:
-        """Flush and close. The file is closed also if that raises."""
+        """Flush, have the drive make it stable (as DeepSpeed's does), and close. The file is closed also if that raises."""
         if self.closed:
             return
         try:
             super().close()  # which flushes
+            if self._descriptor >= 0:
+                os.fsync(self._descriptor)
         finally:
             if self._descriptor >= 0:
                 os.close(self._descriptor)

@@ -157,9 +157,12 @@ def _status_line() -> Iterator[Progress]:
         yield lambda step: None
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    with Console(stderr=True).status("") as status:
-        yield lambda step: status.update(step)
+    # Drawn between loops only: a thread that draws during one would count as its CPU time.
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as line:
+        yield lambda step: line.update(Text(step), refresh=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
 def _loop(sample: Any) -> dict[str, Any]:
     found: dict[str, Any] = dataclasses.asdict(sample)
     del found["block_latency"]  # in sum above
-    return {**found, "gb_per_second": sample.gb_per_second}
+    return {**found, "task_seconds": sample.task_seconds, "gb_per_second": sample.gb_per_second}
 
 
 def _heading(job: Job, measurement: Measurement) -> str:
@@ -126,6 +126,8 @@ def _milliseconds(seconds: float) -> str:
 def _paths(measurement: Measurement) -> str:
     paths = measurement.paths
     if paths is None:
+        if measurement.job.engine.startswith("torch"):
+            return "all buffered: torch goes through the page cache"
         return f"not counted: {measurement.job.engine} keeps no statistics"
     total = max(paths.zero_copy + paths.staged + paths.buffered + paths.gds, 1)
     parts = [f"direct {_share(paths.zero_copy + paths.staged, total)}"]

@@ -86,8 +86,8 @@ class Sample:
     """One loop of one process, or of all of them together."""
 
     nbytes: int
-    task_seconds: float
-    """The transfer alone; of several processes the slowest's."""
+    requests: tuple[float, ...]
+    """Seconds that each process's transfer took."""
     seconds: float
     """Until the last process had ended."""
     cpu_seconds: float
@@ -95,6 +95,11 @@ class Sample:
     """None where the engine does not count."""
     block_latency: Mapping[int, int] | None
     """As ``Stats.block_latency``; None where the engine does not count."""
+
+    @property
+    def task_seconds(self) -> float:
+        """The transfer alone; of several processes the slowest's."""
+        return max(self.requests)
 
     @property
     def gb_per_second(self) -> float:
@@ -173,7 +178,7 @@ class Measurement:
     @property
     def request_latency(self) -> Percentiles:
         """From a request's start to its end: one request moves a whole tensor."""
-        return Percentiles.of_seconds([sample.task_seconds for sample in self.samples])
+        return Percentiles.of_seconds([seconds for sample in self.samples for seconds in sample.requests])
 
     @property
     def block_latency(self) -> Percentiles | None:

@@ -88,7 +88,7 @@ def _together(samples: Sequence[Sample]) -> Sample:
     paths = [sample.paths for sample in samples if sample.paths is not None]
     return Sample(
         nbytes=sum(sample.nbytes for sample in samples),
-        task_seconds=max(sample.task_seconds for sample in samples),
+        requests=tuple(seconds for sample in samples for seconds in sample.requests),
         seconds=max(sample.seconds for sample in samples),
         cpu_seconds=sum(sample.cpu_seconds for sample in samples),
         paths=sum(paths, Paths(0, 0, 0)) if paths else None,

@@ -78,7 +78,7 @@ class Member:
         paths, latency = None, None
         if before is not None and after is not None:
             paths, latency = paths_between(before, after), latency_between(before, after)
-        return Sample(self._job.io_size, moved - start, ended - start, cpu, paths, latency)
+        return Sample(self._job.io_size, (moved - start,), ended - start, cpu, paths, latency)
 
     def fallbacks(self) -> Mapping[str, int]:
         stats = self._transfer.stats()

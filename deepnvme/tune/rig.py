@@ -39,14 +39,16 @@ class Rig:
         self._setting: AioConfig | None = None
         self._handles: list[Any] = []
         self._retiring: deque[Future[None]] = deque()
+        self._offset = 0
 
     def __enter__(self) -> Rig:
         with contextlib.ExitStack() as stack:
             self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in self._folders]
             self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
             self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
-            device = transfers.gpu(0) if self._gpu else None
-            self._buffers = [Buffer(self._io_size, self._keeper, device, gds=self._gds) for _ in self._folders]
+            # A GPU for each folder, as DeepSpeed maps them, as far as there are so many.
+            devices = [transfers.gpu_of_folder(index) if self._gpu else None for index in range(len(self._folders))]
+            self._buffers = [Buffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
             for path, buffer in zip(self._paths, self._buffers, strict=True):
                 self._progress(f"{path.parent.parent}: laying out a file")
                 self._keeper.sync_pwrite(buffer.to_write(), str(path))
@@ -74,19 +76,25 @@ class Rig:
         return found, refused
 
     def move(self, deal: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
-        """Move to or from several folders at the same time, ``nbytes`` times its share each, none of it cached. Blocks."""
+        """Move to or from several folders at the same time, ``nbytes`` times its share each, none of it cached. Blocks.
+
+        Each call goes on in the files where the last one ended, because the same bytes again and again might come from a cache of
+        the drive's, or of a virtual drive's host.
+        """
         shares = deal[operation]
         sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in shares.items()}
         handles = dict(zip(shares, self._handles_for(setting), strict=False))
         before = [handle.stats() for handle in handles.values()]
+        offset = self._offset if self._offset + max(sizes.values()) <= self._io_size else 0
+        self._offset = offset + max(sizes.values()) // _MIB * _MIB
         drop_pages(self._paths[index] for index in shares)
         cpu, start = cpu_seconds(), time.perf_counter()
         for index, handle in handles.items():
             buffer, path = self._buffers[index], str(self._paths[index])
             if operation == "read":
-                handle.async_pread(buffer.to_read(sizes[index]), path)
+                handle.async_pread(buffer.to_read(sizes[index]), path, offset)
             else:
-                handle.async_pwrite(buffer.to_write(sizes[index]), path)
+                handle.async_pwrite(buffer.to_write(sizes[index]), path, offset)
         for index, handle in handles.items():
             handle.wait()
             if operation == "read":

@@ -20,13 +20,13 @@ from .tuning import TABLE
 # A third is kept each round: a setting must be measured badly, by a lot, in a short round to be lost.
 _KEPT = 3
 # After the round of those that are shown, a last one decides among few.
-_FINALISTS = 4
+_FINALISTS = 6
 # Passes over the settings of a round, to aim for and at most; of a late round, one no larger than the table, they are more. Short
 # transfers and many: on the drive it was measured on, one of 16 MiB varies by 6-9 % and one of 400 MiB by 4-9 %.
 _PASSES = 8
 _LATE_PASSES, _MOST_LATE_PASSES = 16, 60
-# What is called a tie, whatever the noise.
-_LEAST_NOISE, _MOST_NOISE = 0.005, 0.01
+# What is called a tie in the end, whatever the noise: the second is what cheapness may cost in speed.
+_LEAST_TIE, _MOST_TIE = 0.005, 0.015
 # CPU times this much apart are told apart: seconds per GB, and as a share.
 _CPU_STEP, _CPU_SHARE = 0.003, 0.15
 # No transfer is shorter than this, of which a slow drive needs few bytes and a fast one no more than to fill its queues.
@@ -66,11 +66,14 @@ class Candidate:
         return max(number for number in range(min(rounds, len(self.rounds))) if self.passes(number))
 
     def cpu_seconds_per_gb(self, round_number: int) -> float:
-        return cpu_seconds_per_gb([each for found in self.rounds[round_number].values() for each in found])
+        """Of both ways together."""
+        found = [cpu_seconds_per_gb(observed) for observed in self.rounds[round_number].values() if observed]
+        return statistics.fmean(found)
 
 
 def cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
-    return sum(each.cpu_seconds for each in observed) / (sum(each.nbytes for each in observed) / 1e9)
+    """The median, because other work of the process falls on a transfer now and then: the end of the handle before, for one."""
+    return float(statistics.median(each.cpu_seconds / (each.nbytes / 1e9) for each in observed))
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ def typical(values: Sequence[float]) -> float:
 
 
 def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
-    """The standard error of a candidate's typical time, relative to it, as its passes differ; within sensible bounds."""
+    """The standard error of a candidate's typical time, relative to it, as its passes differ. Of one pass nothing is known, and
+    that is taken to be as good as the worst tie allowed."""
     deviations: list[float] = []
     passes = 1
     for found in standings.values():
@@ -159,11 +163,11 @@ def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
         middle = statistics.median(found)
         deviations += [abs(each / middle - 1) for each in found]
     if passes == 1:
-        return _MOST_NOISE
+        return _MOST_TIE
     # 1.4826 makes a standard deviation of a median deviation, 1.1 a middle half's standard error of a mean's. Two passes' middle
     # lies between them, which halves each one's distance.
     spread = statistics.median(deviations) * 1.4826 * (math.sqrt(2) if passes == 2 else 1)
-    return min(max(1.1 * spread / math.sqrt(passes), _LEAST_NOISE), _MOST_NOISE)
+    return 1.1 * spread / math.sqrt(passes)
 
 
 @dataclass(frozen=True)
@@ -234,15 +238,33 @@ def _pace(racing: Sequence[Candidate], seconds: float) -> _Pace:
 
 
 def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Candidate]:
-    """Half of the places go to the fastest; the others to the cheapest of those that noise does not tell from the last of these
-    places, because it is among them that the tie of the last round is to be decided."""
+    """Two thirds of the places go to the fastest; the others to the cheapest of those that may be as fast in truth, because it is
+    among these that the tie of the last round is to be decided."""
     found = standings(racing, number)
     time = {candidate: typical(times) for candidate, times in found.items()}
     fastest = sorted(racing, key=time.__getitem__)
-    chosen = fastest[: math.ceil(count / 2)]
-    bound = time[fastest[count - 1]] * (1 + noise(found))
-    rest = [each for each in fastest[len(chosen) :] if time[each] <= bound]
-    return chosen + sorted(rest, key=lambda each: each.setting.in_flight_bytes)[: count - len(chosen)]
+    chosen = fastest[: math.ceil(count * 2 / 3)]
+    # The fastest of n alike is some sqrt(2 ln n) standard errors faster than they are; most of them are within one more.
+    bound = time[fastest[0]] * (1 + (math.sqrt(2 * math.log(len(racing))) + 1) * noise(found))
+    alike = [each for each in fastest[len(chosen) :] if time[each] <= bound]
+    # Of those that name no backend first: one that must be insisted on should not win for want of another in the end.
+    cheapest = sorted(_cheapest_first(alike, number), key=lambda each: each.setting.backend != "auto")[: count - len(chosen)]
+    others = [each for each in fastest[len(chosen) :] if each not in cheapest]
+    return chosen + cheapest + others[: count - len(chosen) - len(cheapest)]
+
+
+def _cheapest_first(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
+    """By CPU time, as far as its differences count; then those that name no backend; then by the memory in flight."""
+    cpu = {each: each.cpu_seconds_per_gb(number) for each in candidates}
+    least = min(cpu.values(), default=0.0)
+    step = max(_CPU_STEP, least * _CPU_SHARE)
+
+    def cost(each: Candidate) -> tuple[int, bool, int, int]:
+        setting = each.setting
+        steps = int((cpu[each] - least) / step)
+        return steps, setting.backend != "auto", setting.in_flight_bytes, setting.intra_op_parallelism
+
+    return sorted(candidates, key=cost)
 
 
 def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
@@ -260,23 +282,14 @@ def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
         time |= {each: typical(times) for each, times in found.items() if reached_by[each] == number}
     ranked = sorted(reached_by, key=lambda each: (-reached_by[each], time[each]))
     final = standings([each for each in ranked if reached_by[each] == last], last)
-    bound = noise(final)
+    bound = min(max(1.5 * noise(final), _LEAST_TIE), _MOST_TIE)  # of a difference, which has the noise of both
     fastest = min(time[each] for each in final)
     tied = [each for each in final if time[each] <= fastest * (1 + bound)]
-    cpu = {each: each.cpu_seconds_per_gb(last) for each in tied}
-    least = min(cpu.values())
-    thrifty = [each for each in tied if cpu[each] <= max(least * (1 + _CPU_SHARE), least + _CPU_STEP)]
-    # A backend that must be insisted on has to be worth more than a tie.
-    best = min(
-        thrifty,
-        key=lambda each: (
-            each.setting.backend != "auto", each.setting.in_flight_bytes, each.setting.intra_op_parallelism, time[each],
-        ),
-    )  # fmt: skip
+    best = _cheapest_first(sorted(tied, key=time.__getitem__), last)[0]
     if len(ranked) == 1:
         reason = "the only setting"
     elif len(tied) == 1:
-        reason = f"the fastest of {len(ranked)}, by more than the noise of {100 * bound:.1f} %"
+        reason = f"the fastest of {len(ranked)}, by more than {100 * bound:.1f} %"
     else:
         reason = (
             f"within {100 * bound:.1f} % of the fastest, which counts as a tie; of {len(tied)} such, chosen by CPU time, then "

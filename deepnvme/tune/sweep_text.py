@@ -151,7 +151,7 @@ def _striping(striping: Striping) -> str:
     fastest = {operation: max(rates[operation] for _, rates in striping.alone) for operation in striping.together}
     gains = [f"{rate / fastest[operation]:.2f}" for operation, rate in striping.together.items()]
     table.add_row("together / the fastest alone", *gains)
-    note = "\nThe folders share a device: nothing is won by striping over them." if striping.shared_device else ""
+    note = "\nSome of the folders share a device: striping over those wins nothing." if striping.shared_device else ""
     return _text(table) + note
 
 

@@ -79,11 +79,22 @@ def make_handle(setting: AioConfig) -> Any:
         raise Unsuitable(_first_line(error)) from error
 
 
+def gpu_of_folder(index: int) -> torch.device:
+    """Each its own, in turn where there are more folders. Raises Unsuitable if there is none."""
+    return gpu(index % max(_gpus(), 1))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def gpu(number: int) -> torch.device:
     """Raises Unsuitable if there is no such GPU."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _gpus()
     if count == 0:
         raise Unsuitable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
     if number >= count:

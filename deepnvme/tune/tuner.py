@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme._directory import IN_MEMORY
 from deepnvme.config import AioConfig
 
 from . import transfers
@@ -54,17 +55,20 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
     """
     facts = [examine(folder) for folder in order.folders]
     check_space((folder, order.io_size) for folder in order.folders)
-    check_memory(order.io_size * len(order.folders))
+    tensors = 0 if order.gds else order.io_size * len(order.folders)
+    check_memory(tensors + order.io_size * sum(each.filesystem in IN_MEMORY for each in facts))
     progress(0.0, "starting (compiles on first use)")
     offered, backend = _offered(order)
     begin = time.monotonic()
     groups = _groups(len(facts))
-    with Rig(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0)) as rig:
-        settings, refused = rig.usable(offered)
-        searches: list[Search] = []
-        striping = None
-        complete = False
-        try:
+    rig = Rig(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
+    refused: dict[str, str] = {}
+    searches: list[Search] = []
+    striping = None
+    complete = False
+    try:
+        with rig:
+            settings, refused = rig.usable(offered)
             for number, group in enumerate(groups):
                 started = time.monotonic()
                 measure = functools.partial(rig.move, _shares(group, searches))
@@ -76,9 +80,9 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
             if len(searches) == len(groups) > 1 and searches[-1].complete:
                 striping = _striping(rig, order, searches, facts)
             complete = searches[-1].complete
-        except KeyboardInterrupt:
-            if not searches:
-                raise
+    except KeyboardInterrupt:  # also of the end of the rig, when all has been measured
+        if not searches:
+            raise
     return Tuning(
         io_size=order.io_size,
         searches=tuple(searches),

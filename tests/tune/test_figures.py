@@ -6,12 +6,15 @@ import math
 import statistics
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepnvme.config import AioConfig
 from deepnvme.tune.figures import Percentiles, Spread
+from deepnvme.tune.job import Job, Measurement, Place, Sample
 
 RATES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=40)
 
@@ -70,3 +73,15 @@ def test_bins_say_what_their_upper_ends_would(nanoseconds: list[int]) -> None:
 def test_one_slow_request_in_a_thousand_shows_in_the_last_percentile_only() -> None:
     found = Percentiles.of_bins({1_000_000: 9990, 80_000_000: 10})
     assert (found.p50, found.p99, found.p999, found.longest, found.count) == (0.001, 0.001, 0.001, 0.08, 10000)
+
+
+def test_every_process_of_every_loop_is_a_request() -> None:
+    def sample(*requests: float) -> Sample:
+        return Sample(2, requests, max(requests), 0.0, None, None)
+
+    place = Place(Path("folder"), 0)
+    found = Measurement(
+        Job((place, place), "read", 1, AioConfig()), (), None, "", (), (sample(0.1, 0.2), sample(0.1, 0.3)), {}
+    )  # fmt: skip
+    assert (found.request_latency.count, found.request_latency.p50, found.request_latency.longest) == (4, 0.1, 0.3)
+    assert found.task_seconds == pytest.approx(0.5)

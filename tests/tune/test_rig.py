@@ -1,8 +1,7 @@
-"""The tensors, files and handles of a search."""
+"""The rig of a search: what its transfers go to."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,51 @@ from deepnvme.tune import transfers
 from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.rig import Rig
 
-FEW, MANY = AioConfig(queue_depth=2), AioConfig(queue_depth=4)
+MIB = 1 << 20
+ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}
 
 
-class Events:
-    """A system that has so many of them; a handle takes its queue depth, and takes a while to give it back."""
+class Recording:
+    """A handle that notes where transfers begin."""
 
-    def __init__(self, limit: int) -> None:
-        self.left = limit
+    def __init__(self, handle: Any, offsets: list[int]) -> None:
+        self._handle, self._offsets = handle, offsets
 
-    def make_handle(self, setting: AioConfig) -> Any:
-        return _Handle(self, setting.queue_depth)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
 
-
-class _Handle:
-    def __init__(self, events: Events, count: int) -> None:
-        self._count = 0
-        if events.left < count:
-            raise Unsuitable("out of events")
-        self._events, self._count = events, count
-        events.left -= count
-
-    def __del__(self) -> None:
-        if self._count:
-            time.sleep(0.05)
-            self._events.left += self._count
+    def async_pread(self, tensor: Any, path: str, offset: int) -> int:
+        self._offsets.append(offset)
+        return int(self._handle.async_pread(tensor, path, offset))
 
 
-def test_events_of_handles_that_are_being_let_go_are_waited_for(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Rig([drive], 4096, False, False, lambda step: None) as rig:
-        events = Events(5)
-        monkeypatch.setattr(transfers, "make_handle", events.make_handle)
-        assert rig.usable([FEW, MANY, FEW]) == ([FEW, MANY, FEW], {})
+def test_every_setting_that_a_handle_can_be_made_with_is_usable(drive: Path) -> None:
+    with Rig([drive], MIB, False, False, lambda step: None) as rig:
+        usable, refused = rig.usable([AioConfig(), AioConfig(backend="threads", queue_depth=8)])
+        assert (len(usable), refused) == (2, {})
+    assert list(drive.iterdir()) == []
 
 
-def test_a_setting_that_wants_too_much_is_refused_all_the_same(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Rig([drive], 4096, False, False, lambda step: None) as rig:
-        events = Events(3)
-        monkeypatch.setattr(transfers, "make_handle", events.make_handle)
-        assert rig.usable([FEW, MANY, FEW]) == ([FEW, FEW], {"queue_depth 4": "out of events"})
+def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tries = transfers.make_handle, []
+
+    def make_the_second_time(setting: AioConfig) -> Any:
+        tries.append(setting)
+        if setting.queue_depth == 8 and len([each for each in tries if each.queue_depth == 8]) == 1:
+            raise Unsuitable("no events left")
+        return make(setting)
+
+    with Rig([drive], MIB, False, False, lambda step: None) as rig:
+        monkeypatch.setattr(transfers, "make_handle", make_the_second_time)
+        usable, refused = rig.usable([AioConfig(queue_depth=16), AioConfig(queue_depth=8)])
+    assert (len(usable), refused) == (2, {})
+
+
+def test_transfers_walk_through_the_file_and_begin_anew_at_its_end(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, offsets = transfers.make_handle, []
+    with Rig([drive], 8 * MIB, False, False, lambda step: None) as rig:
+        monkeypatch.setattr(transfers, "make_handle", lambda setting: Recording(make(setting), offsets))
+        for _ in range(4):
+            rig.move(ALONE, AioConfig(), "read", 3 * MIB)
+        rig.move(ALONE, AioConfig(), "read", 8 * MIB)
+    assert [offset // MIB for offset in offsets] == [0, 3, 0, 3, 0]

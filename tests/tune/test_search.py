@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -149,9 +151,9 @@ def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
 
 @pytest.mark.parametrize(
     ("variation", "runs", "misses_allowed"),
-    # Of a hundred other seeds 0, 6 and 22 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by
-    # 15 % the passes that 50 s have room for leave 2 % of doubt.
-    [(0.03, 10, 0), (0.08, 20, 2), (0.15, 20, 6)],
+    # Of forty other seeds 0, 7 and 12 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by 15 %
+    # the passes that 50 s have room for leave 2 % of doubt.
+    [(0.03, 10, 0), (0.08, 20, 5), (0.15, 20, 8)],
 )
 def test_what_is_chosen_takes_at_most_3_percent_longer_than_the_best(variation: float, runs: int, misses_allowed: int) -> None:
     choice = usual_space()
@@ -160,7 +162,7 @@ def test_what_is_chosen_takes_at_most_3_percent_longer_than_the_best(variation: 
         drive = Drive(choice, seed, variation)
         found.append(drive.shortfall(tune(drive, choice)))
     assert sum(each > 0.03 for each in found) <= misses_allowed, sorted(found)
-    assert max(found) <= 0.06
+    assert max(found) <= 0.07
 
 
 def test_where_the_settings_own_shares_are_nothing_it_never_misses() -> None:
@@ -243,6 +245,31 @@ def test_at_like_cpu_time_and_backend_a_tie_goes_to_the_least_memory() -> None:
     assert chosen({LARGE: (0.5, 0.02), SMALL: (0.501, 0.021)}) == SMALL
 
 
+class Plateau(Drive):
+    """As fast with every setting that has 16 MiB under way, at a processor time for each block that the backend decides."""
+
+    _PER_BLOCK: ClassVar[dict[Backend, float]] = {"auto": 20e-6, "io_uring": 20e-6, "libaio": 30e-6, "threads": 60e-6}
+
+    def true_seconds(self, setting: AioConfig, operation: Operation, nbytes: int = IO_SIZE) -> float:
+        return nbytes / self._rates[operation] * max(1.0, 16 * MIB / setting.in_flight_bytes)
+
+    def measure(self, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
+        observed = super().measure(setting, operation, nbytes)
+        cpu = math.ceil(nbytes / setting.block_size) * self._PER_BLOCK[setting.backend] * self._random.uniform(0.9, 1.3)
+        return dataclasses.replace(observed, cpu_seconds=cpu)
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.03, 0.06])
+def test_of_two_hundred_alike_one_of_the_cheapest_is_chosen_and_no_backend_named(variation: float) -> None:
+    choice = usual_space()
+    for seed in range(5):
+        drive = Plateau(choice, seed, variation)
+        setting = tune(drive, choice).best.setting
+        assert setting.backend == "auto"
+        assert setting.block_size >= MIB  # 0.02 CPU s/GB; the most expensive take 0.46
+        assert setting.in_flight_bytes <= 128 * MIB
+
+
 def test_what_is_faster_than_noise_wins_whatever_it_costs() -> None:
     assert chosen({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}) == LARGE
 
@@ -257,7 +284,7 @@ def test_the_reason_is_true_also_where_the_chosen_one_has_most_memory_in_flight(
 
 
 def test_the_reason_of_the_fastest_is_its_speed() -> None:
-    assert searched({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}).reason == "the fastest of 2, by more than the noise of 0.5 %"
+    assert searched({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}).reason == "the fastest of 2, by more than 0.5 %"
 
 
 def test_the_only_setting_is_not_said_to_have_beaten_any() -> None:
@@ -304,7 +331,7 @@ def test_every_round_has_fewer_settings_than_the_one_before(count: int) -> None:
     counts = rounds(count)
     assert counts[0] == count
     assert all(later < earlier for earlier, later in itertools.pairwise(counts))
-    assert counts[-1] <= 4
+    assert counts[-1] <= 6
     assert count <= 10 or 10 in counts  # the table of the ten best
 
 
@@ -341,14 +368,14 @@ def test_standings_do_not_know_the_drives_speed_at_the_time() -> None:
     assert slow == pytest.approx([1.1, 1.1])
 
 
-def test_noise_shrinks_with_the_square_root_of_the_passes_and_has_bounds() -> None:
+def test_noise_shrinks_with_the_square_root_of_the_passes() -> None:
     choice = usual_space()[:10]
     outcome = tune(Drive(choice, noise=0.0), choice, 1.0)
 
     def passes(size: float, times: int) -> dict[Candidate, list[float]]:
         return {each: [1.0 + size, 1.0, 1.0 - size] * times for each in outcome.ranked}
 
-    few, many, wild = passes(0.01, 1), passes(0.01, 2), passes(0.5, 1)
+    few, many = passes(0.01, 1), passes(0.01, 2)
     assert noise(few) == pytest.approx(math.sqrt(2) * noise(many))
-    assert noise(wild) == 0.01
-    assert noise({each: [1.0, 1.0] for each in outcome.ranked}) == 0.005
+    assert noise({each: [1.0, 1.0] for each in outcome.ranked}) == 0.0
+    assert noise({each: [1.0] for each in outcome.ranked}) > 0.0  # of one pass nothing is known
