@@ -2,8 +2,8 @@
 
     python benchmarks/tuning.py --dir /mnt/nvme --json tuning.json
 
-Takes some 10 minutes. ds_io runs as its users run it, in turn with raw_io's contender for the same transfer. The tuner runs
-first; every setting it chooses from is then measured at full size, and the best of those meets the tuner's choice, in turn.
+Takes some 10 minutes. ds_io's loops take turns with raw_io's contender for the same transfer. The tuner runs as its users run it;
+every setting it chooses from is then measured at full size, and the best of those meets the tuner's choice, in turn.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from harness.workloads import ContenderFailed, Workload
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.tune.buffer import locked
+from deepnvme.tune.crew import crew
 from deepnvme.tune.figures import Spread
 from deepnvme.tune.folder import Unsuitable, drop_pages, settle
+from deepnvme.tune.job import Job, Place
 from deepnvme.tune.sizes import size_text
 from deepnvme.tune.space import default_space
 
@@ -55,42 +57,52 @@ class Settings:
 
 
 def compare_ds_io(settings: Settings, progress: Callable[[str], None]) -> list[Verdict]:
+    """Loop by loop in turn: what ds_io does in a loop, and what raw_io does in a round."""
     verdicts = []
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuning-", dir=settings.directory)))
-        drive.check(directory, 7 * settings.size)
+        drive.check(directory, (settings.rounds + 3) * settings.size)
         process = stack.enter_context(libraries.LibraryProcess(sys.executable, "deepnvme", directory, "auto"))
         raw_io = libraries.LibraryContender(process, "handle", "handle", "pinned", seed=1)
-        described = process.described
-        options = ["--block_size", str(described["block_size"]), "--queue_depth", str(described["queue_depth"])]
-        for name, workload, more in (
-            ("read", Workload("read", "read", "existing", 1, settings.size, MIB), ["--read"]),
-            ("overwrite", Workload("overwrite", "write", "existing", 1, settings.size, MIB), []),
-            ("fresh", Workload("fresh", "write", "absent", 1, settings.size, MIB), ["--different_file_each_iteration"]),
+        block_size, queue_depth = process.described["block_size"], process.described["queue_depth"]
+        for name, workload in (
+            ("read", Workload("read", "read", "existing", 1, settings.size, MIB)),
+            ("overwrite", Workload("overwrite", "write", "existing", 1, settings.size, MIB)),
+            ("fresh", Workload("fresh", "write", "absent", 1, settings.size, MIB)),
         ):
-            ratios = []
-            for turn in range(settings.rounds):
-                progress(f"ds_io and raw_io: {name}, round {turn + 1} of {settings.rounds}")
-                found: dict[str, float] = {}
-                for who in ("raw_io", "ds_io") if turn % 2 == 0 else ("ds_io", "raw_io"):
-                    if who == "ds_io":
-                        found[who] = ds_io(directory, settings.size, [*options, *more])
-                    else:
-                        (series,) = interleave.run(workload, [raw_io], directory, 3, lambda step: None).series
-                        if series.failure:
-                            raise ContenderFailed(series.failure)
-                        found[who] = statistics.median(sample.gb_per_second for sample in series.samples)
-                ratios.append(found["ds_io"] / found["raw_io"])
+            job = Job(
+                (Place(directory, 0),),
+                workload.operation,
+                settings.size,
+                AioConfig(block_size=block_size, queue_depth=queue_depth),
+                loops=settings.rounds,
+                different_files=workload.state == "absent",
+            )
+            paths = raw_io.files(workload, directory)
+            with crew(job, [directory]) as ds_io:
+                ds_io.call("lay_out")
+                if workload.state == "existing":
+                    drive.lay_out(paths[0], settings.size, interleave.CONTENTS)
+                raw_io.measure(workload, paths)  # the tensor is allocated with the first transfer
+                ds_io.call("loop", 0)
+                ratios = []
+                for turn in range(1, settings.rounds + 1):
+                    progress(f"ds_io and raw_io: {name}, round {turn} of {settings.rounds}")
+                    rates: dict[str, float] = {}
+                    for who in ("raw_io", "ds_io") if turn % 2 == 0 else ("ds_io", "raw_io"):
+                        interleave.prepare(workload, paths, directory)
+                        if who == "raw_io":
+                            rates[who] = raw_io.measure(workload, paths).gb_per_second
+                        else:
+                            rates[who] = ds_io.call("loop", turn)[0].gb_per_second
+                    ratios.append(rates["ds_io"] / rates["raw_io"])
+            for path in directory.iterdir():
+                if path.is_file():
+                    path.unlink()
             for sense, bound in (("at least", 0.97), ("at most", 1.03)):
                 what = f"{size_text(settings.size)} {name}: ds_io / raw_io's handle, pinned"
                 verdicts.append(Verdict(what, Spread.of(ratios), sense, bound))  # type: ignore[arg-type]
     return verdicts
-
-
-def ds_io(directory: Path, nbytes: int, options: Sequence[str]) -> float:
-    """GB/s, the median of three loops."""
-    document = run_tool("deepnvme.tune.io", ["--folder", str(directory), "--io_size", str(nbytes), *options])
-    return float(document["gb_per_second"]["median"])
 
 
 def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -149,8 +161,8 @@ def compare_tuner(settings: Settings, progress: Callable[[str], None]) -> tuple[
                 swept[setting].append(rig.seconds_per_gb(setting))
         challengers = sorted(space, key=lambda setting: statistics.median(swept[setting]))[:CHALLENGERS]
         meeting: dict[AioConfig, list[float]] = {setting: [] for setting in dict.fromkeys([chosen, *challengers])}
-        for turn in range(3 * settings.rounds):
-            progress(f"the tuner's choice and the sweep's best, round {turn + 1} of {3 * settings.rounds}")
+        for turn in range(settings.rounds):
+            progress(f"the tuner's choice and the sweep's best, round {turn + 1} of {settings.rounds}")
             for setting in order.sample(list(meeting), len(meeting)):
                 meeting[setting].append(rig.seconds_per_gb(setting))
     best = min(challengers, key=lambda setting: statistics.median(meeting[setting]))
@@ -184,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.dir.is_dir():
         parser.error(f"--dir: '{given.dir}' is not a directory")
     if given.quick:
-        settings = Settings(given.dir.resolve(), 8 * MIB, 16 * MIB, rounds=1, passes=1, seconds=2)
+        settings = Settings(given.dir.resolve(), 8 * MIB, 16 * MIB, rounds=3, passes=1, seconds=2)
     else:
-        settings = Settings(given.dir.resolve(), 1 << 30, 400 * MIB, rounds=7, passes=3, seconds=50)
+        settings = Settings(given.dir.resolve(), 1 << 30, 400 * MIB, rounds=21, passes=3, seconds=50)
 
     def progress(step: str) -> None:
         print(f"  {step}", file=sys.stderr, flush=True)

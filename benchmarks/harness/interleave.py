@@ -66,7 +66,7 @@ def run(
         progress(f"{workload.name}: rehearsing {contender.name}, {contender.memory}")
         series = Series(contender.name, contender.memory)
         result.series.append(series)
-        _prepare(workload, files[contender], directory)
+        prepare(workload, files[contender], directory)
         try:
             contender.rehearse(workload, files[contender], CONTENTS)
         except ContenderFailed as error:
@@ -80,7 +80,7 @@ def run(
         for contender, series in racing if turn % 2 == 0 else reversed(racing):
             if series.failure:
                 continue
-            _prepare(workload, files[contender], directory)
+            prepare(workload, files[contender], directory)
             try:
                 series.samples.append(contender.measure(workload, files[contender]))
             except ContenderFailed as error:
@@ -93,7 +93,8 @@ def run(
     return result
 
 
-def _prepare(workload: Workload, paths: Sequence[Path], directory: Path) -> None:
+def prepare(workload: Workload, paths: Sequence[Path], directory: Path) -> None:
+    """Bring files and drive into the state in which every measurement begins."""
     if workload.state == "absent":
         for path in paths:
             path.unlink(missing_ok=True)
