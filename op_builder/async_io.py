@@ -47,7 +47,7 @@ class AsyncIOBuilder(OpBuilder):
         return args
 
     def extra_ldflags(self) -> list[str]:
-        flags = ["-pthread"]
+        flags = ["-pthread", "-ldl"]  # which glibc has in itself since 2.34
         if liburing():
             flags.append("-luring")
         if libaio():

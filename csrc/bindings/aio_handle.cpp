@@ -41,8 +41,14 @@ void check_result(const Pending& pending) {
     if (const auto error = pending.request->error()) throw *error;
     if (!pending.validate) return;
     const Request& request = *pending.request;
+    py::object on_host = pending.owner;
+    const std::byte* memory = request.memory;
+    if (request.fence) {
+        on_host = pending.owner.attr("cpu")();
+        memory = memory_of(on_host, Direction::write).data;
+    }
     py::gil_scoped_release release;
-    compare_with_file(request.memory, request.length, request.offset, pending.path);
+    compare_with_file(memory, request.length, request.offset, pending.path);
 }
 
 std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& num_threads) {

@@ -22,6 +22,8 @@ constexpr std::uint64_t kStagingSlot = 1ull << 20;
 constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
 constexpr std::uint64_t kStagingPerWorker = 8ull << 20;
 constexpr std::uint64_t kStagingInAll = 64ull << 20;
+// For device memory: as much again, since a slot is also in use while the device copies.
+constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
 
 void require(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
     if (value >= least && value <= most) return;
@@ -119,13 +121,17 @@ Engine::Engine(EngineOptions options, std::string name, BackendFactory make_back
 Engine::~Engine() { close(); }
 
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
-    const std::uint64_t staging = std::min({kStagingPerWorker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
-                                            static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
+    const auto slots = [&](std::uint64_t per_worker) {
+        const std::uint64_t staging = std::min({per_worker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
+                                                static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
+        return std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
+    };
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
     worker.single_submit = options_.single_submit;
     worker.staging_size = limits_.staging_size;
-    worker.staging_slots = std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
+    worker.staging_slots = slots(kStagingPerWorker);
+    worker.device_slots = slots(kDeviceStagingPerWorker);
     worker.page_size = limits_.page_size;
     // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
     // the slots in use, 0.86 with all.
@@ -154,53 +160,58 @@ void Engine::check_usable() const {
     if (closed()) throw std::invalid_argument("the engine is closed");
 }
 
-std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset) {
+std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = std::make_shared<File>(fd, Access::write);
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
 }
 
 std::shared_ptr<Request> Engine::sync(const std::string& path) {
     check_usable();
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, false);
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, std::move(place));
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset) {
+std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     if (!file->readable()) throw std::invalid_argument("'" + file->path() + "' was not opened for reading");
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, {});
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, {});
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     if (!file->writable()) throw std::invalid_argument("'" + file->path() + "' was not opened for writing");
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, {});
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, {});
 }
 
 std::shared_ptr<Request> Engine::sync(std::shared_ptr<File> file) {
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {});
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, {});
 }
 
 std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                        std::int64_t offset, OpenFilePlace place) {
+                                        std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place) {
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
@@ -211,11 +222,12 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/design.md). It also tells a full disk before the first byte.
     if (kind == Request::Kind::write) file->preallocate(begin, length);
 
-    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length);
+    auto fence = device && length > 0 ? std::make_unique<const DeviceFence>(device->device, device->stream) : nullptr;
+    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, std::move(fence));
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
         const auto limits = request->file_->limits();
-        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory)}, limits, limits_);
+        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), request->fence != nullptr}, limits, limits_);
         request->cursor_ = begin;
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
     }

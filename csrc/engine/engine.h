@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,12 @@ struct EngineOptions {
     bool single_submit = false;            // one system call a block
 };
 
+// Where memory is that is not the host's, and the stream of the caller's after whose work it is transferred.
+struct DeviceMemory {
+    CudaDevice device;
+    CudaStreamHandle stream;
+};
+
 // Thread-safe. Every method but close() returns without waiting for a transfer, though opening a file can take its time.
 class Engine {
 public:
@@ -37,17 +44,23 @@ public:
     // Like close(). After a fork the child must not call it: see usable_here().
     ~Engine();
 
-    // The memory must stay valid, and a read's be left alone, until the request is done.
+    // The memory must stay valid, and a read's be left alone, until the request is done. With `device` it is a device's: a write
+    // sees what the stream had been given before, and what is read is there when the request is done.
     //
     // All throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63) and a
     // closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
-    // transferred then.
-    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
-    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
+    // transferred then. std::runtime_error also where there is no CUDA for device memory.
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
     // The descriptor may be closed once this returns.
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset);
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
     // Begins when every write submitted to this engine before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);
@@ -77,7 +90,7 @@ private:
 
     void start(const std::string& name, const BackendFactory& make_backend);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                    std::int64_t offset, OpenFilePlace place);
+                                    std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
     void end_workers();
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);

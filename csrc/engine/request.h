@@ -14,6 +14,7 @@
 #include "core/file.h"
 #include "core/process.h"
 #include "engine/backend.h"
+#include "engine/device_copier.h"
 #include "engine/open_files.h"
 #include "engine/plan.h"
 
@@ -24,13 +25,21 @@ class Request {
 public:
     using Kind = Operation::Kind;
 
-    Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length)
-        : kind(kind), memory(memory), offset(offset), length(length), generation_(process_generation()), file_(std::move(file)) {}
+    Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length,
+            std::unique_ptr<const DeviceFence> fence = nullptr)
+        : kind(kind),
+          memory(memory),
+          offset(offset),
+          length(length),
+          fence(std::move(fence)),
+          generation_(process_generation()),
+          file_(std::move(file)) {}
 
     const Kind kind;
     std::byte* const memory;
     const std::uint64_t offset;  // bytes into the file
     const std::uint64_t length;  // bytes
+    const std::unique_ptr<const DeviceFence> fence;  // of memory on a device; null for the host's
 
     // Valid until the request is done.
     File& file() const noexcept { return *file_; }

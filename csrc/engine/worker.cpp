@@ -1,7 +1,6 @@
 #include "engine/worker.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "core/copy.h"
+#include "core/threads.h"
 
 namespace deepnvme {
 
@@ -26,12 +26,6 @@ constexpr std::uint32_t kMostAttempts = 1000;
 constexpr std::uint32_t kEagerAttempts = 8;
 constexpr auto kPause = std::chrono::milliseconds(1);
 
-void block_signals() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, nullptr);  // they are for the program's own threads
-}
-
 }  // namespace
 
 Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events)
@@ -40,7 +34,8 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
       events_(std::move(events)),
       slots_(options.queue_depth),
       completions_(options.queue_depth),
-      staging_(options.staging_size, options.staging_slots, options.page_size) {
+      staging_(options.staging_size, options.staging_slots, options.page_size),
+      device_staging_(options.staging_size, options.device_slots, options.page_size, /*for_devices=*/true) {
     for (std::uint32_t i = options.queue_depth; i-- > 0;) {
         slots_[i].index = i;
         free_.push_back(&slots_[i]);
@@ -80,7 +75,7 @@ void Worker::run() {
     try {
         while (true) {
             fill();
-            if (under_way_ == 0) {
+            if (under_way_ + copying_ == 0) {
                 if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
                 if (queue_.stopped()) return;
             }
@@ -89,6 +84,7 @@ void Worker::run() {
             under_way_ -= count;
             for (std::size_t i = 0; i < count; ++i)
                 complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result, reaped);
+            if (copying_ > 0) finish_copies();
         }
     } catch (const IoError& error) {
         fail_everything(error);
@@ -131,12 +127,7 @@ bool Worker::prepare(const Block& block) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        if (route == Route::staged) {
-            const bool read = request.kind == Request::Kind::read;
-            if (read && staged_reads_ > 0 && staged_reads_ + block.length > options_.staged_reads) return false;
-            if (!(staging = staging_.lease(block.length))) return false;
-            if (read) staged_reads_ += block.length;
-        }
+        if ((route == Route::staged || request.fence) && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
         request.fail(error);
         end_block(request);
@@ -160,9 +151,53 @@ bool Worker::prepare(const Block& block) {
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
-    if (staging && slot.kind == Operation::Kind::write) std::memcpy(staging, block.memory, block.length);
+    if (staging && slot.kind == Operation::Kind::write) {
+        if (request.fence) {
+            start_copy(slot, DeviceCopier::Way::from_device);
+            return true;
+        }
+        std::memcpy(staging, block.memory, block.length);
+    }
     ready_.push_back(&slot);
     return true;
+}
+
+// Null while there is none. Throws IoError and std::bad_alloc.
+std::byte* Worker::lease_staging(const Block& block) {
+    const Request& request = *block.request;
+    if (block.length == 0) return nullptr;
+    if (request.fence) {
+        const CudaContextGuard context(request.fence->device());
+        return device_staging_.lease(block.length);
+    }
+    // What has been read waits in the cache for its copy; see engine.cpp.
+    const bool read = request.kind == Request::Kind::read;
+    if (read && staged_reads_ > 0 && staged_reads_ + block.length > options_.staged_reads) return nullptr;
+    std::byte* staging = staging_.lease(block.length);
+    if (staging && read) staged_reads_ += block.length;
+    return staging;
+}
+
+void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
+    try {
+        if (!copier_) copier_ = std::make_unique<DeviceCopier>([this] { backend_->wake(); });
+        copier_->start(way, slot.staging, slot.caller_memory, slot.block_length, *slot.request->fence, &slot);
+        ++copying_;
+    } catch (const IoError& error) {
+        fail(*slot.request, error.error(), ": " + error.operation());
+        end_slot(slot);
+    }
+}
+
+// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end.
+void Worker::finish_copies() {
+    for (const auto& [tag, result] : copier_->take()) {
+        Slot& slot = *static_cast<Slot*>(tag);
+        --copying_;
+        if (result != 0) fail(*slot.request, EIO, ": copy of device memory: " + CudaDriver::get().describe(result));
+        if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
+        else end_slot(slot);
+    }
 }
 
 void Worker::offer() {
@@ -234,7 +269,10 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     }
     const auto took = std::chrono::nanoseconds(reaped - slot.taken).count();
     counters_.block_latency[latency_bin(static_cast<std::uint64_t>(took))].add(1);
-    if (slot.staging && slot.kind == Operation::Kind::read) copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
+    if (slot.staging && slot.kind == Operation::Kind::read) {
+        if (request.fence) return start_copy(slot, DeviceCopier::Way::to_device);
+        copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
+    }
     end_slot(slot);
 }
 
@@ -279,11 +317,13 @@ void Worker::fail(Request& request, int error, const std::string& detail) {
 }
 
 void Worker::end_slot(Slot& slot) {
-    if (slot.staging) {
+    Request& request = *slot.request;
+    if (slot.staging && request.fence) {
+        device_staging_.release(slot.staging, slot.block_length);
+    } else if (slot.staging) {
         staging_.release(slot.staging, slot.block_length);
         if (slot.kind == Operation::Kind::read) staged_reads_ -= slot.block_length;
     }
-    Request& request = *slot.request;
     free_.push_back(&slot);
     end_block(request);
 }
@@ -300,6 +340,7 @@ void Worker::fail_everything(const IoError& error) {
         request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
         end_block(request);
     };
+    if (copier_) copier_->drain();  // they read and write memory that is about to be given back
     for (Slot& slot : slots_)
         if (std::find(free_.begin(), free_.end(), &slot) == free_.end()) end_with_error(*slot.request);
     for (const Block& block : backlog_) end_with_error(*block.request);
