@@ -84,13 +84,15 @@ class Stats:
     bytes_read: int
     bytes_written: int
     bytes_direct: int
-    """Bytes that bypassed the page cache: zero-copy and staged together."""
+    """Bytes that bypassed the page cache: zero-copy, staged and GPU-direct together."""
     bytes_zero_copy: int
     """Direct bytes from or into the tensor itself."""
     bytes_staged: int
     """Direct bytes copied through an aligned buffer, because the tensor's memory was not aligned, or on a device."""
     bytes_buffered: int
     """Bytes through the page cache: the unaligned ends of transfers, and files without direct I/O."""
+    bytes_gds: int
+    """Direct bytes between the drive and GPU memory, without host memory: the gds op's."""
     blocks: int
     """Reads and writes of at most block_size bytes that ended well."""
     block_latency: dict[int, int]

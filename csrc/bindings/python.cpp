@@ -320,10 +320,11 @@ py::dict Session::stats() const {
     stats["failed_requests"] = now.failed_requests;
     stats["bytes_read"] = now.bytes_read;
     stats["bytes_written"] = now.bytes_written;
-    stats["bytes_direct"] = now.bytes_zero_copy + now.bytes_staged;
+    stats["bytes_direct"] = now.bytes_zero_copy + now.bytes_staged + now.bytes_gds;
     stats["bytes_zero_copy"] = now.bytes_zero_copy;
     stats["bytes_staged"] = now.bytes_staged;
     stats["bytes_buffered"] = now.bytes_buffered;
+    stats["bytes_gds"] = now.bytes_gds;
     stats["blocks"] = now.blocks;
     py::dict block_latency;
     for (std::size_t bin = 0; bin < kLatencyBins; ++bin)

@@ -58,7 +58,9 @@ void DeviceCopier::start(Way way, std::byte* host, std::byte* device_memory, std
 
     driver.check(driver.stream_wait_event(stream.get(), fence.event(), 0), "cuStreamWaitEvent");
     const auto address = reinterpret_cast<CudaDevicePointer>(device_memory);
-    if (way == Way::to_device) driver.check(driver.copy_to_device(address, host, length, stream.get()), "cuMemcpyHtoDAsync");
+    if (way == Way::none) {
+        // The event of its own that follows ends with the fence.
+    } else if (way == Way::to_device) driver.check(driver.copy_to_device(address, host, length, stream.get()), "cuMemcpyHtoDAsync");
     else driver.check(driver.copy_from_device(host, address, length, stream.get()), "cuMemcpyDtoHAsync");
     // From here on the copy may be under way, so that nothing may be thrown before somebody waits for it: an event that cannot be
     // recorded is waited for all the same, and says then what is wrong with the device.

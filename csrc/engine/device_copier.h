@@ -35,7 +35,7 @@ private:
 // CUDA's callbacks would not, but they are silent when the device fails, and nobody would ever hear of those copies.
 class DeviceCopier {
 public:
-    enum class Way { to_device, from_device };
+    enum class Way { to_device, from_device, none };  // none: only what comes before is waited for
 
     struct Copied {
         void* tag;
@@ -47,7 +47,8 @@ public:
     // Waits for the copies under way.
     ~DeviceCopier();
 
-    // Begin a copy that comes after `fence`, and return. Throws IoError, and then nothing has begun.
+    // Begin a copy that comes after `fence`, and return. Throws IoError, and then nothing has begun. Without a copy (Way::none) the
+    // other arguments do not matter.
     void start(Way way, std::byte* host, std::byte* device_memory, std::size_t length, const DeviceFence& fence, void* tag);
 
     // Those that have ended since it was last called, in the order they were started.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cstdint>
 #include <limits>
 #include <set>
@@ -65,6 +66,7 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
     sum.bytes_zero_copy += worker.bytes_zero_copy.get();
     sum.bytes_staged += worker.bytes_staged.get();
     sum.bytes_buffered += worker.bytes_buffered.get();
+    sum.bytes_gds += worker.bytes_gds.get();
     sum.short_transfers += worker.short_transfers.get();
     sum.retries += worker.retries.get();
     for (std::size_t bin = 0; bin < kLatencyBins; ++bin) {
@@ -113,8 +115,12 @@ Engine::Engine(EngineOptions options)
     throw std::invalid_argument("backend must be one of " + names + ", got '" + options_.backend + "'");
 }
 
-Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend)
-    : options_(checked(std::move(options))), limits_(block_limits(options_)), generation_(process_generation()) {
+Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io, bool strict)
+    : options_(checked(std::move(options))),
+      limits_(block_limits(options_)),
+      device_io_(std::move(device_io)),
+      strict_(strict),
+      generation_(process_generation()) {
     start(name, make_backend);
 }
 
@@ -226,8 +232,11 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, std::move(fence));
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
+        if (request->fence && device_io_) request->device_file = open_for_device(*request->file_);
         const auto limits = request->file_->limits();
-        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), request->fence != nullptr}, limits, limits_);
+        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), request->fence != nullptr,
+                               request->device_file != nullptr},
+                              limits, limits_);
         request->cursor_ = begin;
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
     }
@@ -254,11 +263,31 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     return request;
 }
 
+// The file as the DeviceIo knows it; null where it cannot take it, unless nothing else will do.
+std::shared_ptr<void> Engine::open_for_device(File& file) {
+    std::string reason = file.refusal();
+    try {
+        if (auto opened = file.attachment([this](int fd) { return device_io_->open(fd); })) return opened;
+    } catch (const IoError& error) {
+        if (strict_) throw IoError(error.error(), error.operation(), file.path());
+        reason = error.operation();
+    }
+    if (strict_) throw IoError(ENOTSUP, "GPUDirect Storage: " + reason, file.path());
+    note_fallback("not by GPUDirect Storage, through host memory: " + reason);
+    return nullptr;
+}
+
+void Engine::note_fallback(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    ++totals_.fallbacks[reason];
+}
+
 // Called by the worker that ended the last block.
 void Engine::ended(Request& request) {
     std::vector<Request*> released;
     const auto self = std::move(request.self_);
     // Closed before anybody is told, so that the file is whole and its descriptor free when a waiter goes on.
+    request.device_file.reset();
     request.file_.reset();
     request.place_ = OpenFilePlace();
     {
@@ -284,10 +313,7 @@ void Engine::ended(Request& request) {
 }
 
 void Engine::fell_back(File& file, const std::string& reason) {
-    {
-        std::lock_guard lock(mutex_);
-        ++totals_.fallbacks[reason];
-    }
+    note_fallback(reason);
     Warnings& warnings = Warnings::get();
     std::lock_guard lock(warnings.mutex);
     if (!warnings.devices.insert(file.device()).second) return;

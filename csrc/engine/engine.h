@@ -12,6 +12,7 @@
 
 #include "core/file.h"
 #include "engine/backend.h"
+#include "engine/device_io.h"
 #include "engine/open_files.h"
 #include "engine/queue.h"
 #include "engine/request.h"
@@ -39,8 +40,10 @@ class Engine {
 public:
     // Throws std::invalid_argument for an option out of range, IoError when the kernel refuses the backend asked for.
     explicit Engine(EngineOptions options);
-    // For a backend that is not one of backend_choices().
-    Engine(EngineOptions options, std::string name, BackendFactory make_backend);
+    // For a backend that is not one of backend_choices(). `device_io`: the way that device memory goes, with a backend that knows it;
+    // `strict`: never another.
+    Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io = nullptr,
+           bool strict = false);
     // Like close(). After a fork the child must not call it: see usable_here().
     ~Engine();
 
@@ -78,6 +81,9 @@ public:
     const EngineOptions& options() const noexcept { return options_; }
     Statistics statistics() const;
 
+    // Count in the statistics that something slower is used, and why.
+    void note_fallback(const std::string& reason);
+
     // Of all engines of this process: why direct I/O could not be used, once for each file system.
     static std::vector<std::string> take_warnings();
 
@@ -91,6 +97,7 @@ private:
     void start(const std::string& name, const BackendFactory& make_backend);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
+    std::shared_ptr<void> open_for_device(File& file);
     void end_workers();
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);
@@ -98,6 +105,8 @@ private:
     EngineOptions options_;
     BlockLimits limits_;
     std::string backend_;
+    std::shared_ptr<DeviceIo> device_io_;
+    bool strict_ = false;
     const std::uint64_t generation_;
 
     mutable std::mutex mutex_;  // guards everything up to queue_

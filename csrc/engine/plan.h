@@ -19,6 +19,7 @@ enum class Route : std::uint8_t {
     zero_copy,  // direct, from or into the caller's memory
     staged,     // direct, through a copy
     buffered,   // through the page cache
+    gds,        // direct, between the drive and device memory
 };
 
 struct Transfer {
@@ -26,6 +27,7 @@ struct Transfer {
     std::uint64_t length;    // bytes
     std::uintptr_t address;  // of the caller's memory; only its alignment matters
     bool on_device = false;  // then it is out of the drive's reach, and every block passes through staging
+    bool gds = false;        // unless it goes by a DeviceIo, whatever its alignment
 };
 
 struct BlockLimits {

@@ -40,6 +40,7 @@ public:
     const std::uint64_t offset;  // bytes into the file
     const std::uint64_t length;  // bytes
     const std::unique_ptr<const DeviceFence> fence;  // of memory on a device; null for the host's
+    std::shared_ptr<void> device_file;               // if that memory is transferred by a DeviceIo
 
     // Valid until the request is done.
     File& file() const noexcept { return *file_; }

@@ -123,11 +123,12 @@ bool Worker::prepare(const Block& block) {
     try {
         File& file = request.file();
         fd = request.kind == Request::Kind::sync ? file.any_descriptor() : route == Route::buffered ? -1 : file.direct();
-        if (fd < 0) {
+        if (fd < 0 && route != Route::gds) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        if ((route == Route::staged || request.fence) && !(staging = lease_staging(block))) return false;
+        const bool bounced = route == Route::staged || (request.fence && route != Route::gds);
+        if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
         request.fail(error);
         end_block(request);
@@ -151,6 +152,12 @@ bool Worker::prepare(const Block& block) {
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
+    slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
+    slot.device = route == Route::gds ? request.fence->device() : -1;
+    if (route == Route::gds) {
+        start_copy(slot, DeviceCopier::Way::none);
+        return true;
+    }
     if (staging && slot.kind == Operation::Kind::write) {
         if (request.fence) {
             start_copy(slot, DeviceCopier::Way::from_device);
@@ -189,13 +196,15 @@ void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
     }
 }
 
-// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end.
+// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end. One that goes directly has
+// only waited for its turn.
 void Worker::finish_copies() {
     for (const auto& [tag, result] : copier_->take()) {
         Slot& slot = *static_cast<Slot*>(tag);
         --copying_;
         if (result != 0) fail(*slot.request, EIO, ": copy of device memory: " + CudaDriver::get().describe(result));
-        if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
+        const bool goes_on = slot.kind == Operation::Kind::write || slot.route == Route::gds;
+        if (goes_on && !slot.request->failed()) ready_.push_back(&slot);
         else end_slot(slot);
     }
 }
@@ -239,7 +248,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
         return retry(slot);
     }
-    if (result == -EINVAL && slot.route != Route::buffered) {
+    if (result == -EINVAL && slot.route != Route::buffered && slot.route != Route::gds) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
         const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
                                    " was refused: " + describe_errno(EINVAL);
@@ -261,7 +270,10 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
                                                                                        : aligned_progress(slot, result);
     if (moved > 0) slot.attempts = 0;
     (slot.kind == Operation::Kind::read ? counters_.bytes_read : counters_.bytes_written).add(moved);
-    (slot.route == Route::buffered ? counters_.bytes_buffered : slot.staging ? counters_.bytes_staged : counters_.bytes_zero_copy)
+    (slot.route == Route::buffered ? counters_.bytes_buffered
+     : slot.route == Route::gds    ? counters_.bytes_gds
+     : slot.staging                ? counters_.bytes_staged
+                                   : counters_.bytes_zero_copy)
         .add(moved);
     if (moved < slot.length) {
         counters_.short_transfers.add(1);
@@ -290,7 +302,7 @@ void Worker::resume(Slot& slot, std::uint32_t moved) {
     slot.memory += moved;
     slot.length -= moved;
     if (moved > 0) return retry(slot);
-    if (slot.kind == Operation::Kind::read) return go_buffered(slot);
+    if (slot.kind == Operation::Kind::read && slot.route != Route::gds) return go_buffered(slot);
     if (++slot.attempts <= kMostAttempts) return retry(slot);
     fail(*slot.request, EIO, ": no progress at byte " + std::to_string(slot.offset));
     end_slot(slot);
