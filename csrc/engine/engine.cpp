@@ -139,6 +139,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     worker.staging_slots = slots(kStagingPerWorker);
     worker.device_slots = slots(kDeviceStagingPerWorker);
     worker.page_size = limits_.page_size;
+    worker.device_io = device_io_.get();
     // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
     // the slots in use, 0.86 with all.
     worker.staged_reads = std::uint64_t{worker.staging_size} * worker.staging_slots / 2;
@@ -232,7 +233,8 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, std::move(fence));
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
-        if (request->fence && device_io_) request->device_file = open_for_device(*request->file_);
+        // Without a whole page everything goes through the page cache.
+        if (request->fence && device_io_ && holds_a_page(offset, length, limits_.page_size)) request->device_file = open_for_device(*request->file_);
         const auto limits = request->file_->limits();
         request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), request->fence != nullptr,
                                request->device_file != nullptr},
@@ -265,9 +267,10 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
 
 // The file as the DeviceIo knows it; null where it cannot take it, unless nothing else will do.
 std::shared_ptr<void> Engine::open_for_device(File& file) {
-    std::string reason = file.refusal();
+    std::string reason;
     try {
         if (auto opened = file.attachment([this](int fd) { return device_io_->open(fd); })) return opened;
+        reason = file.refusal();
     } catch (const IoError& error) {
         if (strict_) throw IoError(error.error(), error.operation(), file.path());
         reason = error.operation();

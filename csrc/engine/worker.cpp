@@ -255,6 +255,11 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
         return go_buffered(slot);
     }
+    if (result < 0 && slot.route == Route::gds) {
+        const IoError error = options_.device_io->explain(result);
+        fail(request, error.error(), error.operation().empty() ? "" : ": " + error.operation());
+        return end_slot(slot);
+    }
     if (result < 0) {
         fail(request, static_cast<int>(-result));
         return end_slot(slot);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/backend.h"
+#include "engine/device_io.h"
 #include "engine/queue.h"
 #include "engine/staging.h"
 #include "engine/statistics.h"
@@ -25,6 +26,7 @@ struct WorkerOptions {
     std::uint32_t page_size;
     std::uint64_t staged_reads;   // bytes of them under way at a time; one block is always allowed
     std::uint32_t device_slots;   // staging slots for blocks of device memory
+    const DeviceIo* device_io;    // the backend's, which knows what its errors mean; may be null
 };
 
 // What a worker tells the engine, from its thread.

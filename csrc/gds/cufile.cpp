@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/process.h"
 
 namespace deepnvme::gds {
 
@@ -35,6 +36,7 @@ namespace {
 constexpr int kBase = 5000;
 constexpr int kCudaDriverError = kBase + 11;
 constexpr int kAllowCompatMode = 1;  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
+constexpr std::size_t kLargestSector = 4096;
 constexpr int kOldestVersion = 1080;  // 1.8, of CUDA 12.3: the first with parameters to set
 
 struct Known {
@@ -49,6 +51,7 @@ constexpr Known kKnown[] = {
     {kBase + 8, ENOTSUP, "this file's filesystem or drive has no GPUDirect Storage"},
     {kBase + 9, ENOTSUP, "this GPU has no GPUDirect Storage"},
     {kBase + 10, EIO, "the nvidia-fs driver failed"},
+    {kCudaDriverError, EIO, "CUDA failed"},
     {kBase + 12, EFAULT, "not a pointer to device memory"},
     {kBase + 13, EFAULT, "device memory of a kind that cannot be transferred"},
     {kBase + 14, EFAULT, "a range that is not all of one allocation"},
@@ -72,10 +75,14 @@ const Known* known(int error) {
     return nullptr;
 }
 
+std::string describe(int error) {
+    const Known* found = known(error);
+    return "cuFile error " + std::to_string(error) + (found ? std::string(" (") + found->text + ")" : "");
+}
+
 std::string describe(Status status) {
     if (status.error == kCudaDriverError) return "CUDA: " + CudaDriver::get().describe(status.cuda);
-    const Known* found = known(status.error);
-    return "cuFile error " + std::to_string(status.error) + (found ? std::string(" (") + found->text + ")" : "");
+    return describe(status.error);
 }
 
 int errno_of(int error) {
@@ -111,15 +118,23 @@ struct CuFile::Library {
     std::mutex mutex;
     std::map<const std::byte*, std::size_t> registered;  // by first byte
 
-    // The registered range that memory lies in, and where in it; else memory itself.
-    std::pair<std::byte*, off_t> base_of(const std::byte* memory, std::size_t length) {
+    struct Place {
+        std::byte* base;
+        off_t within;        // bytes from base
+        std::size_t length;  // as much as goes at once
+    };
+
+    // Where cuFile is to find memory: within the registered range that holds it all, or else by itself.
+    Place place_of(const std::byte* memory, std::size_t length) {
+        auto* base = const_cast<std::byte*>(memory);
         std::lock_guard lock(mutex);
         const auto after = registered.upper_bound(memory);
-        if (after != registered.begin()) {
-            const auto& [begin, size] = *std::prev(after);
-            if (memory + length <= begin + size) return {const_cast<std::byte*>(begin), memory - begin};
-        }
-        return {const_cast<std::byte*>(memory), 0};
+        if (after == registered.begin()) return {base, 0, length};
+        const auto& [begin, size] = *std::prev(after);
+        if (memory + length <= begin + size) return {const_cast<std::byte*>(begin), memory - begin, length};
+        // Its address alone would be taken for the whole range, and refused beyond. The rest follows as after any short transfer.
+        if (memory == begin && size >= kLargestSector) return {base, 0, size / kLargestSector * kLargestSector};
+        return {base, 0, length};
     }
 };
 
@@ -140,7 +155,7 @@ CuFile& CuFile::get() {
     return *opened;
 }
 
-CuFile::CuFile() : library_(std::make_unique<Library>()) {
+CuFile::CuFile() : library_(std::make_unique<Library>()), generation_(process_generation()) {
     CudaDriver::get();  // says best what is wrong without CUDA
     void* opened = ::dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);
     if (!opened) {
@@ -175,7 +190,12 @@ CuFile::CuFile() : library_(std::make_unique<Library>()) {
         throw std::runtime_error("cuFileDriverOpen: " + describe(status));
 }
 
-CuFile::~CuFile() { library_->driver_close(); }
+CuFile::~CuFile() {
+    if (usable_here()) library_->driver_close();
+}
+
+// The child of a fork has neither cuFile's threads nor a CUDA that works, and the parent's driver and handles are not its to close.
+bool CuFile::usable_here() const noexcept { return generation_ == process_generation(); }
 
 void CuFile::register_memory(CudaDevice device, std::byte* memory, std::size_t size) {
     const CudaContextGuard context(device);
@@ -201,21 +221,29 @@ std::shared_ptr<void> CuFile::open(int fd) {
     Handle handle = nullptr;
     if (const Status status = library_->handle_register(&handle, &descriptor); status.error != 0)
         throw IoError(errno_of(status.error), "cuFileHandleRegister: " + describe(status), "");
-    return {handle, [this](void* registered) { library_->handle_deregister(registered); }};
+    return {handle, [this](void* registered) {
+                if (usable_here()) library_->handle_deregister(registered);
+            }};
 }
 
 std::int64_t CuFile::read(void* file, CudaDevice device, std::byte* memory, std::size_t length, std::uint64_t offset) {
     const CudaContextGuard context(device);
-    const auto [base, within] = library_->base_of(memory, length);
-    const ssize_t result = library_->read(file, base, length, static_cast<off_t>(offset), within);
-    return result >= 0 ? result : result == -1 ? -errno : -errno_of(static_cast<int>(-result));
+    const auto [base, within, most] = library_->place_of(memory, length);
+    const ssize_t result = library_->read(file, base, most, static_cast<off_t>(offset), within);
+    return result == -1 ? -errno : result;
 }
 
 std::int64_t CuFile::write(void* file, CudaDevice device, const std::byte* memory, std::size_t length, std::uint64_t offset) {
     const CudaContextGuard context(device);
-    const auto [base, within] = library_->base_of(memory, length);
-    const ssize_t result = library_->write(file, base, length, static_cast<off_t>(offset), within);
-    return result >= 0 ? result : result == -1 ? -errno : -errno_of(static_cast<int>(-result));
+    const auto [base, within, most] = library_->place_of(memory, length);
+    const ssize_t result = library_->write(file, base, most, static_cast<off_t>(offset), within);
+    return result == -1 ? -errno : result;
+}
+
+IoError CuFile::explain(std::int64_t result) const {
+    const auto error = static_cast<int>(-result);
+    if (error < kBase) return IoError(error, "", "");
+    return IoError(errno_of(error), describe(error), "");
 }
 
 }  // namespace deepnvme::gds

@@ -32,6 +32,7 @@ public:
     std::shared_ptr<void> open(int fd) override;
     std::int64_t read(void* file, CudaDevice device, std::byte* memory, std::size_t length, std::uint64_t offset) override;
     std::int64_t write(void* file, CudaDevice device, const std::byte* memory, std::size_t length, std::uint64_t offset) override;
+    IoError explain(std::int64_t result) const override;
 
     ~CuFile() override;
     CuFile(const CuFile&) = delete;
@@ -40,8 +41,10 @@ public:
 private:
     struct Library;
     CuFile();
+    bool usable_here() const noexcept;
 
     std::unique_ptr<Library> library_;
+    const std::uint64_t generation_;
     std::string version_;
 };
 

@@ -1,7 +1,5 @@
 """What the compiled ``gds`` op offers; the implementation is ``csrc/bindings/gds.cpp`` and ``csrc/gds``."""
 
-from typing import Literal
-
 import torch
 
 from deepnvme.ops.aio.async_io_op import aio_handle
@@ -12,11 +10,13 @@ source_hash: str
 class gds_handle(aio_handle):
     """DeepSpeed's handle for CUDA tensors (DeepSpeed 0.19, ``py_ds_gds.cpp``): the methods of ``aio_handle``, and those below.
 
-    Whole pages of a CUDA tensor go between the drive and GPU memory by cuFile, a block at a time on up to 16 threads for each worker;
-    what is left at the ends, and CPU tensors, go as with ``aio_handle``. Where cuFile, its driver, or the file's filesystem or drive
-    cannot, everything does, and ``stats()["fallbacks"]`` has the reason; ``stats()["bytes_gds"]`` is what went by cuFile.
+    Whole pages of a CUDA tensor go between the drive and GPU memory by cuFile, a block at a time on up to 16 threads for each
+    worker; what is left at the ends, and CPU tensors, go as with ``aio_handle``. Where cuFile, its driver, or the file's
+    filesystem or drive cannot, everything does, and ``stats()["fallbacks"]`` has the reason; ``stats()["bytes_gds"]`` is what
+    went by cuFile.
 
-    ``strict``: raise instead: RuntimeError here, where there is no cuFile, and OSError from the transfer of a file that it cannot take.
+    ``strict``: raise instead: RuntimeError here, where there is no cuFile, and OSError from the transfer of a file that it
+    cannot take.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class gds_handle(aio_handle):
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
         """The same as :meth:`unpin_device_tensor`."""
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a tensor's memory with cuFile, which then needs no buffer of its own for it. Kept alive until it is unregistered.
+        """Register a tensor's memory with cuFile, which then needs no buffer of its own for it. Kept alive until unregistered.
 
-        False where transfers do not go by cuFile anyway. Raises OSError (EEXIST for memory registered already).
+        False where transfers do not go by cuFile anyway, and for a tensor without elements. Raises ValueError for a tensor on the
+        CPU, OSError for what cuFile refuses (EEXIST for memory registered already).
         """
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
         """False for what is not registered. Not while a transfer of it is under way."""
