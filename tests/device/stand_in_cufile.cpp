@@ -1,4 +1,6 @@
 // A libcufile.so.0 for tests on machines without a GPU, beside the stand-in libcuda.so.1, through which alone it reaches device memory.
+//
+// CUFILE_STANDIN_LOG names a file to which it adds a line for each call but reads and writes: what is done at exit is seen there.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/types.h>
@@ -6,7 +8,7 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <set>
@@ -51,6 +53,14 @@ struct Control {
     }
 };
 
+void note(const std::string& line) {
+    const char* path = std::getenv("CUFILE_STANDIN_LOG");
+    const int file = path ? ::open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666) : -1;
+    if (file < 0) return;
+    [[maybe_unused]] const auto written = ::write(file, (line + "\n").data(), line.size() + 1);
+    ::close(file);
+}
+
 int verdict(const char* function) {
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
@@ -62,9 +72,21 @@ int verdict(const char* function) {
     return result;
 }
 
+template <class Function>
+Function* of_cuda(const char* name) {
+    return reinterpret_cast<Function*>(::dlsym(::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), name));
+}
+
+// cuFile works in the context that is current.
+bool in_context() {
+    static const auto pop = of_cuda<int(void**)>("cuCtxPopCurrent_v2");
+    static const auto push = of_cuda<int(void*)>("cuCtxPushCurrent_v2");
+    void* context;
+    return pop(&context) == 0 && push(context) == 0;
+}
+
 std::byte* reach(std::uintptr_t address, std::size_t size) {
-    static const auto function = reinterpret_cast<void* (*)(std::uint64_t, std::size_t)>(
-        ::dlsym(::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), "standin_reach"));
+    static const auto function = of_cuda<void*(std::uint64_t, std::size_t)>("standin_reach");
     return static_cast<std::byte*>(function(address, size));
 }
 
@@ -75,6 +97,7 @@ ssize_t move(const char* name, void* opaque, void* base, std::size_t size, off_t
         errno = error;
         return -1;
     }
+    if (!in_context()) return -(kBase + 47);
     auto& control = Control::get();
     Handle* handle = static_cast<Handle*>(opaque);
     {
@@ -104,12 +127,16 @@ ssize_t move(const char* name, void* opaque, void* base, std::size_t size, off_t
 }  // namespace
 
 EXPORT Status cuFileDriverOpen() {
+    const char* log = std::getenv("CUFILE_LOGFILE_PATH");
+    note(std::string("cuFileDriverOpen, compatible ") + (Control::get().compatible ? "yes" : "no") + ", log " + (log ? log : "here"));
     if (const int error = verdict("cuFileDriverOpen")) return {error, 0};
+    if (Control::get().open) return {kBase + 26, 0};
     Control::get().open = true;
     return {0, 0};
 }
 EXPORT Status cuFileDriverClose_v2() {
     verdict("cuFileDriverClose");
+    note("cuFileDriverClose with " + std::to_string(Control::get().handles.size()) + " files");
     Control::get().open = false;
     return {0, 0};
 }
@@ -125,6 +152,8 @@ EXPORT Status cuFileHandleRegister(void** handle, Descriptor* descriptor) {
 }
 EXPORT void cuFileHandleDeregister(void* handle) {
     auto* made = static_cast<Handle*>(handle);
+    verdict("cuFileHandleDeregister");
+    note("cuFileHandleDeregister");
     std::lock_guard lock(Control::get().mutex);
     // Its descriptor is open to the end.
     if (::fcntl(made->fd, F_GETFD) < 0) ++Control::get().calls["closed too early"];
@@ -133,11 +162,14 @@ EXPORT void cuFileHandleDeregister(void* handle) {
 }
 EXPORT Status cuFileBufRegister(const void* memory, std::size_t size, int) {
     if (const int error = verdict("cuFileBufRegister")) return {error, 0};
+    if (!in_context() || !reach(reinterpret_cast<std::uintptr_t>(memory), size)) return {kBase + 12, 0};
     std::lock_guard lock(Control::get().mutex);
     const auto address = reinterpret_cast<std::uintptr_t>(memory);
     return {Control::get().registered.emplace(address, size).second ? 0 : kBase + 23, 0};
 }
 EXPORT Status cuFileBufDeregister(const void* memory) {
+    verdict("cuFileBufDeregister");
+    if (!in_context()) return {kBase + 47, 0};
     std::lock_guard lock(Control::get().mutex);
     return {Control::get().registered.erase(reinterpret_cast<std::uintptr_t>(memory)) ? 0 : kBase + 24, 0};
 }
