@@ -12,6 +12,7 @@
 
 #include "core/file.h"
 #include "engine/backend.h"
+#include "engine/device_fence.h"
 #include "engine/open_files.h"
 #include "engine/queue.h"
 #include "engine/request.h"
@@ -92,6 +93,7 @@ private:
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
     void end_workers();
+    void fence_passed(Request& request, const std::optional<IoError>& error);
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);
 
@@ -111,6 +113,7 @@ private:
 
     Queue queue_;
     std::vector<std::unique_ptr<Worker>> workers_;
+    std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed, under the mutex
 };
 
 }  // namespace deepnvme
