@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "core/error.h"
+#include "core/process.h"
 
 namespace deepnvme {
 
@@ -36,11 +37,13 @@ CudaDriver open_driver() {
     bind(library, "cuDevicePrimaryCtxRetain", driver.primary_context_retain);
     bind(library, "cuCtxPushCurrent_v2", driver.context_push);
     bind(library, "cuCtxPopCurrent_v2", driver.context_pop);
+    bind(library, "cuCtxGetCurrent", driver.context_current);
     bind(library, "cuStreamCreate", driver.stream_create);
     bind(library, "cuStreamDestroy_v2", driver.stream_destroy);
-    bind(library, "cuStreamWaitEvent", driver.stream_wait_event);
+    bind(library, "cuStreamSynchronize", driver.stream_synchronize);
     bind(library, "cuEventCreate", driver.event_create);
     bind(library, "cuEventRecord", driver.event_record);
+    bind(library, "cuEventQuery", driver.event_query);
     bind(library, "cuEventSynchronize", driver.event_synchronize);
     bind(library, "cuEventDestroy_v2", driver.event_destroy);
     bind(library, "cuMemcpyHtoDAsync_v2", driver.copy_to_device);
@@ -49,6 +52,7 @@ CudaDriver open_driver() {
     bind(library, "cuMemHostUnregister", driver.host_unregister);
     bind(library, "cuGetErrorName", driver.error_name);
     bind(library, "cuGetErrorString", driver.error_string);
+    driver.generation = process_generation();
     const CudaResult result = driver.init(0);
     if (result != 0) throw std::runtime_error("CUDA is not to be had: cuInit: " + driver.describe(result));
     return driver;
@@ -67,6 +71,21 @@ CudaContext primary_context(CudaDevice device) {
         driver.check(driver.primary_context_retain(&context, device), "cuDevicePrimaryCtxRetain");
     }
     return context;
+}
+
+CudaContext current_context(const CudaDriver& driver) {
+    CudaContext context;
+    driver.check(driver.context_current(&context), "cuCtxGetCurrent");
+    return context;
+}
+
+// Have the driver release something of the context's. If it does not, the context is beyond use, and there is nobody to tell.
+template <class Release>
+void release_in(CudaContext context, Release release) {
+    const CudaDriver& driver = CudaDriver::get();
+    if (driver.generation != process_generation() || driver.context_push(context) != 0) return;
+    release(driver);
+    driver.context_pop(&context);
 }
 
 }  // namespace
@@ -101,33 +120,36 @@ CudaContextGuard::~CudaContextGuard() {
 CudaStream CudaStream::create() {
     CudaStream made;
     const CudaDriver& driver = CudaDriver::get();
+    made.context_ = current_context(driver);
     driver.check(driver.stream_create(&made.handle_, kStreamNonBlocking), "cuStreamCreate");
     return made;
 }
 
 CudaStream::~CudaStream() {
-    if (handle_) CudaDriver::get().stream_destroy(handle_);
+    if (handle_) release_in(context_, [this](const CudaDriver& driver) { driver.stream_destroy(handle_); });
 }
 
 CudaEvent CudaEvent::create() {
     CudaEvent made;
     const CudaDriver& driver = CudaDriver::get();
+    made.context_ = current_context(driver);
     driver.check(driver.event_create(&made.handle_, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
     return made;
 }
 
 CudaEvent::~CudaEvent() {
-    if (handle_) CudaDriver::get().event_destroy(handle_);
+    if (handle_) release_in(context_, [this](const CudaDriver& driver) { driver.event_destroy(handle_); });
 }
 
 CudaHostRegistration::CudaHostRegistration(void* memory, std::size_t size) {
     const CudaDriver& driver = CudaDriver::get();
+    context_ = current_context(driver);
     driver.check(driver.host_register(memory, size, kHostRegisterPortable), "cuMemHostRegister");
     memory_ = memory;
 }
 
 CudaHostRegistration::~CudaHostRegistration() {
-    if (memory_) CudaDriver::get().host_unregister(memory_);
+    if (memory_) release_in(context_, [this](const CudaDriver& driver) { driver.host_unregister(memory_); });
 }
 
 }  // namespace deepnvme

@@ -12,6 +12,7 @@
 namespace deepnvme {
 
 using CudaResult = int;  // 0 is success
+constexpr CudaResult kCudaNotReady = 600;
 using CudaDevice = int;
 using CudaContext = struct CudaContextOpaque*;
 using CudaStreamHandle = struct CudaStreamOpaque*;
@@ -24,11 +25,13 @@ struct CudaDriver {
     CudaResult (*primary_context_retain)(CudaContext*, CudaDevice);
     CudaResult (*context_push)(CudaContext);
     CudaResult (*context_pop)(CudaContext*);
+    CudaResult (*context_current)(CudaContext*);
     CudaResult (*stream_create)(CudaStreamHandle*, unsigned flags);
     CudaResult (*stream_destroy)(CudaStreamHandle);
-    CudaResult (*stream_wait_event)(CudaStreamHandle, CudaEventHandle, unsigned flags);
+    CudaResult (*stream_synchronize)(CudaStreamHandle);
     CudaResult (*event_create)(CudaEventHandle*, unsigned flags);
     CudaResult (*event_record)(CudaEventHandle, CudaStreamHandle);
+    CudaResult (*event_query)(CudaEventHandle);
     CudaResult (*event_synchronize)(CudaEventHandle);
     CudaResult (*event_destroy)(CudaEventHandle);
     CudaResult (*copy_to_device)(CudaDevicePointer, const void*, std::size_t, CudaStreamHandle);
@@ -37,6 +40,7 @@ struct CudaDriver {
     CudaResult (*host_unregister)(void*);
     CudaResult (*error_name)(CudaResult, const char**);
     CudaResult (*error_string)(CudaResult, const char**);
+    std::uint64_t generation;  // of the process that opened it
 
     // Opens libcuda the first time. Throws std::runtime_error saying what is missing; asked again, it tries again.
     static const CudaDriver& get();
@@ -46,7 +50,9 @@ struct CudaDriver {
     std::string describe(CudaResult result) const;
 };
 
-// The device's primary context, the one that torch uses, is current on this thread while this lives.
+// The device's primary context, the one that torch uses, is current on this thread while this lives. Every call on what belongs to a
+// device wants that, even those that release it; what is below sees to it on its own when it goes. In a forked child, which has no use
+// of its parent's driver, it goes without a call.
 class CudaContextGuard {
 public:
     // Throws IoError.
@@ -62,13 +68,18 @@ public:
     CudaStream() noexcept = default;
     // Not ordered with the default stream. Throws IoError.
     static CudaStream create();
-    CudaStream(CudaStream&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-    CudaStream& operator=(CudaStream&& other) noexcept { std::swap(handle_, other.handle_); return *this; }
+    CudaStream(CudaStream&& other) noexcept { *this = std::move(other); }
+    CudaStream& operator=(CudaStream&& other) noexcept {
+        std::swap(context_, other.context_);
+        std::swap(handle_, other.handle_);
+        return *this;
+    }
     ~CudaStream();
 
     CudaStreamHandle get() const noexcept { return handle_; }
 
 private:
+    CudaContext context_ = nullptr;
     CudaStreamHandle handle_ = nullptr;
 };
 
@@ -78,13 +89,18 @@ public:
     CudaEvent() noexcept = default;
     // Whoever waits for it sleeps. Throws IoError.
     static CudaEvent create();
-    CudaEvent(CudaEvent&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-    CudaEvent& operator=(CudaEvent&& other) noexcept { std::swap(handle_, other.handle_); return *this; }
+    CudaEvent(CudaEvent&& other) noexcept { *this = std::move(other); }
+    CudaEvent& operator=(CudaEvent&& other) noexcept {
+        std::swap(context_, other.context_);
+        std::swap(handle_, other.handle_);
+        return *this;
+    }
     ~CudaEvent();
 
     CudaEventHandle get() const noexcept { return handle_; }
 
 private:
+    CudaContext context_ = nullptr;
     CudaEventHandle handle_ = nullptr;
 };
 
@@ -94,11 +110,16 @@ public:
     CudaHostRegistration() noexcept = default;
     // Throws IoError. The context of some device is current.
     CudaHostRegistration(void* memory, std::size_t size);
-    CudaHostRegistration(CudaHostRegistration&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)) {}
-    CudaHostRegistration& operator=(CudaHostRegistration&& other) noexcept { std::swap(memory_, other.memory_); return *this; }
+    CudaHostRegistration(CudaHostRegistration&& other) noexcept { *this = std::move(other); }
+    CudaHostRegistration& operator=(CudaHostRegistration&& other) noexcept {
+        std::swap(context_, other.context_);
+        std::swap(memory_, other.memory_);
+        return *this;
+    }
     ~CudaHostRegistration();
 
 private:
+    CudaContext context_ = nullptr;
     void* memory_ = nullptr;
 };
 

@@ -4,19 +4,9 @@
 #include <system_error>
 #include <utility>
 
-#include "core/error.h"
 #include "core/threads.h"
 
 namespace deepnvme {
-
-DeviceFence::DeviceFence(CudaDevice device, CudaStreamHandle stream) : device_(device) {
-    const CudaContextGuard context(device);
-    event_ = CudaEvent::create();
-    const CudaDriver& driver = CudaDriver::get();
-    driver.check(driver.event_record(event_.get(), stream), "cuEventRecord");
-}
-
-DeviceFence::~DeviceFence() = default;
 
 DeviceCopier::DeviceCopier(std::function<void()> wake) : wake_(std::move(wake)) {
     try {
@@ -38,17 +28,17 @@ DeviceCopier::~DeviceCopier() {
     thread_.join();
 }
 
-void DeviceCopier::start(Way way, std::byte* host, std::byte* device_memory, std::size_t length, const DeviceFence& fence, void* tag) {
+void DeviceCopier::start(Way way, std::byte* host, CudaDevice device, std::byte* device_memory, std::size_t length, void* tag) {
     const CudaDriver& driver = CudaDriver::get();
-    const CudaContextGuard context(fence.device());
-    Lane& lane = lanes_[fence.device()];
+    const CudaContextGuard context(device);
+    Lane& lane = lanes_[device];
     CudaStream& stream = way == Way::to_device ? lane.to_device : lane.from_device;
     if (!stream.get()) stream = CudaStream::create();
 
     CudaEvent event;
     {
         std::lock_guard lock(mutex_);
-        const auto fits = [&](const auto& spare) { return spare.first == fence.device(); };
+        const auto fits = [&](const auto& spare) { return spare.first == device; };
         if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
             event = std::move(found->second);
             spare_.erase(found);
@@ -56,18 +46,14 @@ void DeviceCopier::start(Way way, std::byte* host, std::byte* device_memory, std
     }
     if (!event.get()) event = CudaEvent::create();
 
-    driver.check(driver.stream_wait_event(stream.get(), fence.event(), 0), "cuStreamWaitEvent");
     const auto address = reinterpret_cast<CudaDevicePointer>(device_memory);
-    if (way == Way::none) {
-        // The event of its own that follows ends with the fence.
-    } else if (way == Way::to_device) driver.check(driver.copy_to_device(address, host, length, stream.get()), "cuMemcpyHtoDAsync");
+    if (way == Way::to_device) driver.check(driver.copy_to_device(address, host, length, stream.get()), "cuMemcpyHtoDAsync");
     else driver.check(driver.copy_from_device(host, address, length, stream.get()), "cuMemcpyDtoHAsync");
-    // From here on the copy may be under way, so that nothing may be thrown before somebody waits for it: an event that cannot be
-    // recorded is waited for all the same, and says then what is wrong with the device.
-    driver.event_record(event.get(), stream.get());
+    // From here on the copy may be under way, so that nothing may be thrown before somebody has waited for it.
+    const CudaResult recorded = driver.event_record(event.get(), stream.get());
     {
         std::lock_guard lock(mutex_);
-        under_way_.push_back({fence.device(), std::move(event), tag});
+        under_way_.push_back({device, stream.get(), std::move(event), recorded, tag});
     }
     changed_.notify_all();
 }
@@ -83,23 +69,40 @@ void DeviceCopier::drain() {
 }
 
 void DeviceCopier::serve() {
-    const CudaDriver& driver = CudaDriver::get();
     std::unique_lock lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return stopping_ || !under_way_.empty(); });
         if (under_way_.empty()) return;
         const Copying& first = under_way_.front();
         lock.unlock();
-        const CudaResult result = driver.event_synchronize(first.event.get());
+        auto error = wait_for(first);
         lock.lock();
         Copying copied = std::move(under_way_.front());
         under_way_.pop_front();
         spare_.emplace_back(copied.device, std::move(copied.event));
-        ended_.push_back({copied.tag, result});
+        ended_.push_back({copied.tag, std::move(error)});
         if (under_way_.empty()) changed_.notify_all();
         lock.unlock();
         wake_();
         lock.lock();
+    }
+}
+
+std::optional<IoError> DeviceCopier::wait_for(const Copying& copying) {
+    const CudaDriver& driver = CudaDriver::get();
+    std::optional<CudaContextGuard> context;
+    try {
+        context.emplace(copying.device);
+    } catch (const IoError&) {
+        // It is waited for all the same: its memory is used again once this returns.
+    }
+    try {
+        driver.check(copying.recorded, "cuEventRecord");
+        driver.check(driver.event_synchronize(copying.event.get()), "cuEventSynchronize");
+        return std::nullopt;
+    } catch (const IoError& error) {
+        driver.stream_synchronize(copying.stream);  // the copy itself may go on
+        return error;
     }
 }
 

@@ -8,38 +8,24 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "core/cuda.h"
+#include "core/error.h"
 
 namespace deepnvme {
-
-// The caller's work that a transfer has to come after, on the device whose memory is transferred: a write must see what it
-// computes, and a read must not overwrite what it still uses.
-class DeviceFence {
-public:
-    // After all that `stream` has been given by now. Throws IoError, or std::runtime_error where there is no CUDA.
-    DeviceFence(CudaDevice device, CudaStreamHandle stream);
-    ~DeviceFence();
-
-    CudaDevice device() const noexcept { return device_; }
-    CudaEventHandle event() const noexcept { return event_.get(); }
-
-private:
-    CudaDevice device_;
-    CudaEvent event_;
-};
 
 // One for each worker, whose thread calls start() and take(); a thread of its own waits for the device. That costs a thread where
 // CUDA's callbacks would not, but they are silent when the device fails, and nobody would ever hear of those copies.
 class DeviceCopier {
 public:
-    enum class Way { to_device, from_device, none };  // none: only what comes before is waited for
+    enum class Way { to_device, from_device };
 
     struct Copied {
         void* tag;
-        CudaResult result;
+        std::optional<IoError> error;
     };
 
     // `wake`: called, on any thread, when take() has something new.
@@ -47,9 +33,8 @@ public:
     // Waits for the copies under way.
     ~DeviceCopier();
 
-    // Begin a copy that comes after `fence`, and return. Throws IoError, and then nothing has begun. Without a copy (Way::none) the
-    // other arguments do not matter.
-    void start(Way way, std::byte* host, std::byte* device_memory, std::size_t length, const DeviceFence& fence, void* tag);
+    // Begin a copy, and return. Throws IoError, and then nothing has begun.
+    void start(Way way, std::byte* host, CudaDevice device, std::byte* device_memory, std::size_t length, void* tag);
 
     // Those that have ended since it was last called, in the order they were started.
     std::vector<Copied> take();
@@ -58,7 +43,7 @@ public:
     void drain();
 
 private:
-    // Of one device. A direction each, so that a copy that must wait for its fence does not keep those of the other direction waiting.
+    // Of one device, which can copy both ways at a time.
     struct Lane {
         CudaStream to_device;
         CudaStream from_device;
@@ -66,11 +51,14 @@ private:
 
     struct Copying {
         CudaDevice device;
+        CudaStreamHandle stream;
         CudaEvent event;
+        CudaResult recorded;  // of the event; it marks the copy's end unless this is an error
         void* tag;
     };
 
     void serve();
+    static std::optional<IoError> wait_for(const Copying& copying);
 
     const std::function<void()> wake_;
     std::map<CudaDevice, Lane> lanes_;  // of the worker's thread alone

@@ -225,18 +225,23 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     if (kind == Request::Kind::read && !file->covers(begin + length))
         throw std::invalid_argument("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
                                     file->path() + "', which has " + std::to_string(file->size()) + " bytes");
+    // Before space is reserved, so that what CUDA turns down leaves the file as it is.
+    auto fence = device && length > 0 ? std::make_unique<const DeviceFence>(device->device, device->stream) : nullptr;
+    if (fence && fence->passed()) fence.reset();  // as it is with a tensor that nothing is computed for
+    const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
+    auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:
     // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/design.md). It also tells a full disk before the first byte.
     if (kind == Request::Kind::write) file->preallocate(begin, length);
 
-    auto fence = device && length > 0 ? std::make_unique<const DeviceFence>(device->device, device->stream) : nullptr;
-    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, std::move(fence));
+    const auto on_device = device ? std::optional(device->device) : std::nullopt;
+    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, on_device);
+    request->device_file = std::move(device_file);
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
         // Without a whole page everything goes through the page cache.
-        if (request->fence && device_io_ && holds_a_page(offset, length, limits_.page_size)) request->device_file = open_for_device(*request->file_);
         const auto limits = request->file_->limits();
-        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), request->fence != nullptr,
+        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
                                request->device_file != nullptr},
                               limits, limits_);
         request->cursor_ = begin;
@@ -251,6 +256,16 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
             request->self_.reset();
             throw std::invalid_argument("the engine is closed");
         }
+        if (fence && !fences_) {
+            try {
+                fences_ = std::make_unique<DeviceFenceWatch>([this](Request& passed, const std::optional<IoError>& error) {
+                    fence_passed(passed, error);
+                });
+            } catch (...) {
+                request->self_.reset();
+                throw;
+            }
+        }
         ++under_way_;
         if (kind == Request::Kind::write) {
             ++writes_under_way_;
@@ -261,6 +276,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         }
     }
     if (kind != Request::Kind::sync && length == 0) ended(*request);
+    else if (fence) fences_->add(*request, std::move(fence));
     else if (startable) queue_.push(*request);
     return request;
 }
@@ -283,6 +299,12 @@ std::shared_ptr<void> Engine::open_for_device(File& file) {
 void Engine::note_fallback(const std::string& reason) {
     std::lock_guard lock(mutex_);
     ++totals_.fallbacks[reason];
+}
+
+void Engine::fence_passed(Request& request, const std::optional<IoError>& error) {
+    if (!error) return queue_.push(request);
+    request.fail(IoError(error->error(), request.describe() + ": the work on the device before it: " + error->operation(), request.file().path()));
+    ended(request);
 }
 
 // Called by the worker that ended the last block.
@@ -342,8 +364,10 @@ void Engine::close() {
 
 void Engine::end_workers() {
     std::vector<std::unique_ptr<Worker>> workers;
+    std::unique_ptr<DeviceFenceWatch> fences;
     {
         std::lock_guard lock(mutex_);
+        fences.swap(fences_);
         for (const auto& worker : workers_) add_counters(totals_, worker->counters());
         workers.swap(workers_);
     }

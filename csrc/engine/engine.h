@@ -12,6 +12,7 @@
 
 #include "core/file.h"
 #include "engine/backend.h"
+#include "engine/device_fence.h"
 #include "engine/device_io.h"
 #include "engine/open_files.h"
 #include "engine/queue.h"
@@ -99,6 +100,7 @@ private:
                                     std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
     std::shared_ptr<void> open_for_device(File& file);
     void end_workers();
+    void fence_passed(Request& request, const std::optional<IoError>& error);
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);
 
@@ -120,6 +122,7 @@ private:
 
     Queue queue_;
     std::vector<std::unique_ptr<Worker>> workers_;
+    std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed, under the mutex
 };
 
 }  // namespace deepnvme

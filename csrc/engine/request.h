@@ -10,11 +10,11 @@
 #include <mutex>
 #include <optional>
 
+#include "core/cuda.h"
 #include "core/error.h"
 #include "core/file.h"
 #include "core/process.h"
 #include "engine/backend.h"
-#include "engine/device_copier.h"
 #include "engine/open_files.h"
 #include "engine/plan.h"
 
@@ -26,12 +26,12 @@ public:
     using Kind = Operation::Kind;
 
     Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length,
-            std::unique_ptr<const DeviceFence> fence = nullptr)
+            std::optional<CudaDevice> device = {})
         : kind(kind),
           memory(memory),
           offset(offset),
           length(length),
-          fence(std::move(fence)),
+          device(device),
           generation_(process_generation()),
           file_(std::move(file)) {}
 
@@ -39,8 +39,8 @@ public:
     std::byte* const memory;
     const std::uint64_t offset;  // bytes into the file
     const std::uint64_t length;  // bytes
-    const std::unique_ptr<const DeviceFence> fence;  // of memory on a device; null for the host's
-    std::shared_ptr<void> device_file;               // if that memory is transferred by a DeviceIo
+    const std::optional<CudaDevice> device;  // where the memory is; empty for the host's
+    std::shared_ptr<void> device_file;       // if that memory is transferred by a DeviceIo
 
     // Valid until the request is done.
     File& file() const noexcept { return *file_; }

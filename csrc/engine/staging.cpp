@@ -34,7 +34,7 @@ std::byte* StagingRing::lease(std::uint32_t size) {
     if (left_ == 0) return nullptr;
     try {
         grow();
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         if (slots_.empty()) throw;
         return nullptr;  // what there is will do
     }

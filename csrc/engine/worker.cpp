@@ -127,10 +127,11 @@ bool Worker::prepare(const Block& block) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        const bool bounced = route == Route::staged || (request.fence && route != Route::gds);
+        const bool bounced = route == Route::staged || (request.device && route != Route::gds);
         if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
-        request.fail(error);
+        if (error.path().empty()) fail(request, error.error(), ": " + error.operation());  // CUDA's
+        else request.fail(error);
         end_block(request);
         return true;
     } catch (const std::bad_alloc&) {
@@ -153,13 +154,9 @@ bool Worker::prepare(const Block& block) {
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
-    slot.device = route == Route::gds ? request.fence->device() : -1;
-    if (route == Route::gds) {
-        start_copy(slot, DeviceCopier::Way::none);
-        return true;
-    }
+    slot.device = route == Route::gds ? *request.device : -1;
     if (staging && slot.kind == Operation::Kind::write) {
-        if (request.fence) {
+        if (request.device) {
             start_copy(slot, DeviceCopier::Way::from_device);
             return true;
         }
@@ -173,8 +170,8 @@ bool Worker::prepare(const Block& block) {
 std::byte* Worker::lease_staging(const Block& block) {
     const Request& request = *block.request;
     if (block.length == 0) return nullptr;
-    if (request.fence) {
-        const CudaContextGuard context(request.fence->device());
+    if (request.device) {
+        const CudaContextGuard context(*request.device);
         return device_staging_.lease(block.length);
     }
     // What has been read waits in the cache for its copy; see engine.cpp.
@@ -188,7 +185,7 @@ std::byte* Worker::lease_staging(const Block& block) {
 void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
     try {
         if (!copier_) copier_ = std::make_unique<DeviceCopier>([this] { backend_->wake(); });
-        copier_->start(way, slot.staging, slot.caller_memory, slot.block_length, *slot.request->fence, &slot);
+        copier_->start(way, slot.staging, *slot.request->device, slot.caller_memory, slot.block_length, &slot);
         ++copying_;
     } catch (const IoError& error) {
         fail(*slot.request, error.error(), ": " + error.operation());
@@ -196,15 +193,13 @@ void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
     }
 }
 
-// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end. One that goes directly has
-// only waited for its turn.
+// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end.
 void Worker::finish_copies() {
-    for (const auto& [tag, result] : copier_->take()) {
+    for (const auto& [tag, error] : copier_->take()) {
         Slot& slot = *static_cast<Slot*>(tag);
         --copying_;
-        if (result != 0) fail(*slot.request, EIO, ": copy of device memory: " + CudaDriver::get().describe(result));
-        const bool goes_on = slot.kind == Operation::Kind::write || slot.route == Route::gds;
-        if (goes_on && !slot.request->failed()) ready_.push_back(&slot);
+        if (error) fail(*slot.request, error->error(), ": copy of device memory: " + error->operation());
+        if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
         else end_slot(slot);
     }
 }
@@ -287,7 +282,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     const auto took = std::chrono::nanoseconds(reaped - slot.taken).count();
     counters_.block_latency[latency_bin(static_cast<std::uint64_t>(took))].add(1);
     if (slot.staging && slot.kind == Operation::Kind::read) {
-        if (request.fence) return start_copy(slot, DeviceCopier::Way::to_device);
+        if (request.device) return start_copy(slot, DeviceCopier::Way::to_device);
         copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
     }
     end_slot(slot);
@@ -335,7 +330,7 @@ void Worker::fail(Request& request, int error, const std::string& detail) {
 
 void Worker::end_slot(Slot& slot) {
     Request& request = *slot.request;
-    if (slot.staging && request.fence) {
+    if (slot.staging && request.device) {
         device_staging_.release(slot.staging, slot.block_length);
     } else if (slot.staging) {
         staging_.release(slot.staging, slot.block_length);

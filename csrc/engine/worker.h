@@ -1,8 +1,9 @@
 // A thread that owns one backend and keeps it full.
 //
 // The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all in
-// use, or the queue is empty. What is being copied from or to a device wakes it when it has been. In the second case the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the
-// requests and the counters belongs to the one thread.
+// use, or the queue is empty. In the first case what completes wakes it, or what has been copied from or to a device; in the second
+// the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the requests and the counters belongs to
+// the one thread.
 #pragma once
 
 #include <chrono>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "engine/backend.h"
+#include "engine/device_copier.h"
 #include "engine/device_io.h"
 #include "engine/queue.h"
 #include "engine/staging.h"

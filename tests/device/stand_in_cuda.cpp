@@ -6,28 +6,38 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 using Result = int;
-constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kAlreadyRegistered = 712, kNotRegistered = 713,
-                 kIllegalAddress = 700;
+constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidHandle = 400, kNotReady = 600,
+                 kIllegalAddress = 700, kAlreadyRegistered = 712, kNotRegistered = 713;
 constexpr std::size_t kPage = 4096;
 
+struct Device;
+
 struct Event {
+    explicit Event(Device* of) : device(of) {}
+
+    Device* const device;
     std::mutex mutex;
     std::condition_variable changed;
     std::uint64_t recorded = 0;  // times
@@ -37,7 +47,7 @@ struct Event {
 
 class Stream {
 public:
-    Stream() : thread_([this] { serve(); }) {}
+    explicit Stream(Device* of) : device(of), thread_([this] { serve(); }) {}
     ~Stream() {
         {
             std::lock_guard lock(mutex_);
@@ -53,6 +63,7 @@ public:
         }
         changed_.notify_all();
     }
+    Device* const device;
     Result failed = kSuccess;  // of the stream's own thread
 
 private:
@@ -81,22 +92,33 @@ struct Device {
     std::unique_ptr<Stream> default_stream;
 };
 
+// Device memory. What streams have still to do with it keeps it.
 struct Memory {
-    std::byte* reachable;  // the second mapping
+    void* handed_out;
+    std::byte* inside;  // the second mapping
     std::size_t size;
     Device* device;
+
+    ~Memory() {
+        ::munmap(handed_out, size);
+        ::munmap(inside, size);
+    }
 };
+
+// A place in it, where it can be reached; nullptr for what is no device memory.
+using Place = std::shared_ptr<std::byte>;
 
 struct Control {
     std::mutex mutex;
     std::map<int, Device> devices;
-    std::map<std::uintptr_t, Memory> memories;        // by the address handed out
+    std::map<std::uintptr_t, std::shared_ptr<Memory>> memories;  // by the address handed out
     std::map<std::uintptr_t, std::size_t> registered;  // host memory
     std::map<std::string, std::pair<int, Result>> failures;  // by function: calls until it fails, and with what
     std::map<std::string, int> calls;
-    int delay_microseconds = 200;
-    std::uint64_t live_streams = 0, live_events = 0;
-    std::uint64_t pageable_copies = 0;  // from or to host memory that was not registered
+    std::atomic<int> delay_microseconds = 200;
+    std::atomic<std::uint64_t> live_streams = 0, live_events = 0;
+    std::atomic<std::uint64_t> pageable_copies = 0;  // from or to host memory that was not registered
+    std::uint64_t most_registered = 0;               // bytes at a time
 
     static Control& get() {
         static auto* control = new Control;
@@ -118,14 +140,15 @@ Result verdict(const char* function) {
     return result;
 }
 
-// Where device memory can be reached; null for what is none.
-std::byte* reachable(std::uintptr_t address, std::size_t size) {
+// Null for another device's too, if one is given.
+Place reachable(std::uintptr_t address, std::size_t size, const Device* device = nullptr) {
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
     auto after = control.memories.upper_bound(address);
     if (after == control.memories.begin()) return nullptr;
     const auto& [begin, memory] = *std::prev(after);
-    return address + size <= begin + memory.size ? memory.reachable + (address - begin) : nullptr;
+    if (address + size > begin + memory->size || (device && memory->device != device)) return nullptr;
+    return Place(memory, memory->inside + (address - begin));
 }
 
 bool is_registered(const void* host, std::size_t size) {
@@ -136,34 +159,32 @@ bool is_registered(const void* host, std::size_t size) {
     return after != control.registered.begin() && address + size <= std::prev(after)->first + std::prev(after)->second;
 }
 
+// Null, without the context that the stream belongs to.
 Stream* stream_of(void* handle) {
-    if (handle) return static_cast<Stream*>(handle);
     Device* device = contexts.empty() ? nullptr : contexts.back();
     if (!device) return nullptr;
+    if (handle) return static_cast<Stream*>(handle)->device == device ? static_cast<Stream*>(handle) : nullptr;
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
-    if (!device->default_stream) device->default_stream = std::make_unique<Stream>();
+    if (!device->default_stream) device->default_stream = std::make_unique<Stream>(device);
     return device->default_stream.get();
 }
 
 Result copy(const char* name, void* host, std::uintptr_t device, std::size_t size, void* handle, bool to_device) {
     if (const Result result = verdict(name)) return result;
     Stream* stream = stream_of(handle);
-    if (contexts.empty() || !stream) return kInvalidContext;
-    std::byte* memory = reachable(device, size);
+    if (!stream) return kInvalidContext;
+    const Place memory = reachable(device, size, stream->device);
     if (!memory) return kInvalidValue;
     auto& control = Control::get();
     const Result late = verdict((std::string(name) + " later").c_str());
-    if (!is_registered(host, size)) {
-        std::lock_guard lock(control.mutex);
-        ++control.pageable_copies;
-    }
+    if (!is_registered(host, size)) ++control.pageable_copies;
     stream->add([=, &control] {
-        std::this_thread::sleep_for(std::chrono::microseconds(control.delay_microseconds));
+        std::this_thread::sleep_for(std::chrono::microseconds(control.delay_microseconds.load()));
         if (late) stream->failed = late;
         if (stream->failed) return;
-        if (to_device) std::memcpy(memory, host, size);
-        else std::memcpy(host, memory, size);
+        if (to_device) std::memcpy(memory.get(), host, size);
+        else std::memcpy(host, memory.get(), size);
     });
     return kSuccess;
 }
@@ -197,18 +218,24 @@ EXPORT Result cuCtxPopCurrent_v2(void** context) {
     return kSuccess;
 }
 
+EXPORT Result cuCtxGetCurrent(void** context) {
+    if (const Result result = verdict("cuCtxGetCurrent")) return result;
+    *context = contexts.empty() ? nullptr : contexts.back();
+    return kSuccess;
+}
+
 EXPORT Result cuStreamCreate(void** stream, unsigned) {
     if (const Result result = verdict("cuStreamCreate")) return result;
     if (contexts.empty()) return kInvalidContext;
-    *stream = new Stream;
-    std::lock_guard lock(Control::get().mutex);
+    *stream = new Stream(contexts.back());
     ++Control::get().live_streams;
     return kSuccess;
 }
 
 EXPORT Result cuStreamDestroy_v2(void* stream) {
+    if (const Result result = verdict("cuStreamDestroy")) return result;
+    if (contexts.empty()) return kInvalidContext;
     delete static_cast<Stream*>(stream);
-    std::lock_guard lock(Control::get().mutex);
     --Control::get().live_streams;
     return kSuccess;
 }
@@ -216,15 +243,15 @@ EXPORT Result cuStreamDestroy_v2(void* stream) {
 EXPORT Result cuEventCreate(void** event, unsigned) {
     if (const Result result = verdict("cuEventCreate")) return result;
     if (contexts.empty()) return kInvalidContext;
-    *event = new std::shared_ptr<Event>(std::make_shared<Event>());
-    std::lock_guard lock(Control::get().mutex);
+    *event = new std::shared_ptr<Event>(std::make_shared<Event>(contexts.back()));
     ++Control::get().live_events;
     return kSuccess;
 }
 
 EXPORT Result cuEventDestroy_v2(void* event) {
+    if (const Result result = verdict("cuEventDestroy")) return result;
+    if (contexts.empty()) return kInvalidContext;
     delete static_cast<std::shared_ptr<Event>*>(event);
-    std::lock_guard lock(Control::get().mutex);
     --Control::get().live_events;
     return kSuccess;
 }
@@ -234,6 +261,7 @@ EXPORT Result cuEventRecord(void* handle, void* stream_handle) {
     Stream* stream = stream_of(stream_handle);
     if (!stream) return kInvalidContext;
     auto event = *static_cast<std::shared_ptr<Event>*>(handle);
+    if (event->device != stream->device) return kInvalidHandle;
     std::uint64_t turn;
     {
         std::lock_guard lock(event->mutex);
@@ -252,27 +280,28 @@ EXPORT Result cuEventRecord(void* handle, void* stream_handle) {
 
 EXPORT Result cuEventSynchronize(void* handle) {
     if (const Result result = verdict("cuEventSynchronize")) return result;
+    if (contexts.empty()) return kInvalidContext;
     auto event = *static_cast<std::shared_ptr<Event>*>(handle);
     std::unique_lock lock(event->mutex);
     event->changed.wait(lock, [&] { return event->reached == event->recorded; });
     return event->result;
 }
 
-EXPORT Result cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
-    if (const Result result = verdict("cuStreamWaitEvent")) return result;
-    Stream* stream = stream_of(stream_handle);
-    if (!stream) return kInvalidContext;
+EXPORT Result cuEventQuery(void* handle) {
+    if (const Result result = verdict("cuEventQuery")) return result;
+    if (contexts.empty()) return kInvalidContext;
     auto event = *static_cast<std::shared_ptr<Event>*>(handle);
-    std::uint64_t turn;
-    {
-        std::lock_guard lock(event->mutex);
-        turn = event->recorded;
-    }
-    stream->add([event, turn] {
-        std::unique_lock lock(event->mutex);
-        event->changed.wait(lock, [&] { return event->reached >= turn; });
-    });
-    return kSuccess;
+    std::lock_guard lock(event->mutex);
+    return event->reached == event->recorded ? event->result : kNotReady;
+}
+
+EXPORT Result cuStreamSynchronize(void* handle) {
+    if (const Result result = verdict("cuStreamSynchronize")) return result;
+    Stream* stream = stream_of(handle);
+    if (!stream) return kInvalidContext;
+    std::promise<Result> done;
+    stream->add([&] { done.set_value(stream->failed); });
+    return done.get_future().get();
 }
 
 EXPORT Result cuMemcpyHtoDAsync_v2(std::uint64_t device, const void* host, std::size_t size, void* stream) {
@@ -288,10 +317,16 @@ EXPORT Result cuMemHostRegister_v2(void* memory, std::size_t size, unsigned) {
     if (contexts.empty()) return kInvalidContext;
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
-    return control.registered.emplace(reinterpret_cast<std::uintptr_t>(memory), size).second ? kSuccess : kAlreadyRegistered;
+    if (!control.registered.emplace(reinterpret_cast<std::uintptr_t>(memory), size).second) return kAlreadyRegistered;
+    std::uint64_t sum = 0;
+    for (const auto& [begin, length] : control.registered) sum += length;
+    control.most_registered = std::max(control.most_registered, sum);
+    return kSuccess;
 }
 
 EXPORT Result cuMemHostUnregister(void* memory) {
+    if (const Result result = verdict("cuMemHostUnregister")) return result;
+    if (contexts.empty()) return kInvalidContext;
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
     return control.registered.erase(reinterpret_cast<std::uintptr_t>(memory)) ? kSuccess : kNotRegistered;
@@ -324,33 +359,57 @@ EXPORT std::uint64_t standin_allocate(int device, std::size_t size) {
     ::close(file);
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
-    control.memories[reinterpret_cast<std::uintptr_t>(handed_out)] = {static_cast<std::byte*>(inside), size, &control.devices[device]};
+    control.memories[reinterpret_cast<std::uintptr_t>(handed_out)] =
+        std::shared_ptr<Memory>(new Memory{handed_out, static_cast<std::byte*>(inside), size, &control.devices[device]});
     return reinterpret_cast<std::uintptr_t>(handed_out);
 }
 
 EXPORT void standin_free(std::uint64_t address) {
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
-    const auto found = control.memories.find(address);
-    ::munmap(reinterpret_cast<void*>(address), found->second.size);
-    ::munmap(found->second.reachable, found->second.size);
-    control.memories.erase(found);
+    control.memories.erase(address);
 }
 
 // The address at which the test may look at device memory and change it.
-EXPORT void* standin_reach(std::uint64_t address, std::size_t size) { return reachable(address, size); }
+EXPORT void* standin_reach(std::uint64_t address, std::size_t size) { return reachable(address, size).get(); }
 
 // A stream of the caller's, on the device whose number is given.
-EXPORT void* standin_stream() { return new Stream; }
+EXPORT void* standin_stream(int device) {
+    auto& control = Control::get();
+    std::lock_guard lock(control.mutex);
+    return new Stream(&control.devices[device]);
+}
 
-// Work for a stream: after `microseconds`, `size` bytes from `host` are in device memory.
+// Work for a stream: after `microseconds`, `size` bytes from `host` are in device memory. `host` is not needed any more on return.
 EXPORT void standin_enqueue(void* stream, std::uint64_t address, const void* host, std::size_t size, int microseconds) {
-    std::byte* memory = reachable(address, size);
-    static_cast<Stream*>(stream)->add([=] {
+    const Place memory = reachable(address, size);
+    const auto* begin = static_cast<const std::byte*>(host);
+    static_cast<Stream*>(stream)->add([=, bytes = std::vector<std::byte>(begin, begin + size)] {
         std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
-        std::memcpy(memory, host, size);
+        std::memcpy(memory.get(), bytes.data(), size);
     });
 }
+
+// The reverse: after `microseconds`, `size` bytes of device memory are at `host`.
+EXPORT void standin_enqueue_back(void* stream, std::uint64_t address, void* host, std::size_t size, int microseconds) {
+    const Place memory = reachable(address, size);
+    static_cast<Stream*>(stream)->add([=] {
+        std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+        std::memcpy(host, memory.get(), size);
+    });
+}
+
+// What the stream is given next fails, and all after it.
+EXPORT void standin_break_stream(void* stream, int microseconds, int result) {
+    auto* broken = static_cast<Stream*>(stream);
+    broken->add([=] {
+        std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+        broken->failed = result;
+    });
+}
+
+// Ends when the stream has done all its work.
+EXPORT void standin_free_stream(void* stream) { delete static_cast<Stream*>(stream); }
 
 // The call of `function` after `calls` more fails with `result`; for a copy, "cuMemcpyHtoDAsync later" fails when it is done.
 EXPORT void standin_fail(const char* function, int calls, int result) {
@@ -365,12 +424,22 @@ EXPORT void standin_forget_failures() {
     control.failures.clear();
 }
 
+// In between nothing can be called but by this thread's own standin_unlock.
+EXPORT void standin_lock() { Control::get().mutex.lock(); }
+EXPORT void standin_unlock() { Control::get().mutex.unlock(); }
+
 EXPORT void standin_delay(int microseconds) { Control::get().delay_microseconds = microseconds; }
 
 EXPORT int standin_calls(const char* function) {
     auto& control = Control::get();
     std::lock_guard lock(control.mutex);
     return control.calls[function];
+}
+
+EXPORT std::uint64_t standin_most_registered_bytes() {
+    auto& control = Control::get();
+    std::lock_guard lock(control.mutex);
+    return std::exchange(control.most_registered, 0);
 }
 
 EXPORT std::uint64_t standin_live_streams() { return Control::get().live_streams; }
