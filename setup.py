@@ -1,7 +1,8 @@
 """Maps the repository's layout to the installed package's, and compiles ops ahead of time where asked to.
 
-DS_BUILD_OPS=1 compiles every op that can be compiled here; DS_BUILD_AIO=1 (or _GDS, _UTILS) that op, and fails if it
-cannot be; =0 leaves one out. By default nothing is compiled: ops are at first use. The rest is in pyproject.toml.
+DS_BUILD_OPS=1 compiles every op that can be compiled and would work here; DS_BUILD_AIO=1 (or _GDS, _UTILS) that op, and
+fails if it cannot be (gds needs torch and cuFile to work, but not to be compiled: pip's build environment has no torch); =0
+leaves one out. By default nothing is compiled: ops are at first use. The rest is in pyproject.toml.
 """
 
 import os
@@ -30,8 +31,8 @@ def extensions() -> list[Extension]:
         wanted = switch(op.BUILD_VAR)
         if wanted is None:
             wanted = bool(switch("DS_BUILD_OPS")) and op.is_compatible(verbose=True)
-        elif wanted and not op.is_compatible(verbose=True):
-            raise SystemExit(f"{op.BUILD_VAR}=1, but {op.name} {op.error_log}")
+        elif wanted and not op.is_compatible(verbose=True) and op.obstacles():
+            raise SystemExit(f"{op.BUILD_VAR}=1, but {op.name} {'; '.join(op.obstacles())}")
         if wanted and op.sources():
             chosen.append(op.builder())
     return chosen

@@ -28,7 +28,7 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Op:
-    """One op: compiled ahead of time or not, and whether it can be compiled here; ``problems`` says why not."""
+    """One op: compiled ahead of time or not, and whether it can be compiled and works here; ``problems`` says why not."""
 
     name: str
     installed: bool
@@ -111,6 +111,9 @@ def _op(builder: OpBuilder) -> Op:
     if not builder.sources() and not obstacles:  # Python alone
         return Op(builder.name, installed=True, compatible=True, problems=())
     built = builder.is_prebuilt()
+    lacking = tuple(f"{builder.name}: {what}" for what in builder.lacking())
+    if lacking:
+        return Op(builder.name, installed=bool(built), compatible=False, problems=lacking)
     if built:
         return Op(builder.name, installed=True, compatible=True, problems=())
     cached = builder.existing_build() is not None

@@ -84,13 +84,15 @@ class Stats:
     bytes_read: int
     bytes_written: int
     bytes_direct: int
-    """Bytes that bypassed the page cache: zero-copy and staged together."""
+    """Bytes that bypassed the page cache: zero-copy, staged and GPU-direct together."""
     bytes_zero_copy: int
     """Direct bytes from or into the tensor itself."""
     bytes_staged: int
-    """Direct bytes copied through an aligned buffer, because the tensor's memory was not aligned."""
+    """Direct bytes copied through an aligned buffer, because the tensor's memory was not aligned, or on a device."""
     bytes_buffered: int
     """Bytes through the page cache: the unaligned ends of transfers, and files without direct I/O."""
+    bytes_gds: int
+    """Direct bytes between the drive and GPU memory, without host memory: the gds op's."""
     blocks: int
     """Reads and writes of at most block_size bytes that ended well."""
     block_latency: dict[int, int]
@@ -121,7 +123,7 @@ class Engine:
     misaligned tensors. ``single_submit``: one system call for each block.
 
     Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most 8 MiB per worker, 64 MiB in all, and no more
-    than queue_depth x block_size (or 64 KiB, the largest sector) per worker.
+    than queue_depth x block_size (or 64 KiB, the largest sector) per worker. For tensors on devices the same, with 16 MiB.
 
     The op is compiled on first use where it was not installed ready-made. Raises ValueError for a setting out of range, OSError
     with the kernel's errno for a backend that it refuses, RuntimeError for one that was compiled out or an op that cannot be
@@ -171,12 +173,14 @@ class Engine:
     ) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
 
-        ``tensor``: contiguous, on the CPU, any dtype. Kept alive, and not to be touched, until the future is done. Any address
-        works; memory from :meth:`empty_pinned` is read in place, without a copy. ``offset``: bytes from the start of the file;
-        any value, aligned or not.
+        ``tensor``: contiguous, on the CPU or a CUDA device, any dtype. Kept alive, and not to be touched, until the future is
+        done. Any address works; memory from :meth:`empty_pinned` is read in place, without a copy. What a device's current
+        stream has been given before, on the calling thread, is done with the tensor first; when the future is done, so is the
+        copy to the device. ``offset``: bytes from the start of the file; any value, aligned or not.
 
-        Raises TypeError for what is no dense tensor; ValueError for one that is not contiguous, a negative offset, a range past
-        the end of the file, or a closed engine or file; FileNotFoundError and its kin from opening. What fails later is raised
+        Raises TypeError for what is no dense tensor; ValueError for one that is not contiguous or on another device, a negative
+        offset, a range past the end of the file, or a closed engine or file; RuntimeError for a CUDA tensor without libcuda;
+        FileNotFoundError and its kin from opening. What fails later is raised
         by ``Future.result``. With very many requests on paths pending, waits until some have closed their files.
         """
         future: Future = self._native.read(tensor, source, offset)
@@ -188,8 +192,9 @@ class Engine:
         """Start writing the tensor's bytes at ``offset``; return at once.
 
         A path is created where missing (mode 0666 less the umask) and never truncated: bytes outside
-        [offset, offset + nbytes) stay as they are. A tensor that is not contiguous is copied first. The tensor is kept alive,
-        and not to be changed, until the future is done. The bytes are on stable storage after :meth:`fsync`, not before.
+        [offset, offset + nbytes) stay as they are. A tensor that is not contiguous is copied first. A CUDA tensor is written as
+        its device's current stream, on the calling thread, leaves it. The tensor is kept alive, and not to be changed, until
+        the future is done. The bytes are on stable storage after :meth:`fsync`, not before.
 
         Space past the end of the file is reserved first, so a full disk raises OSError (ENOSPC) here, before a byte is written.
         Other errors as for :meth:`read`.
@@ -217,6 +222,8 @@ class Engine:
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A new tensor in page-locked memory on huge pages, zeroed; freed with its last view.
+
+        Registered with CUDA if torch uses it by now: ``tensor.to(device, non_blocking=True)`` is asynchronous then.
 
         ``dtype``: torch's default dtype if None. A refused mlock is a RuntimeWarning: the memory serves all the same. Raises
         MemoryError, and ValueError for a negative size.

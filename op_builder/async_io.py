@@ -31,8 +31,11 @@ class AsyncIOBuilder(OpBuilder):
         return f"deepnvme.ops.aio.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        places = (_PACKAGE_ROOT / "csrc" / part for part in ("core", "engine", "bindings"))
-        files = (path for place in places for path in place.glob("*.cpp") if not path.name.startswith("gds"))
+        return self._sources("core", "engine", "bindings", without="gds.cpp")
+
+    @staticmethod
+    def _sources(*parts: str, without: str) -> list[str]:
+        files = (path for part in parts for path in (_PACKAGE_ROOT / "csrc" / part).glob("*.cpp") if path.name != without)
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
     def include_paths(self) -> list[str]:
@@ -47,7 +50,7 @@ class AsyncIOBuilder(OpBuilder):
         return args
 
     def extra_ldflags(self) -> list[str]:
-        flags = ["-pthread"]
+        flags = ["-pthread", "-ldl"]  # which glibc has in itself since 2.34
         if liburing():
             flags.append("-luring")
         if libaio():

@@ -71,8 +71,9 @@ class OpBuilder(ABC):
         return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be compiled here. Never raises; if not, ``error_log`` says why, and ``verbose`` prints it."""
-        obstacles = self.obstacles()
+        """Whether the op can be compiled here, and would work. Never raises; if not, ``error_log`` says why, and ``verbose``
+        prints it."""
+        obstacles = [*self.obstacles(), *self.lacking()]
         self.error_log = "; ".join(obstacles) if obstacles else None
         if verbose:
             for obstacle in obstacles:
@@ -93,6 +94,10 @@ class OpBuilder(ABC):
             return [f"cannot be built: Python.h is not in {sysconfig.get_path('include')} ({packages.remedy('python')})"]
         if importlib.util.find_spec("pybind11") is None:
             return ["cannot be built: pybind11 is not installed (pip install pybind11)"]
+        return []
+
+    def lacking(self) -> list[str]:
+        """What the op would need here to be of use, once compiled, each with what to do about it. Never raises."""
         return []
 
     def source_hash(self) -> str:

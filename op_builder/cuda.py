@@ -175,7 +175,7 @@ def _nvidia_fs() -> Found:
         text = _NVIDIA_FS.read_text()
     except OSError:
         return Found(
-            problem="the nvidia-fs kernel module is not loaded, without it cuFile copies through host memory: "
+            problem="the nvidia-fs kernel module is not loaded, without it gds goes through host memory: "
             f"{packages.as_root('modprobe nvidia-fs')} (package nvidia-gds)"
         )
     match = re.search(r"\d+\.[\d.]*", text)

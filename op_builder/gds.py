@@ -1,13 +1,15 @@
-"""The gds op: transfers between GPU memory and the drive. Its sources come with a later version; its probes work now."""
+"""The gds op: transfers between GPU memory and the drive by cuFile, which it opens at run time and is not compiled against."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from types import ModuleType
 
 from . import cuda
 from .async_io import AsyncIOBuilder
 
-_NOT_YET = "is not part of this version yet: use async_io through a pinned CPU tensor"
+_CUFILE = "libcufile.so.0"
 
 
 class GDSBuilder(AsyncIOBuilder):
@@ -18,15 +20,41 @@ class GDSBuilder(AsyncIOBuilder):
         return f"deepnvme.ops.gds.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return []
+        return self._sources("core", "engine", "gds", "bindings", without="async_io.cpp")
 
-    def obstacles(self) -> list[str]:
-        return [_NOT_YET]  # decisive; what else would be in the way is in probe()
+    def lacking(self) -> list[str]:
+        probe = self.probe()
+        return [problem for problem in (probe.without_cuda(), probe.cufile_library.problem) if problem]
 
     def probe(self) -> cuda.GdsProbe:
         """The CUDA toolkit, cuFile and their versions, as found here. Never raises."""
         return cuda.probe()
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Raises RuntimeError in this version."""
-        return self.jit_load(verbose)
+        self._require()
+        return self._connected(super().load(verbose))
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        self._require()
+        return self._connected(super().jit_load(verbose))
+
+    def _require(self) -> None:
+        # Also where the op was compiled: it could do nothing, and would say so only later.
+        lacking = self.lacking()
+        if lacking:
+            self.error_log = "; ".join(lacking)
+            raise RuntimeError(f"{self.name} cannot be used: {self.error_log}")
+
+    def _connected(self, module: ModuleType) -> ModuleType:
+        # One record of pinned memory for both ops, as DeepSpeed's callers expect.
+        module.adopt_pinned_ranges(AsyncIOBuilder().load().shared_pinned_ranges())
+        self._open_cufile()
+        return module
+
+    def _open_cufile(self) -> None:
+        """Where cuFile is not to be had by its name alone, as in a wheel, it is once it was loaded by its path. What fails here
+        is said by the op."""
+        for name in (_CUFILE, self.probe().cufile_library.path):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(name)
+                return

@@ -32,6 +32,14 @@ op = AsyncIOBuilder().load()
 print(deepnvme.ops.op_builder.__file__, op.__file__, op.value, sep="\\n")
 """
 
+LOOK_AT_GDS = """
+import sys, types
+package = types.ModuleType("deepnvme"); package.__path__ = [sys.argv[1]]; sys.modules["deepnvme"] = package
+from deepnvme.ops.op_builder import GDSBuilder, cuda
+cuda.installed_torch = lambda: None
+print(GDSBuilder().is_prebuilt().ok, "; ".join(GDSBuilder().lacking()), sep="\\n")
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -54,7 +62,8 @@ def small_engine(checkout: Path) -> Path:
     """A checkout whose engine is a constant."""
     shutil.rmtree(checkout / "csrc")
     (checkout / "csrc" / "bindings").mkdir(parents=True)
-    (checkout / "csrc" / "bindings" / "async_io.cpp").write_text(ENGINE)
+    for name in ("async_io.cpp", "gds.cpp"):
+        (checkout / "csrc" / "bindings" / name).write_text(ENGINE)
     (checkout / "csrc" / "value.h").write_text("#define STANDIN_VALUE 1\n")
     return checkout
 
@@ -93,10 +102,12 @@ def unpack(wheel: Path, destination: Path) -> Path:
     return destination
 
 
-def load(installed: Path, package: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Load async_io from an installation, in another process that stands elsewhere and knows no other installation."""
+def load(installed: Path, package: Path | None = None, program: str = LOAD) -> subprocess.CompletedProcess[str]:
+    """Load async_io from an installation, in another process that stands elsewhere and knows no other installation.
+
+    ``program``: what it runs instead, with the package's directory as its argument."""
     libraries = str(Path(pybind11.__file__).parents[1])
-    program = f"import site, sys; sys.path.append({libraries!r}); site.addsitedir({str(installed)!r})\n{LOAD}"
+    program = f"import site, sys; sys.path.append({libraries!r}); site.addsitedir({str(installed)!r})\n{program}"
     return subprocess.run(
         [sys.executable, "-S", "-W", "always", "-c", program, str(package or installed / "deepnvme")],
         cwd=installed,
@@ -117,11 +128,11 @@ def contents(wheel: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("DS_BUILD_GDS", "1", "DS_BUILD_GDS=1, but gds is not part of this version yet"),
+        ("DS_BUILD_GDS", "2", "DS_BUILD_GDS must be 0 or 1, got '2'"),
         ("DS_BUILD_OPS", "yes", "DS_BUILD_OPS must be 0 or 1, got 'yes'"),
     ],
 )
-def test_an_op_that_cannot_be_built_ahead_of_time_fails_the_install_with_the_reason(
+def test_a_wish_that_is_not_understood_fails_the_install(
     small_engine: Path, tmp_path: Path, variable: str, value: str, message: str
 ) -> None:
     done = build("wheel", small_engine, tmp_path / "wheels", **{variable: value})
@@ -129,10 +140,13 @@ def test_an_op_that_cannot_be_built_ahead_of_time_fails_the_install_with_the_rea
     assert message in done.stdout + done.stderr
 
 
-def test_asking_for_the_op_without_a_compiler_fails_the_install_with_the_reason(small_engine: Path, tmp_path: Path) -> None:
-    done = build("wheel", small_engine, tmp_path / "wheels", DS_BUILD_AIO="1", CXX="no-such-compiler")
+@pytest.mark.parametrize(("variable", "name"), [("DS_BUILD_AIO", "async_io"), ("DS_BUILD_GDS", "gds")])
+def test_asking_for_an_op_without_a_compiler_fails_the_install_with_the_reason(
+    small_engine: Path, tmp_path: Path, variable: str, name: str
+) -> None:
+    done = build("wheel", small_engine, tmp_path / "wheels", CXX="no-such-compiler", **{variable: "1"})
     assert done.returncode != 0
-    assert "DS_BUILD_AIO=1, but async_io cannot be built" in done.stdout + done.stderr
+    assert f"{variable}=1, but {name} cannot be built" in done.stdout + done.stderr
 
 
 def test_all_ops_means_those_that_can_be_built(small_engine: Path, tmp_path: Path) -> None:
@@ -211,7 +225,8 @@ def test_the_wheel_holds_the_package_the_builder_and_the_engines_sources(checkou
     sources = {path.relative_to(checkout).as_posix() for kind in ("*.cpp", "*.h") for path in (checkout / "csrc").rglob(kind)}
     assert {f"deepnvme/ops/{source}" for source in sources} <= shipped
     assert {f"deepnvme/ops/op_builder/{path.name}" for path in (checkout / "op_builder").glob("*.py")} <= shipped
-    assert {"deepnvme/py.typed", "deepnvme/report.py", "deepnvme/ops/aio/async_io_op.pyi"} <= shipped
+    stubs = {"deepnvme/ops/aio/async_io_op.pyi", "deepnvme/ops/gds/gds_op.pyi"}
+    assert {"deepnvme/py.typed", "deepnvme/report.py", *stubs} <= shipped
     assert all(name.startswith("deepnvme") for name in names)
     assert any(name.endswith(".data/scripts/ds_report") for name in names)
 
@@ -261,6 +276,18 @@ def test_an_op_compiled_ahead_of_time_is_loaded_without_a_compiler(
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith(str(installed / "deepnvme" / "ops" / "aio" / "async_io_op"))
     assert "Warning" not in done.stderr
+
+
+def test_gds_is_compiled_ahead_of_time_where_neither_torch_nor_cufile_is(small_engine: Path, tmp_path: Path) -> None:
+    """As in the environment that pip builds in."""
+    wheel = built("wheel", small_engine, tmp_path / "wheels", DS_BUILD_GDS="1")
+    (library,) = (name for name in contents(wheel) if name.endswith(".so"))
+    assert library.startswith("deepnvme/ops/gds/gds_op.")
+    done = load(unpack(wheel, tmp_path / "installed"), program=LOOK_AT_GDS)
+    assert done.returncode == 0, done.stderr
+    prebuilt, lacking = done.stdout.splitlines()
+    assert prebuilt == "True"
+    assert "torch is missing" in lacking
 
 
 @pytest.mark.parametrize("damage", ["other sources", "no library"])

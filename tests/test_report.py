@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from deepnvme import _directory, _machine, report
 from deepnvme._facts import Fact
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 from deepnvme.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -173,6 +175,58 @@ def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
     assert selected is not None
 
 
+GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")
+
+
+def gds_as_reported(monkeypatch: pytest.MonkeyPatch, probe: GdsProbe) -> tuple[str, list[str]]:
+    """Its line, and what is said of it."""
+    monkeypatch.setattr(GDSBuilder, "probe", lambda self: probe)
+    lines = report.render(report.gather()).splitlines()
+    (line,) = (line for line in lines if line.startswith("gds ..."))
+    return line, [line.strip() for line in lines if line.strip().startswith("[NO] gds: ")]
+
+
+def test_gds_where_torch_has_no_cuda_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [NO] ....... [NO]"
+    (reason,) = said
+    assert reason.startswith("[NO] gds: torch is missing or was built without CUDA, which only gds needs: pip install ")
+
+
+def test_gds_where_cufile_is_missing_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Found(problem="libcufile.so was not found (tried /x): pip install nvidia-cufile")
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, cufile_library=missing))
+    assert line == "gds .................... [NO] ....... [NO]"
+    assert said == [f"[NO] gds: {missing.problem}"]
+
+
+def test_gds_where_all_is_there_is_okay(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, GDS)
+    assert line == "gds .................... [NO] ....... [OKAY]"
+    assert "DS_BUILD_GDS=1 pip install" in said[0]
+
+
+def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "gds_op.so"
+    library.write_bytes(GDSBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "gds" in name else None)
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [YES] ...... [NO]"
+    assert len(said) == 1
+    assert gds_as_reported(monkeypatch, GDS)[0] == "gds .................... [YES] ...... [OKAY]"
+
+
+def test_the_report_as_a_module_says_it_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deepnvme.report"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^gds \.{20} ", done.stdout, re.MULTILINE)
+    assert done.stdout.count("[NO] gds: ") == 1
+
+
 def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.system", lambda: "Darwin")
@@ -296,7 +350,7 @@ def test_hiding_warnings_leaves_the_statuses() -> None:
     shown, hidden = report.render(found), report.render(found, explanations=False)
     assert "  [NO] gds: " in shown
     assert "  [NO] " not in hidden
-    assert "gds .................... [NO] ....... [NO]" in hidden
+    assert re.search(r"^gds \.{20} \[(NO|YES)\] \.+ \[(NO|OKAY)\]$", hidden, re.MULTILINE)
     assert "problems" not in report.as_json(found, explanations=False)
 
 

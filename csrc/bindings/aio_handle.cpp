@@ -37,12 +37,27 @@ void compare_with_file(const std::byte* memory, std::uint64_t length, std::uint6
     }
 }
 
+py::object bytes_of(const py::object& tensor) {
+    return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
+}
+
 void check_result(const Pending& pending) {
     if (const auto error = pending.request->error()) throw *error;
     if (!pending.validate) return;
     const Request& request = *pending.request;
-    py::gil_scoped_release release;
-    compare_with_file(request.memory, request.length, request.offset, pending.path);
+    if (!request.device) {
+        py::gil_scoped_release release;
+        return compare_with_file(request.memory, request.length, request.offset, pending.path);
+    }
+    constexpr std::uint64_t kPart = 16 << 20;  // the host need not have room for what the device has
+    const py::object bytes = bytes_of(pending.owner);
+    for (std::uint64_t at = 0; at < request.length; at += kPart) {
+        const std::uint64_t length = std::min(kPart, request.length - at);
+        const py::object on_host = bytes.attr("narrow")(0, at, length).attr("cpu")();
+        const std::byte* memory = memory_of(on_host, Direction::write).data;
+        py::gil_scoped_release release;
+        compare_with_file(memory, length, request.offset + at, pending.path);
+    }
 }
 
 std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& num_threads) {
@@ -54,8 +69,8 @@ std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& n
     return count;
 }
 
-EngineOptions handle_options(std::int64_t block_size, std::int64_t queue_depth, bool single_submit, std::int64_t intra_op_parallelism,
-                             std::string backend) {
+EngineOptions checked_options(std::int64_t block_size, std::int64_t queue_depth, bool single_submit, std::int64_t intra_op_parallelism,
+                              std::string backend) {
     if (intra_op_parallelism < 1)
         throw py::value_error("intra_op_parallelism must be in [1, 256], got " + std::to_string(intra_op_parallelism));
     return {std::move(backend), block_size, queue_depth, intra_op_parallelism, single_submit};
@@ -81,7 +96,7 @@ bool free_cpu_locked_tensor(py::handle tensor) {
 
 int transfer_alone(Direction direction, py::handle buffer, py::handle filename, std::int64_t block_size, std::int64_t queue_depth,
                    bool single_submit, bool overlap_events, bool validate) {
-    AioHandle handle(handle_options(block_size, queue_depth, single_submit, 1, "auto"), overlap_events);
+    AioHandle handle(checked_options(block_size, queue_depth, single_submit, 1, "auto"), overlap_events);
     handle.finish(direction, buffer, filename, 0, validate);
     return 0;
 }
@@ -92,17 +107,23 @@ int copy_bytes(py::handle dest, py::handle src) {
     if (to.nbytes != from.nbytes)
         throw py::value_error("dest has " + std::to_string(to.nbytes) + " bytes and src " + std::to_string(from.nbytes));
     if (to.nbytes == 0) return 0;
-    // torch copies with all its threads.
-    const auto bytes = [](const py::object& tensor) {
-        return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
-    };
-    bytes(to.owner).attr("copy_")(bytes(from.owner));
+    bytes_of(to.owner).attr("copy_")(bytes_of(from.owner));  // by torch, with all its threads
     return 0;
 }
 
 }  // namespace
 
 AioHandle::AioHandle(EngineOptions options, bool overlap_events) : session_(options), overlap_events_(overlap_events) {}
+
+AioHandle::AioHandle(std::unique_ptr<Engine> engine, bool overlap_events)
+    : session_(std::move(engine)), overlap_events_(overlap_events) {}
+
+EngineOptions handle_options(py::handle block_size, py::handle queue_depth, bool single_submit, py::handle intra_op_parallelism,
+                             const py::object& num_threads, std::string backend) {
+    const auto workers = worker_count(integer_of(intra_op_parallelism, "intra_op_parallelism"), num_threads);
+    return checked_options(integer_of(block_size, "block_size"), integer_of(queue_depth, "queue_depth"), single_submit, workers,
+                           std::move(backend));
+}
 
 int AioHandle::start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate) {
     started_.push_back(session_.transfer(direction, buffer, filename, offset, validate));
@@ -137,7 +158,7 @@ int AioHandle::wait() {
     for (const auto& pending : ended) {
         try {
             check_result(*pending);
-        } catch (const IoError&) {
+        } catch (...) {  // IoError, or what torch says of a device
             if (!first) first = std::current_exception();
         }
         pending->owner = py::none();
@@ -146,22 +167,11 @@ int AioHandle::wait() {
     return static_cast<int>(ended.size());
 }
 
-void bind_handle(py::module_& module) {
-    constexpr std::int64_t kBlockSize = 1 << 20;
-    constexpr std::int64_t kQueueDepth = 128;
+py::class_<AioHandle> define_handle(py::module_& module, const char* name) {
     const auto options = [](AioHandle& self) -> const EngineOptions& { return self.session().engine().options(); };
 
-    py::class_<AioHandle>(module, "aio_handle", py::module_local())
-        .def(py::init([](py::handle block_size, py::handle queue_depth, bool single_submit, bool overlap_events,
-                         py::handle intra_op_parallelism, const py::object& num_threads, std::string backend) {
-                 const auto workers = worker_count(integer_of(intra_op_parallelism, "intra_op_parallelism"), num_threads);
-                 return std::make_unique<AioHandle>(handle_options(integer_of(block_size, "block_size"), integer_of(queue_depth, "queue_depth"),
-                                                                   single_submit, workers, std::move(backend)),
-                                                    overlap_events);
-             }),
-             "block_size"_a = kBlockSize, "queue_depth"_a = kQueueDepth, "single_submit"_a = false, "overlap_events"_a = false,
-             "intra_op_parallelism"_a = 1, py::kw_only(), "num_threads"_a = py::none(), "backend"_a = "auto")
-
+    py::class_<AioHandle> handle(module, name, py::module_local());
+    handle
         .def("get_block_size", [options](AioHandle& self) { return options(self).block_size; })
         .def("get_queue_depth", [options](AioHandle& self) { return options(self).queue_depth; })
         .def("get_single_submit", [options](AioHandle& self) { return options(self).single_submit; })
@@ -245,6 +255,19 @@ void bind_handle(py::module_& module) {
         .def(
             "is_pinned", [](const AioHandle&, py::handle buffer) { return is_pinned(buffer); }, "buffer"_a)
         .def("stats", [](AioHandle& self) { return self.session().stats(); });
+    return handle;
+}
+
+void bind_handle(py::module_& module) {
+    define_handle(module, "aio_handle")
+        .def(py::init([](py::handle block_size, py::handle queue_depth, bool single_submit, bool overlap_events,
+                         py::handle intra_op_parallelism, const py::object& num_threads, std::string backend) {
+                 return std::make_unique<AioHandle>(handle_options(block_size, queue_depth, single_submit, intra_op_parallelism,
+                                                                   num_threads, std::move(backend)),
+                                                    overlap_events);
+             }),
+             "block_size"_a = kHandleBlockSize, "queue_depth"_a = kHandleQueueDepth, "single_submit"_a = false,
+             "overlap_events"_a = false, "intra_op_parallelism"_a = 1, py::kw_only(), "num_threads"_a = py::none(), "backend"_a = "auto");
 
     const auto alone = [](Direction direction) {
         return [direction](py::handle buffer, py::handle filename, py::handle block_size, py::handle queue_depth, bool single_submit,

@@ -8,6 +8,7 @@ namespace deepnvme::bindings {
 class AioHandle {
 public:
     AioHandle(EngineOptions options, bool overlap_events);
+    AioHandle(std::unique_ptr<Engine> engine, bool overlap_events);
 
     // Start a transfer; its end is collected by wait().
     int start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate);
@@ -26,5 +27,13 @@ private:
     bool overlap_events_;
     std::deque<std::shared_ptr<Pending>> started_;
 };
+
+// What Python sees of it but for its constructor, whose arguments handle_options takes apart. Throws ValueError and TypeError.
+py::class_<AioHandle> define_handle(py::module_& module, const char* name);
+EngineOptions handle_options(py::handle block_size, py::handle queue_depth, bool single_submit, py::handle intra_op_parallelism,
+                             const py::object& num_threads, std::string backend);
+
+inline constexpr std::int64_t kHandleBlockSize = 1 << 20;
+inline constexpr std::int64_t kHandleQueueDepth = 128;
 
 }  // namespace deepnvme::bindings

@@ -37,4 +37,6 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_engine(module);
     bind_handle(module);
     module.def("backends", &backends);
+    // For the gds module, so that both know all that is pinned.
+    module.def("shared_pinned_ranges", [] { return py::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
 }

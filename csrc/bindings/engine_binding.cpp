@@ -57,6 +57,31 @@ OpenFile open_file(const Session& session, py::handle path, const std::string& m
 
 }  // namespace
 
+namespace {
+
+void warn_once(bool& warned, const std::string& text) {
+    if (!std::exchange(warned, true) && PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+}
+
+void register_where_cuda_is_used(PinnedBuffer& buffer) {
+    const auto cuda = py::module_::import("torch").attr("cuda");
+    if (!cuda.attr("is_initialized")().cast<bool>()) return;
+    const auto device = cuda.attr("current_device")().cast<CudaDevice>();
+    static bool warned = false;
+    std::string refusal;
+    try {
+        py::gil_scoped_release release;
+        const CudaContextGuard context(device);
+        buffer.register_with_cuda();
+        return;
+    } catch (const std::exception& error) {  // IoError, or there is no libcuda after all
+        refusal = error.what();
+    }
+    warn_once(warned, "pinned memory could not be registered with CUDA, copies to and from devices are slower: " + refusal);
+}
+
+}  // namespace
+
 std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
     if (nbytes < 0) throw py::value_error("nbytes must not be negative, got " + std::to_string(nbytes));
     std::unique_ptr<PinnedBuffer> buffer;
@@ -68,13 +93,10 @@ std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
         throw py::error_already_set();
     }
     static bool warned = false;
-    if (nbytes > 0 && !buffer->memory().locked() && !std::exchange(warned, true) &&
-        PyErr_WarnEx(PyExc_RuntimeWarning,
-                     ("mlock of " + std::to_string(nbytes) +
-                      " bytes was refused: pinned tensors may be paged out; raise the limit with `ulimit -l`, or in limits.conf")
-                         .c_str(),
-                     1) != 0)
-        throw py::error_already_set();
+    if (nbytes > 0 && !buffer->memory().locked())
+        warn_once(warned, "mlock of " + std::to_string(nbytes) +
+                              " bytes was refused: pinned tensors may be paged out; raise the limit with `ulimit -l`, or in limits.conf");
+    register_where_cuda_is_used(*buffer);
     return buffer;
 }
 

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "core/cuda.h"
 #include "core/pinned_memory.h"
 
 namespace deepnvme::bindings {
@@ -20,11 +21,18 @@ public:
 
     const PinnedMemory& memory() const noexcept { return memory_; }
 
+    // So that devices copy from and to it without a detour, and asynchronously. Throws IoError; some device's context is current.
+    void register_with_cuda() {
+        if (memory_.size() > 0) registration_ = CudaHostRegistration(memory_.data(), memory_.size());
+    }
+
 private:
     PinnedMemory memory_;
+    CudaHostRegistration registration_;  // ends before its memory
 };
 
-// Warns once in the process when the memlock limit is too low for the lock.
+// Registered with CUDA where torch uses it. Warns once in the process when the memlock limit is too low for the lock, or CUDA
+// refuses: the memory serves all the same.
 std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes);
 
 // Whether the whole tensor lies in page-locked memory, ours or torch's.

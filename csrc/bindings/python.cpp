@@ -13,7 +13,7 @@ namespace {
 struct Torch {
     py::object tensor_type;
     py::object strided;
-    py::str is_cpu{"is_cpu"}, layout{"layout"}, is_contiguous{"is_contiguous"}, is_conj{"is_conj"}, is_neg{"is_neg"},
+    py::str is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, layout{"layout"}, is_contiguous{"is_contiguous"}, is_conj{"is_conj"}, is_neg{"is_neg"},
         data_ptr{"data_ptr"}, nbytes{"nbytes"};
 
     static const Torch& get() {
@@ -70,6 +70,13 @@ void give_warnings() {
         if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
 }
 
+// The device of a CUDA tensor, and the stream that its caller gives work to there.
+DeviceMemory current_stream(const py::object& tensor) {
+    const auto device = tensor.attr("get_device")().cast<CudaDevice>();
+    const auto stream = py::module_::import("torch").attr("cuda").attr("current_stream")(device).attr("cuda_stream").cast<std::uintptr_t>();
+    return {device, reinterpret_cast<CudaStreamHandle>(stream)};
+}
+
 constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 
 // Engines to be drained before the interpreter takes their tensors away.
@@ -118,10 +125,11 @@ TensorMemory memory_of(py::handle tensor, Direction direction) {
     const Torch& torch = Torch::get();
     if (!attribute(tensor, torch.layout).is(torch.strided))
         throw py::type_error("expected a dense tensor, got one of layout " + py::str(attribute(tensor, torch.layout)).cast<std::string>());
-    if (!is_true(attribute(tensor, torch.is_cpu))) {
+    const bool on_device = !is_true(attribute(tensor, torch.is_cpu));
+    if (on_device && !is_true(attribute(tensor, torch.is_cuda))) {
         const auto device = py::str(tensor.attr("device")).cast<std::string>();
         if (device == "meta") throw py::value_error("a meta tensor has no memory to transfer");
-        throw py::value_error("this version transfers CPU tensors only, got one on " + device + "; copy it with .cpu() first");
+        throw py::value_error("tensors on the CPU and on CUDA devices can be transferred, got one on " + device + "; copy it with .cpu() first");
     }
     auto owner = py::reinterpret_borrow<py::object>(tensor);
     const bool lazy = is_true(call(owner, torch.is_conj)) || is_true(call(owner, torch.is_neg));
@@ -136,7 +144,9 @@ TensorMemory memory_of(py::handle tensor, Direction direction) {
     const auto address = to_unsigned(call(owner, torch.data_ptr));
     const auto nbytes = to_unsigned(attribute(owner, torch.nbytes));
     if (nbytes > 0 && address == 0) throw py::value_error("the tensor has no memory to transfer (a fake or unallocated tensor?)");
-    return {std::move(owner), reinterpret_cast<std::byte*>(address), nbytes};
+    // Looked up last: a tensor made contiguous above is the work of that stream.
+    auto device = on_device ? std::optional(current_stream(owner)) : std::nullopt;
+    return {std::move(owner), reinterpret_cast<std::byte*>(address), nbytes, device};
 }
 
 std::string path_of(py::handle path) {
@@ -228,9 +238,11 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
     {
         py::gil_scoped_release release;
         if (direction == Direction::read)
-            request = file ? engine_->read(memory.data, memory.nbytes, file, offset) : engine_->read(memory.data, memory.nbytes, path, offset);
+            request = file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
+                           : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
         else
-            request = file ? engine_->write(memory.data, memory.nbytes, file, offset) : engine_->write(memory.data, memory.nbytes, path, offset);
+            request = file ? engine_->write(memory.data, memory.nbytes, file, offset, memory.device)
+                           : engine_->write(memory.data, memory.nbytes, path, offset, memory.device);
     }
     return remember({std::move(request), std::move(memory.owner), path, validate});
 }
@@ -241,7 +253,7 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
     std::shared_ptr<Request> request;
     {
         py::gil_scoped_release release;
-        request = engine_->write(memory.data, memory.nbytes, fd, offset);
+        request = engine_->write(memory.data, memory.nbytes, fd, offset, memory.device);
     }
     return remember({std::move(request), std::move(memory.owner), "", false});
 }
@@ -308,10 +320,11 @@ py::dict Session::stats() const {
     stats["failed_requests"] = now.failed_requests;
     stats["bytes_read"] = now.bytes_read;
     stats["bytes_written"] = now.bytes_written;
-    stats["bytes_direct"] = now.bytes_zero_copy + now.bytes_staged;
+    stats["bytes_direct"] = now.bytes_zero_copy + now.bytes_staged + now.bytes_gds;
     stats["bytes_zero_copy"] = now.bytes_zero_copy;
     stats["bytes_staged"] = now.bytes_staged;
     stats["bytes_buffered"] = now.bytes_buffered;
+    stats["bytes_gds"] = now.bytes_gds;
     stats["blocks"] = now.blocks;
     py::dict block_latency;
     for (std::size_t bin = 0; bin < kLatencyBins; ++bin)

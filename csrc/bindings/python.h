@@ -26,6 +26,7 @@ struct TensorMemory {
     py::object owner;  // the tensor, or the copy made of one that is not contiguous
     std::byte* data;
     std::uint64_t nbytes;
+    std::optional<DeviceMemory> device;  // with the stream that is current; empty for the host's memory
 };
 
 // Throws TypeError for what is no dense tensor, ValueError for one that cannot be transferred in this direction as it is.
@@ -60,7 +61,7 @@ struct Pending {
     std::shared_ptr<Request> request;
     py::object owner;       // of the memory; let go when the request has ended, or after validation
     std::string path;       // of a transfer by path, for validation
-    bool validate = false;  // compare memory and file afterwards
+    bool validate = false;  // compare tensor and file afterwards
 };
 
 // An engine whose requests keep their tensors alive. All methods are called with the GIL held.

@@ -215,6 +215,13 @@ int File::direct() {
     return limits_ ? direct_.get() : -1;
 }
 
+std::shared_ptr<void> File::attachment(const std::function<std::shared_ptr<void>(int fd)>& make) {
+    const int fd = direct();
+    std::lock_guard lock(mutex_);
+    if (!attachment_ && fd >= 0) attachment_ = make(fd);
+    return attachment_;
+}
+
 int File::buffered() {
     std::lock_guard lock(mutex_);
     if (!buffered_) {

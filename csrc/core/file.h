@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -61,6 +63,10 @@ public:
     // Bytes that can still be written to the file system; -1 when it does not know.
     std::int64_t bytes_free();
 
+    // What a DeviceIo made of the direct descriptor, `make` being asked the first time and again after it threw. It is closed before
+    // the descriptors are. Null where there is no direct I/O.
+    std::shared_ptr<void> attachment(const std::function<std::shared_ptr<void>(int fd)>& make);
+
     // The file system's device number: fallbacks are warned about once for each.
     std::uint64_t device() const noexcept { return device_; }
 
@@ -82,6 +88,7 @@ private:
     std::string refusal_;
     Fd direct_;
     Fd buffered_;
+    std::shared_ptr<void> attachment_;  // after the descriptors, to be closed before them
 };
 
 }  // namespace deepnvme

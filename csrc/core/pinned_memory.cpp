@@ -73,8 +73,11 @@ struct Ranges {
     std::mutex mutex;
     std::map<const std::byte*, std::size_t> sizes;  // by first byte
 
+    static inline Ranges* adopted = nullptr;  // another module's, which has seen to forks
+
     // Never destroyed: tensors may outlive every static object.
     static Ranges& get() {
+        if (adopted) return *adopted;
         static Ranges* ranges = [] {
             auto* made = new Ranges;
             // A fork while another thread holds the lock would leave the child's copy locked for good.
@@ -86,6 +89,10 @@ struct Ranges {
 };
 
 }  // namespace
+
+void* shared() { return &Ranges::get(); }
+
+void adopt(void* shared) { Ranges::adopted = static_cast<Ranges*>(shared); }
 
 void add(const std::byte* begin, std::size_t size) {
     auto& ranges = Ranges::get();

@@ -41,6 +41,10 @@ void add(const std::byte* begin, std::size_t size);
 // True if a range began exactly here.
 bool remove(const std::byte* begin);
 bool contains(const std::byte* begin, std::size_t size);
+
+// The record, for another op's module of this process, which has these functions a second time; it calls adopt() before all others.
+void* shared();
+void adopt(void* shared);
 }  // namespace pinned_ranges
 
 }  // namespace deepnvme

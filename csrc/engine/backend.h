@@ -12,6 +12,8 @@
 
 namespace deepnvme {
 
+class DeviceIo;
+
 // One system-level transfer. Lives, unmoved, until its completion is reaped.
 struct Operation {
     enum class Kind : std::uint8_t { read, write, sync };
@@ -22,6 +24,8 @@ struct Operation {
     std::uint32_t length;  // bytes
     std::byte* memory;
     std::uint64_t offset;  // bytes into the file
+    void* device_file = nullptr;  // what DeviceIo::open gave, if the memory is a device's
+    int device = -1;
 };
 
 struct Completion {
@@ -64,5 +68,7 @@ const std::vector<BackendChoice>& backend_choices();
 std::unique_ptr<Backend> make_uring_backend(unsigned capacity);
 std::unique_ptr<Backend> make_libaio_backend(unsigned capacity);
 std::unique_ptr<Backend> make_thread_backend(unsigned capacity);
+// The same, for operations on device memory as well. Those do not go through the others.
+std::unique_ptr<Backend> make_device_backend(unsigned capacity, std::shared_ptr<DeviceIo> device_io);
 
 }  // namespace deepnvme

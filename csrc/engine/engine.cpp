@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cstdint>
 #include <limits>
 #include <set>
@@ -22,6 +23,8 @@ constexpr std::uint64_t kStagingSlot = 1ull << 20;
 constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
 constexpr std::uint64_t kStagingPerWorker = 8ull << 20;
 constexpr std::uint64_t kStagingInAll = 64ull << 20;
+// For device memory: as much again, since a slot is also in use while the device copies.
+constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
 
 void require(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
     if (value >= least && value <= most) return;
@@ -63,6 +66,7 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
     sum.bytes_zero_copy += worker.bytes_zero_copy.get();
     sum.bytes_staged += worker.bytes_staged.get();
     sum.bytes_buffered += worker.bytes_buffered.get();
+    sum.bytes_gds += worker.bytes_gds.get();
     sum.short_transfers += worker.short_transfers.get();
     sum.retries += worker.retries.get();
     for (std::size_t bin = 0; bin < kLatencyBins; ++bin) {
@@ -111,22 +115,31 @@ Engine::Engine(EngineOptions options)
     throw std::invalid_argument("backend must be one of " + names + ", got '" + options_.backend + "'");
 }
 
-Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend)
-    : options_(checked(std::move(options))), limits_(block_limits(options_)), generation_(process_generation()) {
+Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io, bool strict)
+    : options_(checked(std::move(options))),
+      limits_(block_limits(options_)),
+      device_io_(std::move(device_io)),
+      strict_(strict),
+      generation_(process_generation()) {
     start(name, make_backend);
 }
 
 Engine::~Engine() { close(); }
 
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
-    const std::uint64_t staging = std::min({kStagingPerWorker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
-                                            static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
+    const auto slots = [&](std::uint64_t per_worker) {
+        const std::uint64_t staging = std::min({per_worker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
+                                                static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
+        return std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
+    };
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
     worker.single_submit = options_.single_submit;
     worker.staging_size = limits_.staging_size;
-    worker.staging_slots = std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
+    worker.staging_slots = slots(kStagingPerWorker);
+    worker.device_slots = slots(kDeviceStagingPerWorker);
     worker.page_size = limits_.page_size;
+    worker.device_io = device_io_.get();
     // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
     // the slots in use, 0.86 with all.
     worker.staged_reads = std::uint64_t{worker.staging_size} * worker.staging_slots / 2;
@@ -154,68 +167,83 @@ void Engine::check_usable() const {
     if (closed()) throw std::invalid_argument("the engine is closed");
 }
 
-std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset) {
+std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = std::make_shared<File>(fd, Access::write);
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
 }
 
 std::shared_ptr<Request> Engine::sync(const std::string& path) {
     check_usable();
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, false);
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, std::move(place));
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, std::move(place));
 }
 
-std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset) {
+std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     if (!file->readable()) throw std::invalid_argument("'" + file->path() + "' was not opened for reading");
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, {});
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, {});
 }
 
-std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset) {
+std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                     std::optional<DeviceMemory> device) {
     if (!file->writable()) throw std::invalid_argument("'" + file->path() + "' was not opened for writing");
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, {});
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, {});
 }
 
 std::shared_ptr<Request> Engine::sync(std::shared_ptr<File> file) {
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {});
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, {});
 }
 
 std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                        std::int64_t offset, OpenFilePlace place) {
+                                        std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place) {
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
     if (kind == Request::Kind::read && !file->covers(begin + length))
         throw std::invalid_argument("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
                                     file->path() + "', which has " + std::to_string(file->size()) + " bytes");
+    // Before space is reserved, so that what CUDA turns down leaves the file as it is.
+    auto fence = device && length > 0 ? std::make_unique<const DeviceFence>(device->device, device->stream) : nullptr;
+    if (fence && fence->passed()) fence.reset();  // as it is with a tensor that nothing is computed for
+    const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
+    auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:
     // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/design.md). It also tells a full disk before the first byte.
     if (kind == Request::Kind::write) file->preallocate(begin, length);
 
-    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length);
+    const auto on_device = device ? std::optional(device->device) : std::nullopt;
+    auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, on_device);
+    request->device_file = std::move(device_file);
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
+        // Without a whole page everything goes through the page cache.
         const auto limits = request->file_->limits();
-        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory)}, limits, limits_);
+        request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
+                               request->device_file != nullptr},
+                              limits, limits_);
         request->cursor_ = begin;
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
     }
@@ -228,6 +256,16 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
             request->self_.reset();
             throw std::invalid_argument("the engine is closed");
         }
+        if (fence && !fences_) {
+            try {
+                fences_ = std::make_unique<DeviceFenceWatch>([this](Request& passed, const std::optional<IoError>& error) {
+                    fence_passed(passed, error);
+                });
+            } catch (...) {
+                request->self_.reset();
+                throw;
+            }
+        }
         ++under_way_;
         if (kind == Request::Kind::write) {
             ++writes_under_way_;
@@ -238,8 +276,35 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         }
     }
     if (kind != Request::Kind::sync && length == 0) ended(*request);
+    else if (fence) fences_->add(*request, std::move(fence));
     else if (startable) queue_.push(*request);
     return request;
+}
+
+// The file as the DeviceIo knows it; null where it cannot take it, unless nothing else will do.
+std::shared_ptr<void> Engine::open_for_device(File& file) {
+    std::string reason;
+    try {
+        if (auto opened = file.attachment([this](int fd) { return device_io_->open(fd); })) return opened;
+        reason = file.refusal();
+    } catch (const IoError& error) {
+        if (strict_) throw IoError(error.error(), error.operation(), file.path());
+        reason = error.operation();
+    }
+    if (strict_) throw IoError(ENOTSUP, "GPUDirect Storage: " + reason, file.path());
+    note_fallback("not by GPUDirect Storage, through host memory: " + reason);
+    return nullptr;
+}
+
+void Engine::note_fallback(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    ++totals_.fallbacks[reason];
+}
+
+void Engine::fence_passed(Request& request, const std::optional<IoError>& error) {
+    if (!error) return queue_.push(request);
+    request.fail(IoError(error->error(), request.describe() + ": the work on the device before it: " + error->operation(), request.file().path()));
+    ended(request);
 }
 
 // Called by the worker that ended the last block.
@@ -247,6 +312,7 @@ void Engine::ended(Request& request) {
     std::vector<Request*> released;
     const auto self = std::move(request.self_);
     // Closed before anybody is told, so that the file is whole and its descriptor free when a waiter goes on.
+    request.device_file.reset();
     request.file_.reset();
     request.place_ = OpenFilePlace();
     {
@@ -272,10 +338,7 @@ void Engine::ended(Request& request) {
 }
 
 void Engine::fell_back(File& file, const std::string& reason) {
-    {
-        std::lock_guard lock(mutex_);
-        ++totals_.fallbacks[reason];
-    }
+    note_fallback(reason);
     Warnings& warnings = Warnings::get();
     std::lock_guard lock(warnings.mutex);
     if (!warnings.devices.insert(file.device()).second) return;
@@ -301,8 +364,10 @@ void Engine::close() {
 
 void Engine::end_workers() {
     std::vector<std::unique_ptr<Worker>> workers;
+    std::unique_ptr<DeviceFenceWatch> fences;
     {
         std::lock_guard lock(mutex_);
+        fences.swap(fences_);
         for (const auto& worker : workers_) add_counters(totals_, worker->counters());
         workers.swap(workers_);
     }

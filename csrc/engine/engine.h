@@ -6,11 +6,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/file.h"
 #include "engine/backend.h"
+#include "engine/device_fence.h"
+#include "engine/device_io.h"
 #include "engine/open_files.h"
 #include "engine/queue.h"
 #include "engine/request.h"
@@ -27,27 +30,41 @@ struct EngineOptions {
     bool single_submit = false;            // one system call a block
 };
 
+// Where memory is that is not the host's, and the stream of the caller's after whose work it is transferred.
+struct DeviceMemory {
+    CudaDevice device;
+    CudaStreamHandle stream;
+};
+
 // Thread-safe. Every method but close() returns without waiting for a transfer, though opening a file can take its time.
 class Engine {
 public:
     // Throws std::invalid_argument for an option out of range, IoError when the kernel refuses the backend asked for.
     explicit Engine(EngineOptions options);
-    // For a backend that is not one of backend_choices().
-    Engine(EngineOptions options, std::string name, BackendFactory make_backend);
+    // For a backend that is not one of backend_choices(). `device_io`: the way that device memory goes, with a backend that knows it;
+    // `strict`: never another.
+    Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io = nullptr,
+           bool strict = false);
     // Like close(). After a fork the child must not call it: see usable_here().
     ~Engine();
 
-    // The memory must stay valid, and a read's be left alone, until the request is done.
+    // The memory must stay valid, and a read's be left alone, until the request is done. With `device` it is a device's: a write
+    // sees what the stream had been given before, and what is read is there when the request is done.
     //
     // All throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63) and a
     // closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
-    // transferred then.
-    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
-    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset);
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset);
+    // transferred then. std::runtime_error also where there is no CUDA for device memory.
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
     // The descriptor may be closed once this returns.
-    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset);
+    std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
+                                  std::optional<DeviceMemory> device = {});
     // Begins when every write submitted to this engine before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);
@@ -65,6 +82,9 @@ public:
     const EngineOptions& options() const noexcept { return options_; }
     Statistics statistics() const;
 
+    // Count in the statistics that something slower is used, and why.
+    void note_fallback(const std::string& reason);
+
     // Of all engines of this process: why direct I/O could not be used, once for each file system.
     static std::vector<std::string> take_warnings();
 
@@ -77,14 +97,18 @@ private:
 
     void start(const std::string& name, const BackendFactory& make_backend);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                    std::int64_t offset, OpenFilePlace place);
+                                    std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
+    std::shared_ptr<void> open_for_device(File& file);
     void end_workers();
+    void fence_passed(Request& request, const std::optional<IoError>& error);
     void ended(Request& request);
     void fell_back(File& file, const std::string& reason);
 
     EngineOptions options_;
     BlockLimits limits_;
     std::string backend_;
+    std::shared_ptr<DeviceIo> device_io_;
+    bool strict_ = false;
     const std::uint64_t generation_;
 
     mutable std::mutex mutex_;  // guards everything up to queue_
@@ -98,6 +122,7 @@ private:
 
     Queue queue_;
     std::vector<std::unique_ptr<Worker>> workers_;
+    std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed, under the mutex
 };
 
 }  // namespace deepnvme

@@ -16,8 +16,9 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
         if (begin < end) plan.spans[plan.count++] = Span{begin, end, stride, route};
     };
     const std::uint64_t end = transfer.offset + transfer.length;
+    const std::uint32_t through_cache = transfer.on_device ? std::min(limits.block_size, limits.staging_size) : limits.block_size;
     if (!direct) {
-        add(transfer.offset, end, limits.block_size, Route::buffered);
+        add(transfer.offset, end, through_cache, Route::buffered);
         return plan;
     }
 
@@ -26,17 +27,18 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
     const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
     // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
     const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
-    const bool aligned = (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
-    if (body_begin >= body_end || (!aligned && unit > limits.staging_size)) {
-        add(transfer.offset, end, limits.block_size, Route::buffered);
+    const bool aligned = !transfer.on_device && (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
+    if (body_begin >= body_end || (!aligned && !transfer.gds && unit > limits.staging_size)) {
+        add(transfer.offset, end, through_cache, Route::buffered);
         return plan;
     }
-    const std::uint32_t most = aligned ? limits.block_size : std::min(limits.block_size, limits.staging_size);
+    const Route body = transfer.gds ? Route::gds : aligned ? Route::zero_copy : Route::staged;
+    const std::uint32_t most = body != Route::staged ? limits.block_size : std::min(limits.block_size, limits.staging_size);
     const auto stride = static_cast<std::uint32_t>(std::max<std::uint64_t>(round_down(most, unit), unit));
 
-    add(transfer.offset, body_begin, limits.block_size, Route::buffered);
-    add(body_begin, body_end, stride, aligned ? Route::zero_copy : Route::staged);
-    add(body_end, end, limits.block_size, Route::buffered);
+    add(transfer.offset, body_begin, through_cache, Route::buffered);
+    add(body_begin, body_end, stride, body);
+    add(body_end, end, through_cache, Route::buffered);
     return plan;
 }
 

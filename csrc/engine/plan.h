@@ -4,6 +4,8 @@
 // The aligned body goes direct: in place when the memory is aligned too, else through staging. What is left at the two ends goes
 // through the page cache. The border between them lies on a page (or file system block, where that is larger), not merely on a
 // sector: a buffered write of part of a page reads and later writes back the whole page, and would undo a direct write to the rest.
+//
+// Blocks of device memory are no larger than a staging slot, whichever route they take.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +19,15 @@ enum class Route : std::uint8_t {
     zero_copy,  // direct, from or into the caller's memory
     staged,     // direct, through a copy
     buffered,   // through the page cache
+    gds,        // direct, between the drive and device memory
 };
 
 struct Transfer {
     std::uint64_t offset;    // bytes into the file
     std::uint64_t length;    // bytes
     std::uintptr_t address;  // of the caller's memory; only its alignment matters
+    bool on_device = false;  // then it is out of the drive's reach, and every block passes through staging
+    bool gds = false;        // unless it goes by a DeviceIo, whatever its alignment
 };
 
 struct BlockLimits {

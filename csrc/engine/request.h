@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 
+#include "core/cuda.h"
 #include "core/error.h"
 #include "core/file.h"
 #include "core/process.h"
@@ -24,13 +25,22 @@ class Request {
 public:
     using Kind = Operation::Kind;
 
-    Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length)
-        : kind(kind), memory(memory), offset(offset), length(length), generation_(process_generation()), file_(std::move(file)) {}
+    Request(Kind kind, std::shared_ptr<File> file, std::byte* memory, std::uint64_t offset, std::uint64_t length,
+            std::optional<CudaDevice> device = {})
+        : kind(kind),
+          memory(memory),
+          offset(offset),
+          length(length),
+          device(device),
+          generation_(process_generation()),
+          file_(std::move(file)) {}
 
     const Kind kind;
     std::byte* const memory;
     const std::uint64_t offset;  // bytes into the file
     const std::uint64_t length;  // bytes
+    const std::optional<CudaDevice> device;  // where the memory is; empty for the host's
+    std::shared_ptr<void> device_file;       // if that memory is transferred by a DeviceIo
 
     // Valid until the request is done.
     File& file() const noexcept { return *file_; }

@@ -15,10 +15,11 @@ constexpr std::uint32_t mask_of(std::uint32_t units) { return (1u << units) - 1;
 
 }  // namespace
 
-StagingRing::StagingRing(std::uint32_t slot_size, std::uint32_t most_slots, std::uint32_t page_size)
+StagingRing::StagingRing(std::uint32_t slot_size, std::uint32_t most_slots, std::uint32_t page_size, bool for_devices)
     : slot_size_(slot_size),
       unit_((slot_size + kUnitsPerSlot * page_size - 1) / (kUnitsPerSlot * page_size) * page_size),
-      left_(most_slots) {}
+      left_(most_slots),
+      for_devices_(for_devices) {}
 
 std::byte* StagingRing::lease(std::uint32_t size) {
     const std::uint32_t units = units_of(size), step = std::bit_ceil(units), all = units_of(slot_size_);
@@ -33,7 +34,7 @@ std::byte* StagingRing::lease(std::uint32_t size) {
     if (left_ == 0) return nullptr;
     try {
         grow();
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         if (slots_.empty()) throw;
         return nullptr;  // what there is will do
     }
@@ -51,8 +52,10 @@ void StagingRing::release(const std::byte* memory, std::uint32_t size) {
 
 void StagingRing::grow() {
     const std::uint32_t slots = std::clamp(kHugePage / slot_size_, 1u, left_);
-    chunks_.emplace_back(std::size_t{slot_size_} * slots);
-    for (std::uint32_t i = 0; i < slots; ++i) slots_.push_back({chunks_.back().data() + std::size_t{i} * slot_size_, 0});
+    Chunk chunk{PinnedMemory(std::size_t{slot_size_} * slots), {}};
+    if (for_devices_) chunk.registration = CudaHostRegistration(chunk.memory.data(), chunk.memory.size());
+    chunks_.push_back(std::move(chunk));
+    for (std::uint32_t i = 0; i < slots; ++i) slots_.push_back({chunks_.back().memory.data() + std::size_t{i} * slot_size_, 0});
     left_ -= slots;
 }
 

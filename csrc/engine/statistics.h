@@ -30,6 +30,7 @@ struct WorkerCounters {
     Counter bytes_zero_copy;  // direct, in place
     Counter bytes_staged;     // direct, through a copy
     Counter bytes_buffered;   // through the page cache
+    Counter bytes_gds;        // direct, between the drive and device memory
     Counter short_transfers;  // resumed where they stopped
     Counter retries;          // after EINTR or EAGAIN
     std::array<Counter, kLatencyBins> block_latency;  // one for each block that ended without error
@@ -43,6 +44,7 @@ struct Statistics {
     std::uint64_t bytes_zero_copy = 0;
     std::uint64_t bytes_staged = 0;
     std::uint64_t bytes_buffered = 0;
+    std::uint64_t bytes_gds = 0;
     std::uint64_t blocks = 0;  // all of block_latency
     std::array<std::uint64_t, kLatencyBins> block_latency{};
     std::uint64_t short_transfers = 0;

@@ -9,9 +9,11 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "core/error.h"
 #include "engine/backend.h"
+#include "engine/device_io.h"
 
 namespace deepnvme {
 
@@ -22,7 +24,7 @@ constexpr unsigned kMostThreads = 16;
 
 class ThreadBackend final : public Backend {
 public:
-    explicit ThreadBackend(unsigned capacity) {
+    ThreadBackend(unsigned capacity, std::shared_ptr<DeviceIo> device_io) : device_io_(std::move(device_io)) {
         const unsigned count = std::min(capacity, kMostThreads);
         threads_.reserve(count);
         try {
@@ -88,7 +90,8 @@ private:
         }
     }
 
-    static std::int64_t perform(const Operation& operation) {
+    std::int64_t perform(const Operation& operation) const {
+        if (operation.device_file) return perform_on_device(operation);
         const auto offset = static_cast<off_t>(operation.offset);
         ssize_t result = -1;
         switch (operation.kind) {
@@ -99,6 +102,17 @@ private:
         return result < 0 ? -errno : result;
     }
 
+    std::int64_t perform_on_device(const Operation& operation) const {
+        try {
+            const auto& [kind, fd, index, length, memory, offset, file, device] = operation;
+            return kind == Operation::Kind::read ? device_io_->read(file, device, memory, length, offset)
+                                                 : device_io_->write(file, device, memory, length, offset);
+        } catch (const IoError& error) {  // there is no context any more
+            return -error.error();
+        }
+    }
+
+    const std::shared_ptr<DeviceIo> device_io_;
     std::mutex mutex_;  // guards everything below
     std::condition_variable work_;
     std::condition_variable completed_;
@@ -111,6 +125,10 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Backend> make_thread_backend(unsigned capacity) { return std::make_unique<ThreadBackend>(capacity); }
+std::unique_ptr<Backend> make_thread_backend(unsigned capacity) { return make_device_backend(capacity, nullptr); }
+
+std::unique_ptr<Backend> make_device_backend(unsigned capacity, std::shared_ptr<DeviceIo> device_io) {
+    return std::make_unique<ThreadBackend>(capacity, std::move(device_io));
+}
 
 }  // namespace deepnvme

@@ -1,7 +1,6 @@
 #include "engine/worker.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "core/copy.h"
+#include "core/threads.h"
 
 namespace deepnvme {
 
@@ -26,12 +26,6 @@ constexpr std::uint32_t kMostAttempts = 1000;
 constexpr std::uint32_t kEagerAttempts = 8;
 constexpr auto kPause = std::chrono::milliseconds(1);
 
-void block_signals() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, nullptr);  // they are for the program's own threads
-}
-
 }  // namespace
 
 Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events)
@@ -40,7 +34,8 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
       events_(std::move(events)),
       slots_(options.queue_depth),
       completions_(options.queue_depth),
-      staging_(options.staging_size, options.staging_slots, options.page_size) {
+      staging_(options.staging_size, options.staging_slots, options.page_size),
+      device_staging_(options.staging_size, options.device_slots, options.page_size, /*for_devices=*/true) {
     for (std::uint32_t i = options.queue_depth; i-- > 0;) {
         slots_[i].index = i;
         free_.push_back(&slots_[i]);
@@ -80,7 +75,7 @@ void Worker::run() {
     try {
         while (true) {
             fill();
-            if (under_way_ == 0) {
+            if (under_way_ + copying_ == 0) {
                 if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
                 if (queue_.stopped()) return;
             }
@@ -89,6 +84,7 @@ void Worker::run() {
             under_way_ -= count;
             for (std::size_t i = 0; i < count; ++i)
                 complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result, reaped);
+            if (copying_ > 0) finish_copies();
         }
     } catch (const IoError& error) {
         fail_everything(error);
@@ -127,18 +123,15 @@ bool Worker::prepare(const Block& block) {
     try {
         File& file = request.file();
         fd = request.kind == Request::Kind::sync ? file.any_descriptor() : route == Route::buffered ? -1 : file.direct();
-        if (fd < 0) {
+        if (fd < 0 && route != Route::gds) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        if (route == Route::staged) {
-            const bool read = request.kind == Request::Kind::read;
-            if (read && staged_reads_ > 0 && staged_reads_ + block.length > options_.staged_reads) return false;
-            if (!(staging = staging_.lease(block.length))) return false;
-            if (read) staged_reads_ += block.length;
-        }
+        const bool bounced = route == Route::staged || (request.device && route != Route::gds);
+        if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
-        request.fail(error);
+        if (error.path().empty()) fail(request, error.error(), ": " + error.operation());  // CUDA's
+        else request.fail(error);
         end_block(request);
         return true;
     } catch (const std::bad_alloc&) {
@@ -160,9 +153,55 @@ bool Worker::prepare(const Block& block) {
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
-    if (staging && slot.kind == Operation::Kind::write) std::memcpy(staging, block.memory, block.length);
+    slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
+    slot.device = route == Route::gds ? *request.device : -1;
+    if (staging && slot.kind == Operation::Kind::write) {
+        if (request.device) {
+            start_copy(slot, DeviceCopier::Way::from_device);
+            return true;
+        }
+        std::memcpy(staging, block.memory, block.length);
+    }
     ready_.push_back(&slot);
     return true;
+}
+
+// Null while there is none. Throws IoError and std::bad_alloc.
+std::byte* Worker::lease_staging(const Block& block) {
+    const Request& request = *block.request;
+    if (block.length == 0) return nullptr;
+    if (request.device) {
+        const CudaContextGuard context(*request.device);
+        return device_staging_.lease(block.length);
+    }
+    // What has been read waits in the cache for its copy; see engine.cpp.
+    const bool read = request.kind == Request::Kind::read;
+    if (read && staged_reads_ > 0 && staged_reads_ + block.length > options_.staged_reads) return nullptr;
+    std::byte* staging = staging_.lease(block.length);
+    if (staging && read) staged_reads_ += block.length;
+    return staging;
+}
+
+void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
+    try {
+        if (!copier_) copier_ = std::make_unique<DeviceCopier>([this] { backend_->wake(); });
+        copier_->start(way, slot.staging, *slot.request->device, slot.caller_memory, slot.block_length, &slot);
+        ++copying_;
+    } catch (const IoError& error) {
+        fail(*slot.request, error.error(), ": " + error.operation());
+        end_slot(slot);
+    }
+}
+
+// A write's block is on the host now and goes to the drive; a read's is on the device, which is its end.
+void Worker::finish_copies() {
+    for (const auto& [tag, error] : copier_->take()) {
+        Slot& slot = *static_cast<Slot*>(tag);
+        --copying_;
+        if (error) fail(*slot.request, error->error(), ": copy of device memory: " + error->operation());
+        if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
+        else end_slot(slot);
+    }
 }
 
 void Worker::offer() {
@@ -204,12 +243,17 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
         return retry(slot);
     }
-    if (result == -EINVAL && slot.route != Route::buffered) {
+    if (result == -EINVAL && slot.route != Route::buffered && slot.route != Route::gds) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
         const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
                                    " was refused: " + describe_errno(EINVAL);
         if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
         return go_buffered(slot);
+    }
+    if (result < 0 && slot.route == Route::gds) {
+        const IoError error = options_.device_io->explain(result);
+        fail(request, error.error(), error.operation().empty() ? "" : ": " + error.operation());
+        return end_slot(slot);
     }
     if (result < 0) {
         fail(request, static_cast<int>(-result));
@@ -226,7 +270,10 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
                                                                                        : aligned_progress(slot, result);
     if (moved > 0) slot.attempts = 0;
     (slot.kind == Operation::Kind::read ? counters_.bytes_read : counters_.bytes_written).add(moved);
-    (slot.route == Route::buffered ? counters_.bytes_buffered : slot.staging ? counters_.bytes_staged : counters_.bytes_zero_copy)
+    (slot.route == Route::buffered ? counters_.bytes_buffered
+     : slot.route == Route::gds    ? counters_.bytes_gds
+     : slot.staging                ? counters_.bytes_staged
+                                   : counters_.bytes_zero_copy)
         .add(moved);
     if (moved < slot.length) {
         counters_.short_transfers.add(1);
@@ -234,7 +281,10 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     }
     const auto took = std::chrono::nanoseconds(reaped - slot.taken).count();
     counters_.block_latency[latency_bin(static_cast<std::uint64_t>(took))].add(1);
-    if (slot.staging && slot.kind == Operation::Kind::read) copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
+    if (slot.staging && slot.kind == Operation::Kind::read) {
+        if (request.device) return start_copy(slot, DeviceCopier::Way::to_device);
+        copy_past_cache(slot.caller_memory, slot.staging, slot.block_length);
+    }
     end_slot(slot);
 }
 
@@ -252,7 +302,7 @@ void Worker::resume(Slot& slot, std::uint32_t moved) {
     slot.memory += moved;
     slot.length -= moved;
     if (moved > 0) return retry(slot);
-    if (slot.kind == Operation::Kind::read) return go_buffered(slot);
+    if (slot.kind == Operation::Kind::read && slot.route != Route::gds) return go_buffered(slot);
     if (++slot.attempts <= kMostAttempts) return retry(slot);
     fail(*slot.request, EIO, ": no progress at byte " + std::to_string(slot.offset));
     end_slot(slot);
@@ -279,11 +329,13 @@ void Worker::fail(Request& request, int error, const std::string& detail) {
 }
 
 void Worker::end_slot(Slot& slot) {
-    if (slot.staging) {
+    Request& request = *slot.request;
+    if (slot.staging && request.device) {
+        device_staging_.release(slot.staging, slot.block_length);
+    } else if (slot.staging) {
         staging_.release(slot.staging, slot.block_length);
         if (slot.kind == Operation::Kind::read) staged_reads_ -= slot.block_length;
     }
-    Request& request = *slot.request;
     free_.push_back(&slot);
     end_block(request);
 }
@@ -300,6 +352,7 @@ void Worker::fail_everything(const IoError& error) {
         request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
         end_block(request);
     };
+    if (copier_) copier_->drain();  // they read and write memory that is about to be given back
     for (Slot& slot : slots_)
         if (std::find(free_.begin(), free_.end(), &slot) == free_.end()) end_with_error(*slot.request);
     for (const Block& block : backlog_) end_with_error(*block.request);

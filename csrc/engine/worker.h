@@ -1,8 +1,9 @@
 // A thread that owns one backend and keeps it full.
 //
-// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots are all in use, or the
-// queue is empty. In the second case the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the
-// requests and the counters belongs to the one thread.
+// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all in
+// use, or the queue is empty. In the first case what completes wakes it, or what has been copied from or to a device; in the second
+// the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the requests and the counters belongs to
+// the one thread.
 #pragma once
 
 #include <chrono>
@@ -11,6 +12,8 @@
 #include <vector>
 
 #include "engine/backend.h"
+#include "engine/device_copier.h"
+#include "engine/device_io.h"
 #include "engine/queue.h"
 #include "engine/staging.h"
 #include "engine/statistics.h"
@@ -24,6 +27,8 @@ struct WorkerOptions {
     std::uint32_t staging_slots;
     std::uint32_t page_size;
     std::uint64_t staged_reads;   // bytes of them under way at a time; one block is always allowed
+    std::uint32_t device_slots;   // staging slots for blocks of device memory
+    const DeviceIo* device_io;    // the backend's, which knows what its errors mean; may be null
 };
 
 // What a worker tells the engine, from its thread.
@@ -60,6 +65,9 @@ private:
     void run();
     void fill();
     bool prepare(const Block& block);
+    std::byte* lease_staging(const Block& block);
+    void start_copy(Slot& slot, DeviceCopier::Way way);
+    void finish_copies();
     void offer();
     void complete(Slot& slot, std::int64_t result, Clock::time_point reaped);
     static std::uint32_t aligned_progress(const Slot& slot, std::int64_t moved);
@@ -82,11 +90,14 @@ private:
     std::vector<Block> backlog_;     // taken from the queue, last one first, not yet prepared
     std::vector<Completion> completions_;
     StagingRing staging_;
+    StagingRing device_staging_;
     std::uint64_t staged_reads_ = 0;  // bytes of them between lease and copy
+    std::size_t copying_ = 0;         // slots that the copier has
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
 
     std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes
+    std::unique_ptr<DeviceCopier> copier_;  // made when first needed
     std::thread thread_;
 };
 

@@ -55,6 +55,34 @@ def test_a_transfer_takes_the_route_that_its_alignment_allows(testing: ModuleTyp
     assert _merged(routes) == _merged(expected)
 
 
+# Of device memory, whose alignment is no matter, with staging slots of 8192 bytes.
+# offset, length, alignment, block size -> (begin, end, stride, route) of each span
+ON_DEVICE = {
+    "one page": (0, 4096, SECTORS, BLOCK, [(0, 4096, 8192, "staged")]),
+    "one byte": (0, 1, SECTORS, BLOCK, [(0, 1, 8192, "buffered")]),
+    "a byte short of a page": (0, 4095, SECTORS, BLOCK, [(0, 4095, 8192, "buffered")]),
+    "head, body and tail": (
+        4095, 20000, SECTORS, BLOCK,
+        [(4095, 4096, 8192, "buffered"), (4096, 20480, 8192, "staged"), (20480, 24095, 8192, "buffered")],
+    ),
+    "blocks smaller than a slot": (0, 65536, SECTORS, 4096, [(0, 65536, 4096, "staged")]),
+    "blocks that are no whole sectors": (0, 65536, SECTORS, 5000, [(0, 65536, 4608, "staged")]),
+    "no direct I/O, larger than a slot": (0, 65536, None, BLOCK, [(0, 65536, 8192, "buffered")]),
+    "no direct I/O, blocks smaller than a slot": (7, 65536, None, 4096, [(7, 65543, 4096, "buffered")]),
+    "sectors as large as a slot": (0, 65536, (512, 8192), BLOCK, [(0, 65536, 8192, "staged")]),
+    "sectors larger than a slot": (0, 65536, (512, 16384), BLOCK, [(0, 65536, 8192, "buffered")]),
+    "nothing": (4096, 0, SECTORS, BLOCK, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_DEVICE)
+@pytest.mark.parametrize("address", [0, 1, 4096])
+def test_device_memory_goes_through_staging(testing: ModuleType, case: str, address: int) -> None:
+    offset, length, alignment, block_size, expected = ON_DEVICE[case]
+    spans, _ = testing.plan(offset, length, address, alignment, block_size, 8192, PAGE, on_device=True)
+    assert spans == expected
+
+
 def _merged(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     merged: list[tuple[int, int, str]] = []
     for begin, end, route in spans:
@@ -99,6 +127,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         # as the engine chooses it
         "staging_size": max(min(block_size, 1 << 20) // 4096 * 4096, 4096),
         "page_size": draw(st.sampled_from([4096, 16384, 65536])),
+        "on_device": draw(st.booleans()),
     }
 
 
@@ -149,6 +178,6 @@ def test_no_block_is_longer_than_the_block_size_or_one_aligned_unit(testing: Mod
 
 @given(plans())
 @settings(max_examples=200, deadline=None)
-def test_no_staged_block_is_longer_than_its_staging_slot(testing: ModuleType, arguments: dict[str, Any]) -> None:
+def test_no_block_that_is_staged_is_longer_than_its_staging_slot(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
-    assert all(length <= arguments["staging_size"] for _, length, route in blocks if route == "staged")
+    assert all(length <= arguments["staging_size"] for _, length, route in blocks if route == "staged" or arguments["on_device"])

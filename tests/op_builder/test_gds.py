@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from deepnvme.ops.op_builder import GDSBuilder, cuda
+from deepnvme.ops.op_builder import GDSBuilder, OpBuilder, cuda, jit
 
 Command = Callable[[str, str], Path]
 
@@ -158,10 +160,71 @@ def test_with_everything_there_no_problem_is_left(
     assert probe.nvidia_fs.version == "2.22.3"
 
 
-def test_the_op_says_that_it_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+# Loading
+
+
+def refusal(load: Callable[[], ModuleType]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        load()
+    return str(caught.value)
+
+
+def test_without_cuda_in_torch_loading_is_refused_in_one_clear_line(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    toolkit(cufile="1.9.1")
+    torch_for_cuda(None)
     builder = GDSBuilder()
-    assert not builder.is_compatible(verbose=True)
-    assert "not part of this version yet" in capsys.readouterr().out
+    reason = "torch is missing or was built without CUDA, which only gds needs: pip install --force-reinstall torch"
     for load in (builder.load, builder.jit_load):
-        with pytest.raises(RuntimeError, match="gds is not part of this version yet"):
-            load()
+        assert refusal(load).startswith(f"gds cannot be used: {reason}")
+        assert "\n" not in refusal(load)
+    assert not builder.is_compatible(verbose=True)
+    assert f"gds {reason}" in capsys.readouterr().out
+    assert builder.error_log is not None
+    assert reason in builder.error_log
+
+
+def test_without_cufile_loading_is_refused_with_where_it_was_looked_for_and_the_remedy(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None]
+) -> None:
+    home = toolkit()
+    torch_for_cuda("12.4")
+    text = refusal(GDSBuilder().load)
+    assert text.startswith("gds cannot be used: libcufile.so was not found (tried ")
+    assert str(home / "lib64") in text
+    assert text.endswith(": pip install nvidia-cufile-cu12")
+
+
+def test_an_op_that_was_compiled_is_refused_all_the_same(
+    torch_for_cuda: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_for_cuda(None)
+    builder = GDSBuilder()
+    monkeypatch.setitem(OpBuilder._loaded_ops, builder.absolute_name(), ModuleType("gds_op"))
+    monkeypatch.setattr(jit, "newest", lambda *_: Path("/somewhere/gds_op.so"))
+    for load in (builder.load, builder.jit_load):
+        assert refusal(load).startswith("gds cannot be used: ")
+
+
+def test_nothing_is_lacking_where_torch_knows_cuda_and_cufile_is_there(
+    toolkit: Callable[..., Path], torch_for_cuda: Callable[[str | None], None]
+) -> None:
+    """The driver may be missing: what cannot go directly then goes through host memory."""
+    toolkit(cufile="1.9.1")
+    torch_for_cuda("12.4")
+    assert GDSBuilder().lacking() == []
+
+
+def test_what_it_lacks_is_no_obstacle_to_compiling(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip builds where there is no torch; headers and libraries of CUDA are not needed."""
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", os.defpath)
+    builder = GDSBuilder()
+    assert builder.lacking() != []
+    assert builder.obstacles() == []
+    extension = builder.builder()
+    assert extension.name == "deepnvme.ops.gds.gds_op"
+    assert "csrc/gds/cufile.cpp" in extension.sources
+    assert not any("async_io" in source for source in extension.sources)
+    assert not any("cu" in name for name in (*extension.libraries, *extension.extra_link_args))

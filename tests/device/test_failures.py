@@ -1,0 +1,296 @@
+"""What CUDA refuses, and what the drive does, is the error of the request that met it: never a hang, never wrong data."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from ..memory import page_aligned, pattern
+from .stand_in import INVALID_VALUE, DeviceTensor, StandIn
+
+CONTENT = pattern(300_001)
+OLD = pattern(300_001, 1)
+REASON = r"CUDA_ERROR_OUT_OF_MEMORY \(as the test asked\)"
+WITHIN = 20  # seconds: then it hangs
+
+# What is called for a request: at submission, then on the way.
+AT_SUBMISSION = ["cuCtxPushCurrent", "cuEventCreate", "cuEventRecord", "cuEventQuery"]
+ON_THE_WAY = ["cuMemHostRegister", "cuStreamCreate", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuEventSynchronize"]
+
+
+def assert_usable(driver: StandIn, engine: Any, drive: Path) -> None:
+    """For the device, and for the host."""
+    target = driver.tensor(bytes(len(CONTENT)))
+    engine.write(driver.tensor(CONTENT), drive / "later").result(WITHIN)
+    engine.read(target, drive / "later").result(WITHIN)
+    assert driver.content(target) == CONTENT
+    engine.write(page_aligned(CONTENT), drive / "later").result(WITHIN)
+
+
+def error_of(start: Callable[..., Any], *arguments: object) -> int | None:
+    """With which errno the request failed, at submission or later."""
+    try:
+        start(*arguments).result(WITHIN)
+    except OSError as error:
+        return error.errno
+    return None
+
+
+@pytest.mark.parametrize("function", AT_SUBMISSION)
+def test_what_cuda_refuses_at_submission_leaves_file_and_tensor_alone(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path, function: str
+) -> None:
+    (drive / "file").write_bytes(OLD[:100])
+    tensor = driver.tensor(CONTENT)
+    for call in (lambda: engine.write(tensor, drive / "file"), lambda: engine.read(tensor[:100], drive / "file")):
+        driver.fail(function)
+        with pytest.raises(OSError, match=f"{function}: {REASON}") as caught:
+            call()
+        assert caught.value.errno == errno.EIO
+    assert (drive / "file").read_bytes() == OLD[:100]
+    assert driver.content(tensor) == CONTENT
+    assert_usable(driver, engine, drive)
+
+
+def test_a_context_that_cannot_be_had_is_an_error_and_asked_for_again(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path
+) -> None:
+    """Of a device that no other test has used: a context is kept for good."""
+    tensor = driver.tensor(CONTENT, 40)
+    driver.fail("cuDevicePrimaryCtxRetain")
+    with pytest.raises(OSError, match=f"cuDevicePrimaryCtxRetain: {REASON}"):
+        engine.write(tensor, drive / "file")
+    engine.write(tensor, drive / "file").result(WITHIN)
+    assert (drive / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("function", ON_THE_WAY)
+def test_what_cuda_refuses_later_is_of_its_request_alone(driver: StandIn, backend: Any, drive: Path, function: str) -> None:
+    direction = "read" if "HtoD" in function else "write"
+    (drive / "file").write_bytes(OLD)
+    tensor = driver.tensor(CONTENT)
+    with deepnvme.Engine(backend=backend, block_size=65536) as engine:
+        driver.fail(function)
+        refused = getattr(engine, direction)(tensor, drive / "file")
+        error = refused.exception(WITHIN)
+        assert isinstance(error, OSError)
+        assert (error.errno, error.filename) == (errno.EIO, str(drive / "file"))
+        assert f"{direction} of 300001 bytes at offset 0" in str(error)
+        assert f"{function}: CUDA_ERROR_OUT_OF_MEMORY (as the test asked)" in str(error)
+        assert_usable(driver, engine, drive)
+        assert engine.stats().failed_requests == 1
+    assert driver.content(tensor)[: 1 << 12] in (CONTENT[: 1 << 12], OLD[: 1 << 12])
+
+
+@pytest.mark.parametrize("function", ["cuEventRecord", "cuEventSynchronize"])
+def test_a_copy_that_cannot_be_waited_for_leaves_the_tensor_alone_once_its_failure_is_told(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path, function: str
+) -> None:
+    (drive / "file").write_bytes(OLD)
+    tensor = driver.tensor(bytes(4096))
+    driver.delay(0.05)
+    driver.fail(function, 1 if function == "cuEventRecord" else 0)  # after the one of the work before it
+    with pytest.raises(OSError, match=f"copy of device memory: {function}: {REASON}"):
+        engine.read(tensor, drive / "file").result(WITHIN)
+    then = driver.content(tensor)
+    time.sleep(0.1)
+    assert driver.content(tensor) == then
+
+
+@pytest.mark.parametrize("function", ["cuEventRecord", "cuEventSynchronize"])
+def test_a_copy_that_cannot_be_waited_for_is_over_before_its_memory_serves_again(
+    driver: StandIn, drive: Path, function: str
+) -> None:
+    """One slot of staging: what is copied into it late would be found in the next request's file."""
+    contents = [pattern(65536, index) for index in range(4)]
+    tensors = [driver.tensor(content) for content in contents]
+    driver.delay(0.05)
+    with deepnvme.Engine(block_size=65536, queue_depth=1) as engine:
+        with driver.using(driver.stream()) as stream:
+            stream.pause(0.1)
+            futures = [engine.write(tensor, drive / str(index)) for index, tensor in enumerate(tensors)]
+            driver.fail(function)
+        assert futures[0].exception(WITHIN) is not None
+        assert [future.result(WITHIN) for future in futures[1:]] == [65536] * 3
+    assert [(drive / str(index)).read_bytes() for index in (1, 2, 3)] == contents[1:]
+
+
+@pytest.mark.parametrize(
+    "function", [*AT_SUBMISSION, *ON_THE_WAY, "cuCtxGetCurrent", "cuMemcpyHtoDAsync later", "cuMemcpyDtoHAsync later"]
+)
+def test_whichever_call_is_refused_a_request_is_done_or_fails(driver: StandIn, drive: Path, function: str) -> None:
+    """The first, the second, ... of every function, in the middle of requests of several blocks by two workers."""
+    driver.may_keep_some = function == "cuCtxPushCurrent"  # of a context that cannot be entered
+    for calls in range(8):
+        target = driver.tensor(bytes(len(CONTENT)))
+        path = drive / str(calls)
+        path.write_bytes(bytes(len(CONTENT)))
+        with deepnvme.Engine(block_size=16384, queue_depth=4, num_threads=2) as engine:
+            driver.fail(function, calls)
+            written = error_of(engine.write, driver.tensor(CONTENT), path)
+            read = error_of(engine.read, target, path)
+            driver.forget_failures()
+        assert {written, read} <= {None, errno.EIO}
+        if written is None:
+            assert path.read_bytes() == CONTENT
+        if written is read is None:
+            assert driver.content(target) == CONTENT
+        with deepnvme.Engine() as engine:
+            assert_usable(driver, engine, drive)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_copy_that_fails_on_the_device_is_noticed(driver: StandIn, backend: Any, drive: Path, direction: str) -> None:
+    (drive / "file").write_bytes(OLD)
+    tensor = driver.tensor(CONTENT)
+    with deepnvme.Engine(backend=backend, block_size=65536) as engine:
+        driver.fail("cuMemcpyHtoDAsync later" if direction == "read" else "cuMemcpyDtoHAsync later", 2, 700)
+        refused = getattr(engine, direction)(tensor, drive / "file")
+        with pytest.raises(OSError, match=r"copy of device memory: cu\w+: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access"):
+            refused.result(WITHIN)
+        engine.write(page_aligned(CONTENT), drive / "host").result(WITHIN)
+    assert (drive / "host").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_the_failure_of_the_work_before_is_an_error_and_nothing_is_moved(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path, direction: str
+) -> None:
+    (drive / "file").write_bytes(OLD)
+    tensor = driver.tensor(CONTENT)
+    with driver.using(driver.stream()) as stream:
+        stream.break_off(0.1)
+        refused = getattr(engine, direction)(tensor, drive / "file")
+        with pytest.raises(
+            OSError, match=f"{direction} of 300001 bytes at offset 0: the work on the device before it: cuEventQuery"
+        ) as caught:
+            refused.result(WITHIN)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+    assert (drive / "file").read_bytes() == OLD
+    assert driver.content(tensor) == CONTENT
+    assert_usable(driver, engine, drive)
+
+
+def test_a_flush_behind_a_write_whose_stream_failed_is_still_made(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    with driver.using(driver.stream()) as stream:
+        stream.break_off(0.1)
+        refused = engine.write(driver.tensor(CONTENT), drive / "file")
+    assert engine.fsync(drive / "file").result(WITHIN) == 0
+    assert refused.exception(0) is not None
+
+
+def test_memory_that_is_refused_for_more_staging_is_done_without(driver: StandIn, drive: Path) -> None:
+    """The first chunk is there: what it holds will do."""
+    content = pattern(1 << 20) * 20
+    with deepnvme.Engine() as engine:
+        engine.write(driver.tensor(b"-" * 4096), drive / "file").result()
+        driver.fail("cuMemHostRegister")
+        engine.write(driver.tensor(content), drive / "file").result(WITHIN)
+    assert (drive / "file").read_bytes() == content
+
+
+def test_an_address_of_no_device_memory_is_an_error(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    lost = torch.zeros(5000, dtype=torch.uint8).as_subclass(DeviceTensor)
+    with pytest.raises(OSError, match="cuMemcpyDtoHAsync: CUDA_ERROR_INVALID_VALUE"):
+        engine.write(lost, drive / "file").result(WITHIN)
+
+
+def test_an_error_without_a_name_is_told_by_its_number(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    driver.fail("cuEventCreate", 0, 999)
+    with pytest.raises(OSError, match="cuEventCreate: CUDA error 999"):
+        engine.write(driver.tensor(CONTENT), drive / "file")
+
+
+def test_a_handle_tells_each_failure_once(driver: StandIn, op: ModuleType, drive: Path) -> None:
+    handle = op.aio_handle(65536, 1)
+    driver.fail("cuMemcpyDtoHAsync", 2, INVALID_VALUE)
+    for index in range(4):
+        handle.async_pwrite(driver.tensor(CONTENT), str(drive / str(index)))
+    with pytest.raises(OSError, match="cuMemcpyDtoHAsync: CUDA_ERROR_INVALID_VALUE"):
+        handle.wait()
+    assert handle.wait() == 0
+    assert [(drive / str(index)).read_bytes() == CONTENT for index in range(4)] == [False, True, True, True]
+
+
+# -- the drive's failures, while device memory is transferred
+
+
+def round_trip(driver: StandIn, engine: Any, path: Path) -> None:
+    target = driver.tensor(bytes(len(CONTENT)), misalignment=1)
+    assert engine.write(driver.tensor(CONTENT), path, 777).result(WITHIN) == len(CONTENT)
+    assert path.read_bytes() == bytes(777) + CONTENT
+    assert engine.read(target, path, 777).result(WITHIN) == len(CONTENT)
+    assert driver.content(target) == CONTENT
+    assert driver.surroundings_are_intact(target)
+
+
+@pytest.mark.parametrize("faults", [
+    {"short_every": 1, "short_bytes": 4096},
+    {"short_every": 2, "short_bytes": 1000},
+    {"error_every": 2, "error": errno.EAGAIN},
+    {"error_every": 3, "error": errno.EINTR, "refuse_every": 2},
+    {"refuse_every": 2, "queue_depth": 2},
+    {"short_every": 3, "short_bytes": 512, "error_every": 5, "error": errno.EAGAIN, "refuse_every": 3, "num_threads": 3},
+], ids=str)  # fmt: skip
+def test_a_drive_that_stumbles_loses_nothing_of_a_device(
+    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path, faults: dict[str, int]
+) -> None:
+    round_trip(driver, faulty(backend, **{"block_size": 16384, **faults}), drive / "file")
+
+
+@pytest.mark.filterwarnings("ignore:transfers of")
+def test_a_file_that_refuses_direct_transfers_serves_devices_through_the_page_cache(
+    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path
+) -> None:
+    engine = faulty(backend, refuse_direct=True)
+    round_trip(driver, engine, drive / "file")
+    assert engine.stats()["bytes_buffered"] == 2 * len(CONTENT)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_an_error_of_the_drive_is_of_its_request_alone(
+    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path, direction: str, error: int
+) -> None:
+    (drive / "file").write_bytes(bytes(20 * 4096))
+    engine = faulty(backend, error_every=7, error=error)
+    futures = [getattr(engine, direction)(driver.tensor(bytes(4096)), drive / "file", at * 4096) for at in range(20)]
+    failed = [future.exception(WITHIN) for future in futures if future.exception(WITHIN) is not None]
+    assert [problem.errno for problem in failed] == [error, error]
+    assert f"{direction} of 4096 bytes at offset" in str(failed[0])
+
+
+def test_a_device_request_with_one_bad_block_gives_its_staging_back(
+    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path
+) -> None:
+    engine = faulty(backend, queue_depth=4, error_every=30, error_limit=1, error=errno.EIO)
+    with pytest.raises(OSError, match="write of 409600 bytes"):
+        engine.write(driver.tensor(bytes(409_600)), drive / "bad").result(WITHIN)
+    round_trip(driver, engine, drive / "file")
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("break_after", [1, 3, 20])
+def test_a_broken_backend_fails_every_device_request_and_holds_up_none(
+    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path, direction: str, break_after: int
+) -> None:
+    (drive / "file").write_bytes(bytes(20_000))
+    tensors = [driver.tensor(bytes(20_000)) for _ in range(10)]
+    driver.delay(0.002)
+    engine = faulty(backend, queue_depth=8, break_after=break_after)
+    with driver.using(driver.stream()) as stream:
+        stream.pause(0.02)
+        futures = [getattr(engine, direction)(tensor, drive / "file") for tensor in tensors]
+        errors = [future.exception(WITHIN) for future in futures]
+    assert errors[-1] is not None
+    assert errors[-1].errno == errno.EBADF
+    engine.close()

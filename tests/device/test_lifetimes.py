@@ -1,0 +1,241 @@
+"""Engines that close, are dropped, interrupted or forked with device requests under way; machines without CUDA."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import deepnvme
+from deepnvme.ops.op_builder import toolchain
+
+from ..memory import pattern
+from .stand_in import StandIn
+
+CONTENT = pattern(3_000_001)
+PAUSE = 0.2
+
+
+@pytest.fixture
+def preamble(libcuda: Path) -> str:
+    """For a program that is to have the stand-in."""
+    return f"""
+import gc, os, signal, sys, threading, time, deepnvme
+from tests.device.stand_in import StandIn
+driver = StandIn({str(libcuda)!r})
+torch.cuda.current_stream = driver.current_stream
+"""
+
+
+def test_closing_waits_for_what_is_under_way(driver: StandIn, backend: Any, drive: Path) -> None:
+    tensors = [driver.tensor(CONTENT) for _ in range(10)]
+    engine = deepnvme.Engine(backend=backend)
+    with driver.using(driver.stream()) as stream:
+        stream.pause(PAUSE)
+        for index, tensor in enumerate(tensors):
+            engine.write(tensor, drive / str(index))
+    engine.close()
+    assert all((drive / str(index)).read_bytes() == CONTENT for index in range(10))
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.write(tensors[0], drive / "late")
+
+
+@pytest.mark.parametrize("kind", ["engine", "handle"])
+def test_dropping_it_waits_too_and_tensors_live_till_then(driver: StandIn, op: ModuleType, drive: Path, kind: str) -> None:
+    with driver.using(driver.stream()) as stream:
+        stream.pause(PAUSE)
+        write = deepnvme.Engine().write if kind == "engine" else op.aio_handle().async_pwrite
+        for index in range(10):
+            write(driver.tensor(CONTENT), str(drive / str(index)))
+        del write
+    assert all((drive / str(index)).read_bytes() == CONTENT for index in range(10))
+
+
+def test_closing_while_others_submit_loses_nothing(driver: StandIn, drive: Path) -> None:
+    """What was taken is done; what was not says that the engine is closed."""
+    tensor = driver.tensor(CONTENT[:20_000])
+    engine = deepnvme.Engine()
+    taken: list[str] = []
+
+    def submit(name: str) -> None:
+        for index in range(1000):
+            try:
+                engine.write(tensor, drive / f"{name}{index}")
+            except ValueError:
+                return
+            taken.append(f"{name}{index}")
+
+    threads = [threading.Thread(target=submit, args=(name,)) for name in "ab"]
+    with driver.using(driver.stream()) as stream:
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            stream.pause(0.002)
+            time.sleep(0.001)
+        engine.close()
+        for thread in threads:
+            thread.join()
+    assert taken
+    assert all((drive / name).read_bytes() == CONTENT[:20_000] for name in taken)
+
+
+@pytest.mark.parametrize("wait", ["future.result()", "engine.close()", "handle.wait()"])
+def test_ctrl_c_interrupts_a_wait_for_slow_work_and_nothing_else(driver: StandIn, op: ModuleType, drive: Path, wait: str) -> None:
+    engine, handle, tensor = deepnvme.Engine(), op.aio_handle(), driver.tensor(CONTENT)
+    with driver.using(driver.stream()) as stream:
+        stream.pause(4 * PAUSE)
+        future = engine.write(tensor, drive / "engine's")
+        handle.async_pwrite(tensor, str(drive / "handle's"))
+    timer = threading.Timer(PAUSE / 2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        eval(wait, {"future": future, "engine": engine, "handle": handle})
+    assert time.monotonic() - begin < 2 * PAUSE
+    timer.join()
+    assert not future.done()
+    assert (future.result(), handle.wait()) == (len(CONTENT), 1)
+    engine.close()
+    assert (drive / "engine's").read_bytes() == (drive / "handle's").read_bytes() == CONTENT
+
+
+def test_leaving_the_interpreter_writes_everything(interpreters: Any, preamble: str, drive: Path) -> None:
+    interpreters.run(preamble + f"""
+engine = deepnvme.Engine()
+stream = driver.stream()
+with driver.using(stream):
+    stream.pause({PAUSE})
+    for index in range(10):
+        engine.write(driver.tensor(bytes([index]) * 100_001), {str(drive)!r} + "/" + str(index))
+""").check()  # fmt: skip
+    assert all((drive / str(index)).read_bytes() == bytes([index]) * 100_001 for index in range(10))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_leaves_the_driver_alone(interpreters: Any, preamble: str, drive: Path, busy: bool) -> None:
+    """Whatever it drops: the handles are its parent's, and the locks are as they were at the fork."""
+    interpreters.run(preamble + f"""
+torch.cuda.is_initialized, torch.cuda.current_device = lambda: True, lambda: 0
+engine, handle = deepnvme.Engine(), op.aio_handle()
+pinned = engine.empty_pinned(10_000)
+tensor, path, stream = driver.tensor(bytes(100_000)), {str(drive / "file")!r}, driver.stream()
+driver._current[0] = stream
+done = engine.write(tensor, path)
+done.result()
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        engine.write(tensor, path).result()
+threads = [threading.Thread(target=work, daemon=True) for _ in range(2 * {busy})]
+for thread in threads:
+    thread.start()
+for _ in range(5):
+    stream.pause(0.01)
+    pending = engine.write(tensor, path)
+    handle.async_pwrite(tensor, path)
+    driver.call("lock")  # whatever calls it in the child waits for ever
+    pid = os.fork()
+    if pid != 0:
+        driver.call("unlock")
+    else:
+        del pending, done, pinned, engine, handle
+        gc.collect()
+        os._exit(7)
+    for _ in range(300):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 7, status
+    pending.result()
+stop.set()
+for thread in threads:
+    thread.join()
+assert handle.wait() == 5
+engine.close()
+""").check()  # fmt: skip
+
+
+def test_a_forked_child_is_told_that_the_engine_is_its_parents(interpreters: Any, preamble: str, drive: Path) -> None:
+    interpreters.run(preamble + f"""
+engine, tensor = deepnvme.Engine(), driver.tensor(bytes(10_000))
+engine.write(tensor, {str(drive / "file")!r}).result()
+pid = os.fork()
+if pid == 0:
+    try:
+        engine.write(tensor, {str(drive / "file")!r})
+    except RuntimeError as error:
+        os._exit(7 if "belongs to the parent process" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+engine.read(tensor, {str(drive / "file")!r}).result()
+""").check()  # fmt: skip
+
+
+# -- without CUDA
+
+LOST = """
+import deepnvme
+class Lost(torch.Tensor):
+    is_cpu, is_cuda = property(lambda self: False), property(lambda self: True)
+    def get_device(self):
+        return 0
+class Stream:
+    cuda_stream = 0
+torch.cuda.current_stream = lambda device: Stream
+lost = torch.zeros(5000).as_subclass(Lost)
+engine = deepnvme.Engine()
+def refusal(path):
+    try:
+        engine.write(lost, path)
+    except RuntimeError as error:
+        assert "\\n" not in str(error)
+        return str(error)
+    return "none"
+"""
+
+
+def test_without_libcuda_a_cuda_tensor_is_one_clear_error(interpreters: Any, libcuda: Path, drive: Path) -> None:
+    """``libcuda`` is asked for only so that this is skipped where there is a real one."""
+    interpreters.run(LOST + f"""
+text = refusal({str(drive / "file")!r})
+assert text.startswith("CUDA is not to be had: ") and ("libcuda.so.1" in text or "cuInit" in text), text
+assert engine.write(torch.ones(1000), {str(drive / "file")!r}).result() == 4000
+""").check()  # fmt: skip
+
+
+def test_a_driver_that_does_not_start_is_an_error_and_asked_again(interpreters: Any, libcuda: Path, drive: Path) -> None:
+    interpreters.run(LOST + f"""
+from tests.device.stand_in import StandIn
+driver = StandIn({str(libcuda)!r})
+driver.fail("cuInit", 0, 2)
+text = refusal({str(drive / "file")!r})
+assert text == "CUDA is not to be had: cuInit: CUDA_ERROR_OUT_OF_MEMORY (as the test asked)", text
+torch.cuda.current_stream = driver.current_stream
+assert engine.write(driver.tensor(bytes(1000)), {str(drive / "file")!r}).result() == 1000
+""").check()  # fmt: skip
+
+
+def test_a_driver_that_is_too_old_is_named(interpreters: Any, libcuda: Path, drive: Path, tmp_path: Path) -> None:
+    compiler = toolchain.find()
+    assert isinstance(compiler, toolchain.Toolchain)
+    (tmp_path / "old.cpp").write_text('extern "C" int cuInit(unsigned) { return 0; }')
+    old = tmp_path / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{old.name}"]
+    subprocess.run([*compiler.command, *flags, str(tmp_path / "old.cpp"), "-o", str(old)], check=True)
+    interpreters.run(LOST + f"""
+import ctypes
+ctypes.CDLL({str(old)!r})
+text = refusal({str(drive / "file")!r})
+assert text.startswith("libcuda.so.1 lacks cu") and "install a newer NVIDIA driver" in text, text
+""").check()  # fmt: skip
