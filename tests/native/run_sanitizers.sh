@@ -23,6 +23,10 @@ for sanitizer in address,undefined thread; do
     mkdir -p "$work/$sanitizer"
     printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root/tests/native/stress.cpp" |
         (cd "$work/$sanitizer" && xargs -0 -P "$(nproc)" -I{} "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all -c {})
-    "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "${libraries[@]}" -o "$work/$sanitizer/stress"
+    # Linked, so that it is there when the engine opens libcuda.
+    driver="$work/$sanitizer/libcuda.so.1"
+    "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -shared -fPIC -Wl,-soname,libcuda.so.1 "$root/tests/device/stand_in_cuda.cpp" -o "$driver"
+    "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "$driver" -Xlinker -rpath -Xlinker "$work/$sanitizer" "${libraries[@]}" \
+        -ldl -o "$work/$sanitizer/stress"
     TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/stress" "$work"
 done

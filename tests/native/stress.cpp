@@ -1,5 +1,6 @@
-// The engine under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, several workers, every
-// backend, with and without injected faults. Contents are checked against a copy in memory. Exit status 0 when all was well.
+// The engine under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
+// (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
+// against a copy in memory. Exit status 0 when all was well.
 //
 // usage: stress DIRECTORY [ROUNDS]
 #include <unistd.h>
@@ -8,8 +9,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "engine/engine.h"
 #include "faulty_backend.h"
@@ -17,15 +20,63 @@
 using namespace deepnvme;
 using namespace deepnvme::testing;
 
+extern "C" {
+std::uint64_t standin_allocate(int device, std::size_t size);
+void standin_free(std::uint64_t address);
+void* standin_reach(std::uint64_t address, std::size_t size);
+void* standin_stream(int device);
+void standin_free_stream(void* stream);
+void standin_enqueue(void* stream, std::uint64_t address, const void* host, std::size_t size, int microseconds);
+std::uint64_t standin_live_streams();
+std::uint64_t standin_live_events();
+std::uint64_t standin_registered_bytes();
+}
+
 namespace {
 
 constexpr std::size_t kRegion = 1 << 20;  // of the file, for each submitter
-constexpr unsigned kSubmitters = 3;
+constexpr unsigned kSubmitters = 4;
 
 [[noreturn]] void complain(const std::string& what) {
     std::fprintf(stderr, "stress: %s\n", what.c_str());
     std::exit(1);
 }
+
+// Memory that a submitter transfers. On a device a stream of its own fills it, late.
+class Memory {
+public:
+    explicit Memory(std::size_t size, std::optional<CudaDevice> device = {}) {
+        if (device) {
+            const std::uint64_t begin = standin_allocate(*device, size);
+            address = reinterpret_cast<std::byte*>(begin);
+            reachable_ = static_cast<std::byte*>(standin_reach(begin, size));
+            where = DeviceMemory{*device, static_cast<CudaStreamHandle>(standin_stream(*device))};
+        } else {
+            on_host_.resize(size);
+            address = reachable_ = on_host_.data();
+        }
+    }
+    ~Memory() {
+        if (!where) return;
+        standin_free_stream(where->stream);
+        standin_free(reinterpret_cast<std::uint64_t>(address));
+    }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    void fill(std::size_t at, const std::byte* content, std::size_t size) {
+        if (where) standin_enqueue(where->stream, reinterpret_cast<std::uint64_t>(address + at), content, size, 100);
+        else std::memcpy(address + at, content, size);
+    }
+    const std::byte* content() const { return reachable_; }
+
+    std::byte* address;
+    std::optional<DeviceMemory> where;
+
+private:
+    std::byte* reachable_;
+    std::vector<std::byte> on_host_;
+};
 
 void expect_success(Request& request) {
     request.wait();
@@ -38,28 +89,30 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
     const auto up_to = [&](std::size_t most) { return std::uniform_int_distribution<std::size_t>(0, most)(random); };
     // A prime past the region's start: neighbours share a page, and a sector.
     const std::size_t base = seed % kSubmitters * kRegion + 977;
-    std::vector<std::byte> truth(kRegion), memory(kRegion + 64), back(kRegion + 64);
+    const auto device = seed % 2 ? std::optional<CudaDevice>(seed % kSubmitters / 2) : std::nullopt;
+    std::vector<std::byte> truth(kRegion);
+    Memory memory(kRegion + 64, device), back(kRegion + 64, device);
     for (auto& byte : truth) byte = static_cast<std::byte>(random());
     expect_success(*engine.write(truth.data(), kRegion, file, static_cast<std::int64_t>(base)));
 
     for (int step = 0; step < 40; ++step) {
         const std::size_t begin = up_to(kRegion - 1), length = up_to(kRegion - begin), shift = up_to(64);
-        for (std::size_t i = 0; i < length; ++i) memory[shift + i] = static_cast<std::byte>(random());
-        std::memcpy(truth.data() + begin, memory.data() + shift, length);
+        for (std::size_t i = 0; i < length; ++i) truth[begin + i] = static_cast<std::byte>(random());
+        memory.fill(shift, truth.data() + begin, length);
         const auto offset = static_cast<std::int64_t>(base + begin);
-        const auto write = step % 2 ? engine.write(memory.data() + shift, length, path, offset)
-                                    : engine.write(memory.data() + shift, length, file, offset);
+        const auto write = step % 2 ? engine.write(memory.address + shift, length, path, offset, memory.where)
+                                    : engine.write(memory.address + shift, length, file, offset, memory.where);
         expect_success(*write);
         if (step % 8 == 0) engine.sync(file);  // forgotten at once: the engine must keep what it needs
 
         const std::size_t from = up_to(kRegion - 1), count = up_to(kRegion - from);
         // In two halves, both under way at a time.
         const std::size_t half = count / 2;
-        const auto first = engine.read(back.data(), half, file, static_cast<std::int64_t>(base + from));
-        const auto second = engine.read(back.data() + half, count - half, path, static_cast<std::int64_t>(base + from + half));
+        const auto first = engine.read(back.address, half, file, static_cast<std::int64_t>(base + from), back.where);
+        const auto second = engine.read(back.address + half, count - half, path, static_cast<std::int64_t>(base + from + half), back.where);
         expect_success(*second);
         expect_success(*first);
-        if (std::memcmp(back.data(), truth.data() + from, count) != 0) complain("contents differ in " + path);
+        if (std::memcmp(back.content(), truth.data() + from, count) != 0) complain("contents differ in " + path);
         engine.statistics();
     }
 }
@@ -70,6 +123,7 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
     options.block_size = 64 << 10;
     options.queue_depth = 8;
     options.num_threads = 2;
+    Memory last(kRegion), last_on_device(kRegion, 1);
     {
         Engine engine(options, choice.name, [&](unsigned capacity) -> std::unique_ptr<Backend> {
             return std::make_unique<FaultyBackend>(choice.make(capacity), faults, nullptr, nullptr);
@@ -80,9 +134,12 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
             submitters.emplace_back([&, i] { submit_at_random(engine, path, file, seed * kSubmitters + i); });
         for (auto& submitter : submitters) submitter.join();
         // Left under way for the destructor to wait for.
-        static std::vector<std::byte> last(kRegion);
-        for (int i = 0; i < 16; ++i) engine.write(last.data(), last.size(), path, i * static_cast<std::int64_t>(kRegion));
+        for (int i = 0; i < 16; ++i) {
+            const Memory& memory = i % 2 ? last_on_device : last;
+            engine.write(memory.address, kRegion, path, i * static_cast<std::int64_t>(kRegion), memory.where);
+        }
     }
+    if (standin_live_streams() + standin_live_events() + standin_registered_bytes() > 0) complain("the driver did not get everything back");
     if (std::filesystem::file_size(path) < 16 * kRegion) complain("a write under way when the engine went was lost");
     std::filesystem::remove(path);
 }
