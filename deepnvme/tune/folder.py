@@ -76,10 +76,14 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
 def drop_pages(paths: Iterable[Path]) -> None:
     """Write back and forget what the page cache holds of each file that exists. Needs no privilege."""
     for path in paths:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            # Only clean pages can be dropped.
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(FileNotFoundError):
+            # No file object: an interrupt between its making and its ``with`` would have it complain when it goes.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)  # only clean pages can be dropped
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def sync(path: Path) -> None:
