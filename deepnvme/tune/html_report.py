@@ -139,7 +139,11 @@ def _search_section(search: Search, nth: int) -> str:
 def _words(result: Result) -> str:
     setting = result.setting
     workers = _plural(setting.intra_op_parallelism, "worker")
-    return f"{size_text(setting.block_size)} blocks, queue depth {setting.queue_depth}, {workers}, {result.backend}"
+    return f"{size_text(setting.block_size)} blocks, queue depth {setting.queue_depth}, {workers}, {_submission(result)}"
+
+
+def _submission(result: Result) -> str:
+    return f"{result.backend}, single submit" if result.setting.single_submit else result.backend
 
 
 def _figures(shown: list[Chart], prefix: str) -> str:
@@ -161,7 +165,7 @@ def _table(search: Search) -> str:
             size_text(setting.block_size),
             str(setting.queue_depth),
             str(setting.intra_op_parallelism),
-            result.backend,
+            _submission(result),
         ]
         for operation in both:
             figures = result.figures(operation)

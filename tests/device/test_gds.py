@@ -28,7 +28,8 @@ from ..disks import Disk
 from ..engine.test_round_trips import lengths
 from ..interpreters import Ended, Interpreters
 from ..memory import Surrounded, page_aligned, pattern, zeros
-from .gds_fixtures import CuFile, DeviceTensor, StandIn, compile_stand_in, load_op
+from .gds_fixtures import CuFile, compile_stand_in, load_op
+from .stand_in import DeviceTensor, StandIn
 
 PAGE = 4096
 CONTENT = pattern(1_000_001)
@@ -38,32 +39,11 @@ Program = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def libraries(libcuda: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """libcuda's and libcufile's stand-ins, compiled."""
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a CUDA device: the stand-ins would take the place of its libraries")
-    directory = tmp_path_factory.mktemp("libraries")
-    cuda, cufile = (compile_stand_in(name, directory) for name in ("libcuda.so.1", "libcufile.so.0"))
-    if cuda is None or cufile is None:
-        pytest.skip("needs a C++ compiler")
-    return cuda, cufile
-
-
-@pytest.fixture(scope="module")
-def driver(libraries: tuple[Path, Path]) -> Iterator[StandIn]:
-    driver = StandIn(libraries[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", driver.current_stream)
-        yield driver
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(driver: StandIn) -> Iterator[None]:
-    """Instead of the one for all tests here: a handle that a fixture made is the test's until after every fixture's end. What is
-    left of files and registrations, ``cufile`` looks at."""
-    yield
-    driver.forget_failures()
-    driver.delay()
+    cufile = compile_stand_in("libcufile.so.0", tmp_path_factory.mktemp("libcufile"))
+    assert cufile is not None  # libcuda's was compiled
+    return libcuda, cufile
 
 
 @pytest.fixture
@@ -84,9 +64,10 @@ def gds(cufile: CuFile) -> ModuleType:
 
 
 @pytest.fixture
-def handle(gds: ModuleType) -> Any:
-    """One that goes by cuFile or fails."""
-    return gds.gds_handle(strict=True)
+def handle(gds: ModuleType, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One that goes by cuFile or fails. Gone when what is left is looked at."""
+    yield gds.gds_handle(strict=True)
+    del request.node.funcargs["handle"]
 
 
 @pytest.fixture
@@ -117,7 +98,8 @@ def program(libraries: tuple[Path, Path], interpreters: Interpreters, tmp_path: 
             os.chdir({str(tmp_path / "here")!r})
             os.environ["CUFILE_STANDIN_LOG"] = {str(tmp_path / "log")!r}
             directory, content = {str(drive)!r}, bytes(range(256)) * 80
-            from tests.device.gds_fixtures import CuFile, StandIn, load_op
+            from tests.device.gds_fixtures import CuFile, load_op
+            from tests.device.stand_in import StandIn
             driver = StandIn({str(cuda)!r}) if {bool(cuda)} else None
             cufile = CuFile({str(cufile)!r}) if {bool(cufile)} else None
             if driver:
@@ -577,6 +559,7 @@ def test_the_first_failure_is_raised_once_all_have_ended(gds: ModuleType, driver
 def test_whichever_call_of_cuda_fails_the_transfer_ends_and_the_next_succeeds(
     gds: ModuleType, driver: StandIn, path: str, function: str
 ) -> None:
+    driver.may_keep_some = function == "cuCtxPushCurrent"  # of a context that cannot be entered
     tensor, failed = driver.tensor(CONTENT), 0
     for calls in range(12):
         handle = gds.gds_handle(block_size=262144, strict=True)

@@ -129,7 +129,7 @@ def command(tmp_path: Path) -> Callable[[str, str], Path]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # before any test changes PATH
 def compiler() -> str:
     """The real compiler's path."""
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

@@ -397,6 +397,15 @@ def test_the_table_has_the_ten_best_and_the_recommended_one_wherever_it_stands()
 
 
 @needs_matplotlib
+def test_single_submission_is_told_apart_from_its_twin() -> None:
+    tried = search(DRIVE)
+    single = replace(tried.best, setting=tried.best.setting.model_copy(update={"single_submit": True}))
+    page = Page(rendered(tuning(replace(tried, results=(single, *tried.results), best=single))))
+    assert page.text.count("single submit") >= 2  # in the table, and of the best
+    assert "single submit" not in Page(rendered(tuning(tried))).text
+
+
+@needs_matplotlib
 def test_settings_that_could_not_be_used_are_listed_with_the_reason_once() -> None:
     refused = {"1M/8/1 io_uring": "io_uring is <off> here", "1M/16/1 io_uring": "io_uring is <off> here"}
     foot = Page(rendered(replace(tuning(search(DRIVE)), refused=refused))).texts["footer"][0]
