@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,20 +44,28 @@ class OutOfBuffers(MemoryError):
     """The budget does not allow a lease, and nothing that others do would change that."""
 
 
+def _nobody() -> None:
+    """What holds a chunk that is free."""
+
+
+def _lender() -> object:
+    """What holds a chunk between its being chosen and its being lent."""
+    return _lender
+
+
 class _Chunk:
     """Pinned memory, as large as it was first asked for."""
 
-    __slots__ = ("after", "memory", "nbytes", "owner", "returned", "view")
+    __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
 
-    def __init__(self, nbytes: int, owner: threading.Thread) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.memory: Any = None
-        """The op's buffer; None while it is being pinned."""
-        self.owner = owner
+        """The op's buffer; None until it is pinned."""
+        self.owner: threading.Thread | None = None
         """The thread that leased it."""
-        self.view: weakref.ref[memoryview] | None = None
-        """Every tensor over the lease holds this memoryview; when it is gone, so are they."""
-        self.after: Ending | None = None
+        self.holder: Callable[[], object] = _nobody
+        """Refers to the memoryview that every tensor over the lease holds; returns None when that is gone, and they with it."""
         self.returned = 0.0
         """When it became free."""
 
@@ -77,8 +85,10 @@ class _Waiter:
 class Lease:
     """Pinned memory on loan; made by :meth:`BufferPool.lease`. A context manager, which releases it.
 
-    The memory goes to somebody else once the lease is released or dropped *and* no tensor over it is alive: a view that was kept
-    stays valid, and counts against the budget for as long.
+    The memory goes to somebody else once the lease is released or dropped *and* no tensor over it is alive. So a view that was
+    kept stays valid, and counts against the budget for as long; and a transfer of :class:`deepnvme.Engine`, which keeps its
+    tensor, is never disturbed. What goes on without a tensor, a copy that a device makes say, ends before the release, or is
+    what it is told to come ``after``.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_chunk", "_pool", "nbytes")
@@ -113,12 +123,14 @@ class Lease:
         return self.buffer[offset:end].view(dtype).view(sizes)
 
     def release(self, after: Ending | None = None) -> None:
-        """Give the memory back; ``after``: when that has ended, well or not. Never blocks. Idempotent: the first call counts."""
+        """Give the memory back; ``after``: when that has ended, well or not. Never blocks. Idempotent: the first call counts.
+
+        May be called by any thread, and by finalizers.
+        """
         if self._buffer is None:
             return
         if self._chunk is not None and after is not None:
-            self._chunk.after = after
-            self._pool._notice(self._chunk)
+            self._pool._await(self._chunk, after)
         self._buffer = None
 
     def __enter__(self) -> Lease:
@@ -147,20 +159,22 @@ class BufferPool:
     it inherited can be released, which has no effect.
     """
 
-    # Leases end anywhere, also in finalizers that the garbage collector runs in the midst of anything here. So whatever ends only
-    # appends to _inbox and wakes who waits; the rest is changed by threads that hold _lock, when they want something.
+    # Leases end anywhere, also in finalizers that the garbage collector runs in the midst of anything here. So an end takes no
+    # lock: it is noted in _awaited and _ended, each in one step of the interpreter, and whoever waits is woken. All else is
+    # changed with the lock held, by threads that want something; they begin with _settle, which asks the futures, and
+    # _take_back.
 
     def __init__(self, budget: int | None = None) -> None:
-        self._budget = available_memory() // 2 if budget is None else _size(budget, "budget")
-        self._process = os.getpid()
+        self._budget = available_memory() // 2 if budget is None else _natural(budget, "budget")
+        self._generation = _generation
         self._lock = threading.Lock()
-        self._inbox: deque[_Chunk] = deque()
+        self._awaited: dict[_Chunk, Ending] = {}  # of those lent
+        self._ended: deque[_Chunk] = deque()  # to be looked at: nothing awaited any more, or no view left
         self._lent: set[_Chunk] = set()
         self._lent_bytes = 0
-        self._awaited: list[_Chunk] = []  # those of the lent whose future has not been seen to have ended
-        self._free: list[_Chunk] = []  # smallest first; of equals, the last one used first, which may still be in a cache
+        self._free: list[_Chunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
         self._free_bytes = 0
-        self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed: finalizers iterate over it
+        self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
 
     @property
     def budget(self) -> int:
@@ -169,84 +183,90 @@ class BufferPool:
 
     def set_budget(self, nbytes: int) -> None:
         """Change the budget. Leases stay when it falls below what is in use: nothing new is leased until enough is given back."""
-        nbytes = _size(nbytes, "budget")
-        self._look()
+        nbytes = _natural(nbytes, "budget")
+        self._settle()
         with self._lock:
+            self._take_back()
             self._budget = nbytes
             self._unpin_down_to(nbytes)
         self._wake()
 
     @property
     def in_use(self) -> int:
-        """Bytes that are leased, or seen through views of leases that have ended."""
-        self._look()
-        return self._lent_bytes
+        """Bytes that are leased, or seen by tensors over leases that have ended."""
+        self._settle()
+        with self._lock:
+            self._take_back()
+            return self._lent_bytes
 
     @property
     def allocated(self) -> int:
         """Bytes that are pinned, in use or kept for reuse: never more than the budget, except after that was lowered."""
-        self._look()
+        self._settle()
         with self._lock:
+            self._take_back()
             return self._lent_bytes + self._free_bytes
 
     def trim(self) -> None:
         """Unpin what is not in use."""
-        self._look()
+        self._settle()
         with self._lock:
+            self._take_back()
             self._unpin_down_to(0)
 
     def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
         """``nbytes`` bytes of pinned memory, after waiting until there is room for them in the budget.
 
-        First come, first served, except that a request which those in front of it wait for goes before them. ``timeout``:
-        seconds; None waits for as long as it takes. Ctrl-C interrupts the waiting.
+        First come, first served, except that where all that is in use belongs to threads that wait here, the first of them that
+        can go on does. ``timeout``: seconds; None waits for as long as it takes. Ctrl-C interrupts the waiting.
 
-        Raises TimeoutError, and OutOfBuffers at once where no waiting helps: the budget is smaller than ``nbytes``, the system
-        has not that much memory, or all that is in use was leased by this thread, or by threads that wait here as well, and none
-        of it awaits a future. A lease counts as the thread's that made it: hand it to another one with ``release(after=...)``.
+        Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
+        has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
+        to be released after a future. Memory counts as leased by the thread that called ``lease``, whoever releases it: for
+        another thread to do so, hand that thread's future to ``release``.
         """
-        nbytes = _size(nbytes, "nbytes")
+        nbytes = _natural(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
         return self._wait(nbytes, timeout) if lease is None else lease
 
     def try_lease(self, nbytes: int) -> Lease | None:
-        """Like :meth:`lease`, but None where that would wait, or raise OutOfBuffers because of the budget."""
-        nbytes = _size(nbytes, "nbytes")
-        self._look()
+        """Like :meth:`lease`, but None where that would wait, or raise because of the budget. Pinning still takes its time."""
+        nbytes = _natural(nbytes, "nbytes")
+        self._settle()
         if nbytes == 0:
-            import torch
-
-            return Lease(self, None, torch.empty(0, dtype=torch.uint8))
+            return Lease(self, None, _no_bytes())
+        size = _whole_pages(nbytes)
         with self._lock:
-            if self._waiting or not self._fits(_pages(nbytes)):
+            self._take_back()
+            if self._waiting or not self._fits(size):
                 return None
-            chunk = self._take(_pages(nbytes))
+            chunk = self._choose(size)
         return self._lend(chunk, nbytes)
 
     def _wait(self, nbytes: int, timeout: float | None) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        waiter = _Waiter(_pages(nbytes), threading.current_thread())
+        waiter = _Waiter(_whole_pages(nbytes), threading.current_thread())
         with self._lock:
             self._waiting += (waiter,)
         try:
             while True:
-                self._look()
+                self._settle()
                 with self._lock:
+                    self._take_back()
+                    following = self._following()
+                    if following is waiter:
+                        chunk = self._choose(waiter.nbytes)
+                        break
                     if waiter.nbytes > self._budget:
                         raise OutOfBuffers(self._shortage(nbytes))
-                    following = self._next()
-                    if following is waiter:
-                        chunk = self._take(waiter.nbytes)
-                        break
                     if following is None and self._stuck():
-                        reason = ", all of it by this thread's own leases and by threads that wait for some, too"
-                        raise OutOfBuffers(self._shortage(nbytes, reason))
+                        raise OutOfBuffers(self._shortage(nbytes, ", all leased by this thread or by others that wait here"))
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise TimeoutError(self._shortage(nbytes, f", and nothing was given back within {timeout} s"))
+                        raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
                     pause = min(left, _POLL_SECONDS if self._awaited else threading.TIMEOUT_MAX)
                 if following is not None:
-                    following.wake.put(None)  # this one's waiting may have made it that one's turn
+                    following.wake.put(None)  # that this one waits may have made it that one's turn
                 with contextlib.suppress(queue.Empty):
                     waiter.wake.get(timeout=pause)
         finally:
@@ -255,145 +275,149 @@ class BufferPool:
             self._wake()
         return self._lend(chunk, nbytes)
 
-    # What follows up to _lend is called with the lock held.
-
-    def _fits(self, nbytes: int) -> bool:
-        return self._lent_bytes + nbytes <= self._budget
-
-    def _stuck(self) -> bool:
-        """Whether nobody can give anything back: every chunk in use is a waiting thread's, and awaits no future."""
-        waiting = {waiter.thread for waiter in self._waiting}
-        return not self._awaited and all(chunk.owner in waiting for chunk in self._lent)
-
-    def _next(self) -> _Waiter | None:
-        """Whose turn it is: the first one's, so that no large request starves; where that would stop all, the first that fits."""
-        candidates = self._waiting if self._stuck() else self._waiting[:1]
-        return next((waiter for waiter in candidates if self._fits(waiter.nbytes)), None)
-
-    def _take(self, nbytes: int) -> _Chunk:
-        """A chunk for a request that fits, not pinned yet where none could be reused."""
-        at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
-        if at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK:
-            chunk = self._free.pop(at)
-            self._free_bytes -= chunk.nbytes
-            chunk.owner = threading.current_thread()
-        else:
-            self._unpin_down_to(self._budget - nbytes)
-            chunk = _Chunk(nbytes, threading.current_thread())
-        self._lent.add(chunk)
-        self._lent_bytes += chunk.nbytes
-        return chunk
-
-    def _unpin_down_to(self, nbytes: int) -> None:
-        """Unpin what has been free for longest, until no more than ``nbytes`` is allocated, or all that is left is in use."""
-        while self._free and self._lent_bytes + self._free_bytes > nbytes:
-            chunk = min(self._free, key=_returned)
-            self._free.remove(chunk)
-            self._free_bytes -= chunk.nbytes
-
-    def _end(self, chunk: _Chunk) -> None:
-        """Note what has become of a chunk that was heard of."""
-        if chunk not in self._lent:
-            return  # heard of twice
-        if chunk.after is not None:
-            if chunk not in self._awaited:
-                self._awaited.append(chunk)
-        elif chunk.view is None or chunk.view() is None:
-            self._lent.remove(chunk)
-            self._lent_bytes -= chunk.nbytes
-            chunk.view = None
-            if chunk.memory is not None:
-                chunk.returned = time.monotonic()
-                self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
-                self._free_bytes += chunk.nbytes
-                self._unpin_down_to(self._budget)
-
-    def _shortage(self, nbytes: int, reason: str = "") -> str:
-        wanted = max(self._lent_bytes + _pages(nbytes), self._budget)
-        return (
-            f"{nbytes} bytes of buffers are wanted, and of a budget of {self._budget} bytes {self._lent_bytes} are in use{reason}; "
-            f"release leases and drop tensors over them, or set a budget of {wanted} bytes (deepnvme.swap.set_buffer_budget)"
-        )
-
-    # From here on without the lock.
-
     def _lend(self, chunk: _Chunk, nbytes: int) -> Lease:
         import torch
 
         try:
             if chunk.memory is None:
-                chunk.memory = _pin(chunk.nbytes)
+                chunk.memory = self._pin(chunk.nbytes)
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
-            chunk.view = weakref.ref(view, lambda _: self._notice(chunk))
+            chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
             return Lease(self, chunk, buffer)
         except BaseException:
-            self._notice(chunk)
+            chunk.holder = _nobody
+            self._end(chunk)
             raise
 
-    def _look(self) -> None:
-        """See which leases have ended."""
-        if self._process != os.getpid():
-            raise RuntimeError("the buffer pool is the parent process's: make one in this process, or use buffer_pool()")
-        if not self._inbox and not self._awaited:
-            return
-        # Not with the lock held: who knows what futures do when they are asked.
-        with self._lock:
-            awaited = self._awaited.copy()
-        ended = [chunk for chunk in awaited if _has_ended(chunk)]
-        with self._lock:
-            for chunk in ended:
-                if chunk in self._awaited:
-                    self._awaited.remove(chunk)
-                    chunk.after = None
-                    self._end(chunk)
-            while self._inbox:
-                self._end(self._inbox.popleft())
+    def _pin(self, nbytes: int) -> Any:
+        from deepnvme.ops.op_builder import AsyncIOBuilder
 
-    def _notice(self, chunk: _Chunk) -> None:
-        """Something about the chunk has changed. Called from finalizers too: takes no lock."""
-        self._inbox.append(chunk)
+        pin = AsyncIOBuilder().load().empty_pinned
+        try:
+            return pin(nbytes)
+        except MemoryError:
+            self.trim()
+        try:
+            return pin(nbytes)
+        except MemoryError as error:
+            raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+
+    def _settle(self) -> None:
+        """Ask what is awaited. Not with the lock held: who knows what futures do when they are asked."""
+        if self._generation != _generation:
+            raise RuntimeError("the buffer pool is the parent process's: use this process's buffer_pool(), or make another one")
+        if self._awaited:
+            ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
+            with self._lock:
+                for chunk, after in ended:
+                    if self._awaited.get(chunk) is after:  # no other thread was here, and the chunk has not gone round meanwhile
+                        del self._awaited[chunk]
+                        self._ended.append(chunk)
+
+    # Without the lock, from anywhere.
+
+    def _await(self, chunk: _Chunk, after: Ending) -> None:
+        self._awaited[chunk] = after
+        self._wake()
+
+    def _end(self, chunk: _Chunk) -> None:
+        self._ended.append(chunk)
         self._wake()
 
     def _wake(self) -> None:
         for waiter in self._waiting:
             waiter.wake.put(None)
 
+    # With the lock held.
 
-def _size(nbytes: int, name: str) -> int:
-    nbytes = operator.index(nbytes)
-    if nbytes < 0:
-        raise ValueError(f"{name} must not be negative, got {nbytes}")
-    return nbytes
+    def _take_back(self) -> None:
+        """Let what has ended be free."""
+        while self._ended:
+            chunk = self._ended.popleft()
+            if chunk.holder() is not None or chunk in self._awaited or chunk not in self._lent:
+                continue  # it is still to end otherwise, or has before, and may have been lent again
+            self._lent.remove(chunk)
+            self._lent_bytes -= chunk.nbytes
+            if chunk.memory is None or self._lent_bytes + self._free_bytes + chunk.nbytes > self._budget:
+                continue  # it could not be pinned, or the budget was lowered
+            chunk.holder, chunk.owner = _nobody, None
+            chunk.returned = time.monotonic()
+            self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
+            self._free_bytes += chunk.nbytes
 
+    def _fits(self, nbytes: int) -> bool:
+        return self._lent_bytes + nbytes <= self._budget
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
+    def _stuck(self) -> bool:
+        """Whether nobody can give anything back: all that is in use belongs to waiting threads, and awaits nothing."""
+        waiting = {waiter.thread for waiter in self._waiting}
+        return not self._awaited and all(chunk.owner in waiting for chunk in self._lent)
+
+    def _following(self) -> _Waiter | None:
+        """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
+        candidates = self._waiting if self._stuck() else self._waiting[:1]
+        return next((waiter for waiter in candidates if self._fits(waiter.nbytes)), None)
+
+    def _choose(self, nbytes: int) -> _Chunk:
+        """A chunk for a request that fits, to be pinned where none of those that are free is of its size."""
+        at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
+        if at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK:
+            chunk = self._free.pop(at)
+            self._free_bytes -= chunk.nbytes
+        else:
+            self._unpin_down_to(self._budget - nbytes)
+            chunk = _Chunk(nbytes)
+        chunk.holder, chunk.owner = _lender, threading.current_thread()
+        self._lent.add(chunk)
+        self._lent_bytes += chunk.nbytes
+        return chunk
+
+    def _unpin_down_to(self, nbytes: int) -> None:
+        """Unpin what has been free for longest, until ``nbytes`` are allocated, or only what is in use."""
+        while self._free and self._lent_bytes + self._free_bytes > nbytes:
+            chunk = min(self._free, key=_returned)
+            self._free.remove(chunk)
+            self._free_bytes -= chunk.nbytes
+
+    def _shortage(self, nbytes: int, circumstances: str = "") -> str:
+        size = _whole_pages(nbytes)
+        enough = size if size > self._budget else size + self._lent_bytes
+        return (
+            f"{nbytes} bytes of buffers are wanted; of the budget of {self._budget} bytes, {self._lent_bytes} are in use"
+            f"{circumstances}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
+            "or release leases and drop the tensors over them"
+        )
 
 
 _nbytes = operator.attrgetter("nbytes")
 _returned = operator.attrgetter("returned")
 
 
-def _pin(nbytes: int) -> Any:
-    from deepnvme.ops.op_builder import AsyncIOBuilder
+def _natural(value: int, name: str) -> int:
+    value = operator.index(value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
 
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _no_bytes() -> torch.Tensor:
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _has_ended(chunk: _Chunk, after: Ending) -> bool:
+    """Whether a future has. One that cannot say so has, too: the tensors of its transfer keep the memory for it."""
     try:
-        return AsyncIOBuilder().load().empty_pinned(nbytes)
-    except MemoryError as error:
-        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin; lower what else is in memory") from error
-
-
-def _has_ended(chunk: _Chunk) -> bool:
-    """Whether the chunk's future has. One that cannot say so has: its transfer's tensor keeps the memory while it lasts."""
-    future = chunk.after
-    if future is None:
-        return True
-    try:
-        if not future.done():
+        if not after.done():
             return False
-        if chunk.view is not None and chunk.view() is not None:
-            future.exception()  # an engine's lets go of the tensor when it is asked
+        if chunk.holder() is not None:
+            after.exception()  # an engine lets go of a transfer's tensor when its future is asked
     except Exception:
         pass
     return True
@@ -401,10 +425,11 @@ def _has_ended(chunk: _Chunk) -> bool:
 
 _pool: BufferPool | None = None
 _pool_lock = threading.Lock()
+_generation = 0  # how many forks lie between this process and the one that imported this
 
 
 def buffer_pool() -> BufferPool:
-    """The process's pool, made on first use. A forked child has another one, with the default budget."""
+    """The process's pool, made on first use. A forked child has one of its own, empty, with its parent's budget."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -417,9 +442,11 @@ def set_buffer_budget(nbytes: int) -> None:
     buffer_pool().set_budget(nbytes)
 
 
-def _forget_parent() -> None:
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+def _after_fork() -> None:
+    global _pool, _pool_lock, _generation
+    _generation += 1
+    _pool_lock = threading.Lock()
+    _pool = _pool and BufferPool(_pool.budget)
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_after_fork)
