@@ -1,0 +1,674 @@
+"""Named tensors on drives."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import functools
+import math
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from deepnvme.engine import Engine
+
+from . import batches, data_file, manifest, memory
+from .batches import Item
+from .buffers import BufferPool, buffer_pool
+from .data_file import DataFile
+from .extents import padded
+from .futures import Failure, Operation, StoreFuture
+from .membership import recognise
+from .owner import Ownership
+from .space import Part, Parts, Space
+
+if TYPE_CHECKING:
+    import torch
+
+Directory = str | os.PathLike[str]
+Result = TypeVar("Result")
+
+_SWEPT_FROM = 64
+"""Operations that nobody has looked at, before those that have ended are let go."""
+
+
+class CorruptTensor(OSError):
+    """What was read is not what was put (EBADMSG); the message names the tensor, the filename is its file's."""
+
+
+class TensorInfo(NamedTuple):
+    """What a store knows of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    checksum: int | None
+    """The CRC-32 of its bytes, if the store keeps checksums."""
+
+
+class _Version:
+    """What was put under a name once."""
+
+    __slots__ = ("checksums", "committed", "info", "parts")
+
+    def __init__(self, info: TensorInfo, parts: Parts, checksums: tuple[int, ...] | None, committed: bool = False) -> None:
+        self.info = info
+        self.parts = parts
+        self.checksums = checksums
+        """After each part."""
+        self.committed = committed
+        """Whether a manifest on the drive may refer to it."""
+
+
+class _Entry:
+    """A name, and what is under way with it."""
+
+    __slots__ = ("coming", "damage", "gets", "name", "put", "version")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version: _Version | None = None
+        """What it holds, or will hold where a put cannot be undone. None until the first put of a persisted name has ended."""
+        self.coming: _Version | None = None
+        """What a put under way will make it hold, where it can be undone."""
+        self.put: Operation | None = None
+        self.gets: list[Operation] = []
+        self.damage: OSError | None = None
+        """What the last put failed with, where it could not be undone."""
+
+    @property
+    def newest(self) -> _Version:
+        version = self.coming or self.version
+        if version is None:
+            raise RuntimeError(f"'{self.name}' has no version")  # never: an entry lives from its first put on
+        return version
+
+
+class _Put(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    checksums: tuple[int, ...] | None
+
+
+Reading = tuple[_Entry, _Version, "torch.Tensor"]
+
+
+class TensorStore:
+    """Tensors under names, in few preallocated files in one or several directories.
+
+    >>> with deepnvme.swap.TensorStore("/mnt/nvme/swap") as store:
+    ...     store.put("weights", tensor).result()
+    ...     tensor = store.get("weights").result()
+
+    ``directories``: a path, several, or weights by path. Tensors of 4 MiB or more are split over all in proportion to the
+    weights, which are equal by default; smaller ones lie whole where there is least. Directories are made if missing. Each is
+    locked to one store, and what a dead process has left in it is removed.
+
+    ``persist``: keep the files. What :meth:`commit` has published is there when the store is opened again, with the same
+    directories in any order, after a crash too; what was put, replaced or deleted since is not. Otherwise the files are removed
+    by :meth:`close`, when the store is dropped, and at exit.
+
+    ``checksum``: keep the CRC-32 of each tensor, about 1 s of one core for each GB, and verify it when it is got.
+    ``engine``, ``pool``: to share among stores; None for an engine of its own, and for the process's buffer pool.
+
+    Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for that; reads of
+    one name, and all of different names, are independent. A put that fails leaves what a persisted store had under the name.
+    Elsewhere the name is damaged: getting it raises the error until it is put again. A directory that is removed meanwhile keeps
+    its space until the store is closed, and the store works on; only :meth:`commit` raises.
+
+    Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
+    CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
+    Thread-safe. In a forked child every method raises RuntimeError, and its end leaves the files alone.
+    """
+
+    def __init__(
+        self,
+        directories: Directory | Sequence[Directory] | Mapping[Directory, float],
+        *,
+        persist: bool = False,
+        checksum: bool = False,
+        engine: Engine | None = None,
+        pool: BufferPool | None = None,
+    ) -> None:
+        weights = _weights(directories)
+        self._process = os.getpid()
+        self._persist = persist
+        self._checksum = checksum
+        self._pool = pool
+        self._own_engine = engine is None
+        self._lock = threading.RLock()
+        self._closed = False
+        self._entries: dict[str, _Entry] = {}
+        self._under_way: set[Operation] = set()
+        self._swept = _SWEPT_FROM
+        self._failed: list[Operation] = []
+        self._retired: list[Parts] = []  # not the store's any more, but the last commit's
+        self._owners: list[Ownership] = []
+        self._files: list[DataFile] = []
+        self._finalizer = weakref.finalize(self, _leave, self._process, persist, self._owners, self._files)
+        try:
+            for directory in weights:
+                self._owners.append(Ownership(directory))
+            self._engine = Engine() if engine is None else engine
+            self._open(weights)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    # What is there.
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def names(self) -> list[str]:
+        """In the order in which they were first put."""
+        with self._locked():
+            return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the name holds once all that is under way has ended well. Raises KeyError."""
+        with self._locked():
+            return self._entry(name).newest.info
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        with self._locked():
+            return sum(entry.newest.info.nbytes for entry in self._entries.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the files."""
+        with self._locked():
+            return sum(file.capacity for file in self._files)
+
+    # Transfers.
+
+    def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:
+        """Start storing a tensor, in place of what the name held; return at once. The future's result: bytes.
+
+        ``tensor``: on the CPU or a CUDA device, any dtype and shape; one that is not contiguous is copied first. Kept alive, and
+        not to be changed, until the future is done. A name of as many bytes is overwritten in place, where the store does not
+        persist: that is faster than new space. ``name``: any string.
+
+        Raises TypeError for what is no dense tensor with data, OSError (ENOSPC) naming the directory if there is no room, and
+        leaves the name as it was then; what fails later is raised by ``Future.result``.
+        """
+        return self.put_many({name: tensor})
+
+    def put_many(self, tensors: Mapping[str, torch.Tensor]) -> StoreFuture[int]:
+        """Like :meth:`put` for each, with one future, in few requests.
+
+        New names are laid side by side in the order given. Neighbours in the file that are neighbours in memory too are one
+        request; small ones are copied into leased buffers as they lie in the file. Blocks while 16 MiB of these are under way.
+        """
+        pending = []
+        for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"a name must be a str, got {name!r}")
+            dense = memory.storable(name, tensor)
+            sums = memory.checksums(dense, self._space.lengths(dense.nbytes)) if self._checksum else None
+            pending.append(_Put(name, dense, sums))
+        return self._in_turn(list(tensors), lambda: self._put(pending), writing=True)
+
+    def get(self, name: str, out: torch.Tensor | None = None) -> StoreFuture[torch.Tensor]:
+        """Start reading a tensor; return at once. The future's result: the tensor, in new memory on the CPU, or over ``out``.
+
+        ``out``: contiguous, as many bytes, of any dtype and device, not to be touched until the future is done. Memory of a lease
+        is read in place. Raises KeyError, ValueError for another ``out``, and OSError for a damaged name; what fails later is
+        raised by ``Future.result``, CorruptTensor too.
+        """
+        if out is None:
+            return self._in_turn([name], lambda: self._get([name], lambda tensors: tensors[name]))
+        given = out
+        return self._in_turn([name], lambda: self._get_into(name, given))
+
+    def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
+        """Like :meth:`get` for each, with one future, in few requests. Its result: the tensors by name, in the order given.
+
+        Neighbours in the file share memory, of up to 16 MiB, which lives for as long as one of them.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"get_many needs several names, got one, '{names}': use get")
+        wanted = list(dict.fromkeys(names))
+        return self._in_turn(wanted, lambda: self._get(wanted, lambda tensors: tensors))
+
+    def delete(self, name: str) -> StoreFuture[int]:
+        """Remove a name, after all that is under way with it. The future's result: its bytes. Raises KeyError."""
+
+        def start() -> StoreFuture[int]:
+            entry = self._entry(name)
+            del self._entries[name]
+            self._release(entry.newest)
+            nbytes = entry.newest.info.nbytes
+            return StoreFuture(self._begin(_nothing), nbytes, lambda: nbytes)
+
+        return self._in_turn([name], start, writing=True)
+
+    def map(self, name: str) -> torch.Tensor:
+        """The tensor as a private mapping of the files: a page is read when it is touched, and copied when it is written to.
+
+        Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
+        the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
+        """
+
+        def start() -> torch.Tensor:
+            version = self._whole(name).newest
+            parts = [(self._files[part.file].descriptor, part.offset, part.nbytes) for part in version.parts]
+            return memory.map_files(parts, version.info.nbytes).view(version.info.dtype).view(version.info.shape)
+
+        return self._in_turn([name], start)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for ``nbytes`` bytes of tensors in all, those that are there included; each takes whole pages of 4096 bytes.
+
+        Raises OSError (ENOSPC) naming the directory, the bytes wanted and those free.
+        """
+        if nbytes < 0:
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
+        with self._locked():
+            self._space.reserve(nbytes)
+
+    # Ending.
+
+    def commit(self) -> None:
+        """Make what has been put, replaced and deleted so far what the directories hold from now on, whatever happens.
+
+        Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
+        manifest: the last commit stands then. ValueError for a store that does not persist.
+        """
+        if not self._persist:
+            raise ValueError("this store's files go when it is closed: open it with persist=True to commit")
+        self._check_process()
+        self._wait_for_all()
+        with self._locked():
+            self._raise_unseen()
+            for owner in self._owners:
+                owner.check()
+            for flush in [self._engine.fsync(file.file) for file in self._files]:
+                flush.result()
+            versions = {name: entry.version for name, entry in self._entries.items() if entry.version is not None}
+            for version in versions.values():
+                version.committed = True  # from here on, even if publishing fails: it may have got through
+            stored = {name: _stored(version) for name, version in versions.items()}
+            manifest.publish(self._owners[0].directory, manifest.Manifest(self._identity, len(self._files), stored))
+            for parts in self._retired:
+                self._space.give_back(parts)
+            self._retired.clear()
+
+    def close(self) -> None:
+        """Wait for what is under way, remove the files unless they persist, and unlock the directories. Idempotent.
+
+        What was not committed goes. Raises the first error that nobody was told of, when all is done. Ctrl-C interrupts the
+        waiting: call it again then. Leaving ``with`` does it too; after an exception there, without raising another.
+        """
+        self._check_process()
+        with self._lock:
+            self._closed = True
+        if not self._finalizer.alive:
+            return
+        self._wait_for_all()
+        if self._persist:
+            for file in self._files:
+                file.trim(file.extents.end)
+        self._finalizer()
+        if self._own_engine:
+            self._engine.close()
+        self._raise_unseen()
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if error is None:
+                raise
+
+    # Order.
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("the store is the parent process's: a forked child needs one of its own, in another directory")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise ValueError("the store is closed")
+            yield
+
+    def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
+        """``start()``, with the lock held, once nothing is under way that it conflicts with. Waits without the lock."""
+        while True:
+            with self._locked():
+                conflicts = self._conflicts(names, writing)
+                if not conflicts:
+                    return start()
+            for operation in conflicts:
+                operation.settle()
+
+    def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
+        found = set()
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is None:
+                continue
+            if entry.put is not None:
+                if entry.put.settled:
+                    entry.put = None
+                else:
+                    found.add(entry.put)
+            if entry.gets:
+                entry.gets = [operation for operation in entry.gets if not operation.settled]
+                if writing:
+                    found.update(entry.gets)
+        return found
+
+    def _begin(self, finish: Callable[[Operation, list[Failure]], None]) -> Operation:
+        operation = Operation(self._lock, finish)
+        self._under_way.add(operation)
+        if len(self._under_way) > self._swept:  # futures that were dropped would keep their tensors
+            for other in [other for other in self._under_way if other is not operation and other.ended()]:
+                other.settle()
+            self._swept = max(_SWEPT_FROM, 2 * len(self._under_way))
+        return operation
+
+    def _ended(self, operation: Operation, failures: Sequence[Failure]) -> None:
+        self._under_way.discard(operation)
+        if failures:
+            self._failed.append(operation)
+
+    def _wait_for_all(self) -> None:
+        with self._lock:
+            under_way = list(self._under_way)
+        for operation in under_way:
+            operation.settle()
+
+    def _raise_unseen(self) -> None:
+        """Raise the first error that nobody was told of, and forget the others."""
+        unseen = [operation.error for operation in self._failed if not operation.seen]
+        self._failed.clear()
+        if unseen and unseen[0] is not None:
+            raise unseen[0]
+
+    # Names.
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            close = difflib.get_close_matches(name, list(self._entries)[:10_000], n=3) if isinstance(name, str) else []
+            hint = f"; there is {', '.join(map(repr, close))}" if close else f", nor anything like it among {len(self._entries)}"
+            raise KeyError(f"the store has no tensor {name!r}{hint}")
+        return entry
+
+    def _whole(self, name: str) -> _Entry:
+        """The entry, if what it holds can be read."""
+        entry = self._entry(name)
+        if entry.damage is not None:
+            text = f"{name!r} is damaged, because its last put failed ({entry.damage}): put it again, or delete it"
+            raise OSError(entry.damage.errno or errno.EIO, text, entry.damage.filename)
+        return entry
+
+    def _release(self, version: _Version) -> None:
+        if version.committed:
+            self._retired.append(version.parts)
+        else:
+            self._space.give_back(version.parts)
+
+    # Putting.
+
+    def _put(self, pending: Sequence[_Put]) -> StoreFuture[int]:
+        entries = [self._entries.get(put.name) or _Entry(put.name) for put in pending]
+        versions = self._versions(entries, pending)
+        operation = self._begin(functools.partial(self._put_ended, entries))
+        for entry, version in zip(entries, versions, strict=True):
+            self._entries[entry.name] = entry
+            entry.put = operation
+            entry.damage = None
+            if self._persist:
+                entry.coming = version
+                continue
+            if entry.version is not None and entry.version.parts is not version.parts:
+                self._release(entry.version)
+            entry.version = version
+        try:
+            self._write(entries, versions, pending, operation)
+        except BaseException as error:
+            # Some may have been started, but none counts as put.
+            reason = error if isinstance(error, OSError) else OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
+            operation.fail(reason, entries)
+            operation.seen = True
+            raise
+        nbytes = sum(version.info.nbytes for version in versions)
+        return StoreFuture(operation, nbytes, lambda: nbytes)
+
+    def _versions(self, entries: Sequence[_Entry], pending: Sequence[_Put]) -> list[_Version]:
+        """What the names will hold: in place where that can be, else in new space. Raises OSError and changes nothing then."""
+        places: list[Parts | None] = []
+        for entry, put in zip(entries, pending, strict=True):
+            old = None if self._persist else entry.version
+            places.append(old.parts if old is not None and old.info.nbytes == put.tensor.nbytes else None)
+        new = iter(self._space.allocate([put.tensor.nbytes for put, parts in zip(pending, places, strict=True) if parts is None]))
+        versions = []
+        for put, parts in zip(pending, places, strict=True):
+            crc = None if put.checksums is None else (put.checksums or (0,))[-1]
+            info = TensorInfo(tuple(put.tensor.shape), put.tensor.dtype, put.tensor.nbytes, crc)
+            versions.append(_Version(info, next(new) if parts is None else parts, put.checksums))
+        return versions
+
+    def _write(
+        self, entries: Sequence[_Entry], versions: Sequence[_Version], pending: Sequence[_Put], operation: Operation
+    ) -> None:
+        items = []
+        for entry, version, put in zip(entries, versions, pending, strict=True):
+            tensor = put.tensor
+            if len(version.parts) == 1:
+                part = version.parts[0]
+                items.append(Item(part.file, part.offset, part.nbytes, entry, tensor, tensor.data_ptr() if tensor.is_cpu else 0))
+                continue
+            for part, piece in _pieces(version, tensor):
+                operation.add(self._engine.write(piece, self._files[part.file].file, part.offset), (entry,))
+        if items:
+            pool = buffer_pool() if self._pool is None else self._pool
+            batches.write(self._engine, pool, [file.file for file in self._files], items, operation)
+
+    def _put_ended(self, entries: Sequence[_Entry], operation: Operation, failures: list[Failure]) -> None:
+        self._ended(operation, failures)
+        failed = {entry: error for error, subjects in reversed(failures) for entry in subjects}
+        if not self._persist:
+            for entry, error in failed.items():
+                entry.damage = error
+            return
+        for entry in entries:
+            coming, entry.coming = entry.coming, None
+            old = entry.version
+            if coming is None:
+                continue
+            if entry not in failed:
+                entry.version = coming
+                if old is not None:
+                    self._release(old)
+                continue
+            self._release(coming)
+            if old is None:
+                del self._entries[entry.name]
+
+    # Getting.
+
+    def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
+        entries = [self._whole(name) for name in names]
+        operation = self._begin(self._ended)
+        found: list[Reading] = []
+        items = []
+        try:
+            for entry in entries:
+                entry.gets.append(operation)
+                version = entry.newest
+                if len(version.parts) == 1:
+                    part = version.parts[0]
+                    items.append(Item(part.file, part.offset, part.nbytes, entry))
+                    continue
+                whole = memory.empty_aligned(sum(padded(part.nbytes) for part in version.parts))
+                self._read(entry, whole, operation)
+                found.append((entry, version, batches.tensor_in(whole, 0, version.info.dtype, version.info.shape)))
+            for run in batches.neighbours(items):
+                start = run[0].offset
+                whole = memory.empty_aligned(run[-1].offset + padded(run[-1].nbytes) - start)
+                operation.add(self._engine.read(whole, self._files[run[0].file].file, start), [item.subject for item in run])
+                for item in run:
+                    version = item.subject.newest
+                    tensor = batches.tensor_in(whole, item.offset - start, version.info.dtype, version.info.shape)
+                    found.append((item.subject, version, tensor))
+        except BaseException:
+            operation.seen = True
+            raise
+
+        def conclude() -> Result:
+            self._verify(found)
+            tensors = {entry.name: tensor for entry, _, tensor in found}
+            return choose({name: tensors[name] for name in names})
+
+        return StoreFuture(operation, sum(version.info.nbytes for _, version, _ in found), conclude)
+
+    def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
+        entry = self._whole(name)
+        version = entry.newest
+        target = memory.seen_as(out, version.info.dtype, version.info.shape)
+        operation = self._begin(self._ended)
+        entry.gets.append(operation)
+        try:
+            self._read(entry, out, operation)
+        except BaseException:
+            operation.seen = True
+            raise
+
+        def conclude() -> torch.Tensor:
+            self._verify([(entry, version, target)])
+            return target
+
+        return StoreFuture(operation, version.info.nbytes, conclude)
+
+    def _read(self, entry: _Entry, target: torch.Tensor, operation: Operation) -> None:
+        for part, piece in _pieces(entry.newest, target):
+            operation.add(self._engine.read(piece, self._files[part.file].file, part.offset), (entry,))
+
+    def _verify(self, found: Iterable[Reading]) -> None:
+        if not self._checksum:
+            return
+        for entry, version, tensor in found:
+            if version.checksums is None:
+                continue
+            sums = memory.checksums(tensor, [part.nbytes for part in version.parts])
+            for part, expected, got in zip(version.parts, version.checksums, sums, strict=True):
+                if got != expected:
+                    where = f"in the {part.nbytes} bytes at offset {part.offset}"
+                    text = f"{entry.name!r} is corrupt {where}: expected CRC-32 {expected:#010x}, found {got:#010x}; put it again"
+                    raise CorruptTensor(errno.EBADMSG, text, str(self._files[part.file].path))
+
+    # Opening.
+
+    def _open(self, weights: Mapping[Path, float]) -> None:
+        directories = list(weights)
+        known, order = recognise(directories)
+        if known is not None and not self._persist:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files",
+                str(directories[order[0]]),
+            )
+        self._owners[:] = [self._owners[index] for index in order]
+        if known is None:
+            for directory in directories:
+                data_file.remove(directory)
+                manifest.remove(directory)
+        self._identity = uuid.uuid4().hex if known is None else known.store
+        for owner in self._owners:
+            self._files.append(DataFile(owner, self._engine, weights[owner.directory]))
+        self._space = Space(self._files)
+        if known is not None:
+            for name, stored in known.tensors.items():
+                entry = self._entries[name] = _Entry(name)
+                entry.version = self._reopened(name, stored)
+        elif self._persist:
+            first = str(self._owners[0].directory)
+            for index, owner in enumerate(self._owners[1:], 1):
+                manifest.join(owner.directory, manifest.Membership(self._identity, index, first))
+
+    def _reopened(self, name: str, stored: manifest.Stored) -> _Version:
+        path = self._owners[0].directory / manifest.MANIFEST_NAME
+        try:
+            dtype = memory.dtype_named(stored.dtype)
+            nbytes = math.prod(stored.shape) * dtype.itemsize
+            parts = tuple(Part(*part) for part in stored.parts)
+            if sum(part.nbytes for part in parts) != nbytes or any(not 0 <= part.file < len(self._files) for part in parts):
+                raise ValueError(f"{parts} are not the {nbytes} bytes of {stored.dtype} {stored.shape}")
+            self._space.take(parts)
+        except (ValueError, TypeError) as error:
+            raise manifest.CorruptManifest(path, f"tensor {name!r}: {error}") from error
+        crc = None if stored.checksums is None else (stored.checksums or (0,))[-1]
+        return _Version(TensorInfo(stored.shape, dtype, nbytes, crc), parts, stored.checksums, committed=True)
+
+
+def _nothing(operation: Operation, failures: list[Failure]) -> None:
+    pass
+
+
+def _pieces(version: _Version, tensor: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """The tensor's bytes, or those of what it is read into, by part."""
+    start = 0
+    for part in version.parts:
+        yield part, batches.bytes_under(tensor, start, part.nbytes)
+        start += part.nbytes
+
+
+def _stored(version: _Version) -> manifest.Stored:
+    dtype = str(version.info.dtype).removeprefix("torch.")
+    parts = tuple((part.file, part.offset, part.nbytes) for part in version.parts)
+    return manifest.Stored(dtype, version.info.shape, parts, version.checksums)
+
+
+def _weights(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
+    """By absolute path."""
+    if isinstance(directories, str | os.PathLike):
+        directories = [directories]
+    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
+    weights: dict[Path, float] = {}
+    for directory, weight in given:
+        path = Path(directory).resolve()
+        if path in weights:
+            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
+        weights[path] = weight
+    if not weights:
+        raise ValueError("a store needs at least one directory, got none")
+    return weights
+
+
+def _leave(process: int, persist: bool, owners: Sequence[Ownership], files: Sequence[DataFile]) -> None:
+    """Close and unlock everything; remove what does not persist. Nothing in a forked child: all is the parent's there."""
+    if os.getpid() != process:
+        return
+    kept = persist and bool(owners) and (owners[0].directory / manifest.MANIFEST_NAME).exists()
+    for file in files:
+        if not kept:
+            file.remove()
+        file.close()
+    for owner in reversed(owners):
+        if not kept and owner.intact():
+            manifest.remove(owner.directory)
+        owner.release()
