@@ -39,8 +39,8 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Container[int] = ()) -> Layout:
-    """A place for each (piece, key, tensor), in this order: on a page where it fills one, or its piece is one of ``on_pages``; or else
-    on a cache line."""
+    """A place for each (piece, key, tensor), in this order: on a page where it fills one, or its piece is one of
+    ``on_pages``; or else on a cache line."""
     sections = []
     end = 0
     for piece, key, tensor in tensors:

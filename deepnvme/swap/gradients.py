@@ -92,10 +92,10 @@ class OffloadedGradients:
             self._taken = self._pool.lease(max(kept.layout.nbytes, 1))
             buffer = self._taken.buffer[: kept.layout.nbytes]
             self._store.get(_name(sub_group), buffer).result()
-        found = {index: kept.layout.sections[index].of(buffer) for index in kept.present}
+        found = {index: kept.layout.sections[index].of(buffer) for index in sorted(kept.present)}
         if self._scale is not None:
             for gradient in found.values():
-                gradient.mul_(self._scale.to(gradient.dtype) if gradient.dtype != self._scale.dtype else self._scale)
+                gradient.mul_(self._scale)
         return found
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -103,15 +103,16 @@ class OffloadedGradients:
         import torch
 
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
-        for sub_group, kept in self._of.items():
-            for index in sorted(kept.present):
-                by_param.setdefault(sub_group.pieces[index].param, []).append(self._norm(kept, index, norm_type))
+        for sub_group in self._of:
+            for index, gradient in self.take(sub_group).items():
+                by_param.setdefault(sub_group.pieces[index].param, []).append(torch.linalg.vector_norm(gradient, norm_type))
         norms = []
         for param, parts in by_param.items():
             norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type)
             norms.append(_over_ranks(param, norm, norm_type))
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-        self._scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self._scale = scale if self._scale is None else self._scale * scale
         return total
 
     def clear(self) -> None:
@@ -122,18 +123,6 @@ class OffloadedGradients:
                 kept.lease.release()
         self._of.clear()
         self._scale = None
-
-    def _norm(self, kept: _Gradients, index: int, norm_type: float) -> torch.Tensor:
-        import torch
-
-        buffer = None
-        if kept.lease is not None:
-            buffer = kept.lease.buffer
-        else:
-            self.take(kept.sub_group)
-            assert self._taken is not None
-            buffer = self._taken.buffer
-        return torch.linalg.vector_norm(kept.layout.sections[index].of(buffer), norm_type, dtype=torch.float32)
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:
         if kept.lease is None:

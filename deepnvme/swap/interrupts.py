@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """An interrupt that comes meanwhile is raised at the end. Has no effect outside the main thread, which alone is interrupted."""
+    """An interrupt that comes meanwhile is raised at the end. Has no effect outside the main thread, which alone is
+    interrupted."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

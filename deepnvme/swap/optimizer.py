@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .block import PAGE
-from .buffers import BufferPool, buffer_pool
+from .buffers import BufferPool, OutOfBuffers, buffer_pool
 from .gradients import OffloadedGradients
 from .interrupts import held_back
 from .step_report import StepReport
@@ -44,25 +44,28 @@ class OffloadedOptimizer(Optimizer):
     ...     model.parameters(), torch.optim.AdamW, nvme_path="/mnt/nvme/states", lr=1e-3, fused=True
     ... )
 
-    ``optimizer_class``: any that steps each parameter by itself. ``fused=True``, where the class knows it, is several times as fast.
+    ``optimizer_class``: any that steps each parameter by itself. ``fused=True``, where the class knows it, is several times
+    as fast.
     ``nvme_path``: a directory, or several to be striped over; this process's alone while the optimizer is open. With
     ``torch.distributed`` each rank takes a directory of its own in it. Twice the bytes of the states are taken there, so that
     a step that fails leaves the one before.
     ``dram_budget``: bytes of states that stay in memory, beside the three sub-groups that are under way.
-    ``master_weights``: keep float32 weights of bfloat16 and float16 parameters with the states, and step these. Parameters on CUDA
-    devices need it: their states are stepped on the CPU.
+    ``master_weights``: keep float32 weights of bfloat16 and float16 parameters with the states, and step these. Parameters on
+    CUDA devices need it: their states are stepped on the CPU.
     ``sub_group_size``: elements that are read, stepped and written at once. Larger parameters are cut where the optimizer works
-    element by element (those of torch that do, on float32 and float64), otherwise the largest parameter is the least that is held.
+    element by element (those of torch that do, on float32 and float64), otherwise the largest parameter is the least that is
+    held.
     ``offload_gradients``: gradients go to the drive during backward, and come back for the step; ``param.grad`` is None after
     backward, and :meth:`clip_grad_norm_` clips them. ``step_in_backward``: a sub-group is stepped as soon as its gradients are
     complete, and they are freed; :meth:`step` ends the step. One backward for a step then, and no clipping.
     ``checksum``: states are verified when they are read. ``verbose``: print a line for each step.
 
-    A parameter that was changed by others since the last step (``load_state_dict`` of the model) is taken as the new master weight.
+    A parameter that was changed by others since the last step (``load_state_dict`` of the model) is taken as the new master
+    weight.
 
-    Raises ValueError for what cannot be offloaded, StoreLocked for a directory in use, OutOfBuffers if the ring does not fit into the
-    buffer pool's budget, and OSError from the drive. An exception out of :meth:`step`, Ctrl-C included, leaves parameters and states as
-    they were before it, and says so.
+    Raises ValueError for what cannot be offloaded, StoreLocked for a directory in use, OutOfBuffers if the ring does not fit
+    into the buffer pool's budget, and OSError from the drive. An exception out of :meth:`step`, Ctrl-C included, leaves
+    parameters and states as they were before it, and says so.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class OffloadedOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         if "closure" in _required(optimizer_class.step):
-            raise ValueError(f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once:"
-                             " its state cannot be offloaded")
+            raise ValueError(
+                f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once: it cannot be"
+                " offloaded; choose an optimizer that steps each parameter by itself"
+            )
         if dram_budget < 0:
             raise ValueError(f"dram_budget must not be negative, got {dram_budget}")
         if sub_group_size < 1:
@@ -107,6 +112,7 @@ class OffloadedOptimizer(Optimizer):
         self._scratch = Room(self._pool)
         self._gradients = OffloadedGradients(self._store, self._pool) if offload_gradients else None
         self._versions: dict[torch.Tensor, int] = {}
+        self._changed: set[torch.Tensor] = set()
         self._arrived: dict[SubGroup, int] = {}
         self._early: list[SubGroup] = []
         self._last_early: list[SubGroup] = []
@@ -120,7 +126,7 @@ class OffloadedOptimizer(Optimizer):
         self._hook_parameters()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
         Returns what ``closure`` returns, if one is given; it is called once, before. On any exception parameters and states are
@@ -152,27 +158,33 @@ class OffloadedOptimizer(Optimizer):
         return self._last
 
     def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
-        """Bytes/s that the drive reads and writes for this optimizer's store; kept for :meth:`report`. Takes some tenths of a second."""
+        """Bytes/s that the drive reads and writes for this optimizer's store; kept for :meth:`report`. Takes some tenths of a
+        second."""
         self._check_usable()
-        size = min(nbytes // 4, max(self._pool.budget // 8, 1 << 20))
-        names = [f"limits.{number}" for number in range(4)]
-        rates = []
-        with self._pool.lease(4 * size) as lease:
-            parts = [lease.buffer[number * size : (number + 1) * size] for number in range(4)]
-            for move in (self._store.put, self._store.put, self._store.get):  # the first allocates
+        names = [f"limits.{number}" for number in range(RING)]
+        largest = max(each.numel for each in self._sub_groups)
+        with self._pool.lease(max(4 * largest, 1 << 20) * RING) as lease:
+            parts = lease.buffer.chunk(RING)
+            rounds = -(-nbytes // lease.nbytes)
+
+            def seconds(move: Callable[[str, torch.Tensor], Any]) -> float:
                 begun = time.perf_counter()
                 for future in [move(name, part) for name, part in zip(names, parts, strict=True)]:
                     future.result()
-                rates.append(4 * size / (time.perf_counter() - begun))
+                return time.perf_counter() - begun
+
+            seconds(self._store.put)  # allocates
+            writing, reading = zip(*((seconds(self._store.put), seconds(self._store.get)) for _ in range(rounds)), strict=True)
         for name in names:
             self._store.delete(name).result()
-        self._limits = rates[2], rates[1]
+        self._limits = rounds * lease.nbytes / sum(reading), rounds * lease.nbytes / sum(writing)
         return self._limits
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where their gradients are on the drive. Returns the norm."""
+        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where their gradients are on the drive. Returns the
+        norm."""
         if self._step_in_backward:
-            raise RuntimeError("step_in_backward has used the gradients before their norm is known: clip with step_in_backward=False")
+            raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
         if self._gradients is not None:
             self._gradients.flush()
             return self._gradients.clip(max_norm, norm_type)
@@ -265,6 +277,7 @@ class OffloadedOptimizer(Optimizer):
         for sub_group in waiting:
             self._choose_place(sub_group)
         on_drive = self._sweep.kept_first([each for each in waiting if not each.in_memory])
+        self._look_for_changes()
         self._sweep.expect(on_drive)
         for sub_group in on_drive:
             self._sweep.step(sub_group, partial(self._gradients_of, sub_group), self.param_groups)
@@ -299,7 +312,9 @@ class OffloadedOptimizer(Optimizer):
                 try:
                     self._sweep.undo()
                 except (OSError, MemoryError) as second:
-                    self._broken = f"step {number + 1} failed ({error}) and could not be undone ({second}): load a checkpoint"
+                    self._broken = (
+                        f"step {number + 1} failed ({error}) and could not be undone ({second}): load a checkpoint"
+                    )
             self._remember_versions()
             said = self._broken or f"the optimizer and its parameters are as after step {number}"
             if isinstance(error, OSError) and error.errno is not None:
@@ -365,8 +380,7 @@ class OffloadedOptimizer(Optimizer):
             converted = scratch[end : end + 4 * gradient.numel()].view(torch.float32).view(gradient.shape)
             found[index] = converted.copy_(gradient)
             end += -(-4 * gradient.numel() // 64) * 64
-            param = sub_group.pieces[index].param
-            if local_of(param)._version != self._versions.get(param, local_of(param)._version):
+            if sub_group.pieces[index].param in self._changed:
                 sub_group.stale.add(index)
         return found
 
@@ -395,6 +409,7 @@ class OffloadedOptimizer(Optimizer):
             raise
 
     def _step_what_is_complete(self, param: torch.Tensor) -> None:
+        self._look_for_changes()
         if not self._arrived and self._last_early:
             self._sweep.expect(self._sweep.kept_first(self._last_early))
         for sub_group, _ in self._pieces[param]:
@@ -418,7 +433,10 @@ class OffloadedOptimizer(Optimizer):
     ) -> Held:
         held: Held = []
         for index, piece in enumerate(sub_group.pieces):
-            values = {key: value.value if isinstance(value, _Opaque) else value for key, value in saved.get(piece.param, {}).items()}
+            values = {
+                key: value.value if isinstance(value, _Opaque) else value
+                for key, value in saved.get(piece.param, {}).items()
+            }
             master = values.pop(MASTER, None)
             dtype = torch.float32 if sub_group.masters[index] else piece.param.dtype
             if sub_group.masters[index]:
@@ -441,7 +459,8 @@ class OffloadedOptimizer(Optimizer):
         return held
 
     def state_of(self, param: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state: what is small, and tensors mapped from the drive, valid until the next step. Raises KeyError for none."""
+        """A parameter's state: what is small, and tensors mapped from the drive, valid until the next step. Raises KeyError
+        for none."""
         pieces = self._pieces[param]
         found: dict[str, Any] = dict(pieces[0][0].small[pieces[0][1]])
         keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
@@ -507,9 +526,8 @@ class OffloadedOptimizer(Optimizer):
         try:
             optimizer = self._class([trial], **self._options)
             optimizer.step()
-            states = sum(
-                value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.numel() > 1
-            ) / trial.numel()
+            kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
+            states = sum(numel for numel in kept if numel > 1) / trial.numel()
         except Exception:
             states = 2.0
         masters = self._master_weights and sample.dtype in LOW_PRECISION
@@ -519,14 +537,21 @@ class OffloadedOptimizer(Optimizer):
         largest = max((each.numel for each in self._sub_groups), default=0)
         wanted = int(RING * largest * self._bytes_an_element) + self._dram_budget
         if wanted > self._pool.budget:
-            raise MemoryError(
-                f"three sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes, the buffer pool's"
-                f" budget is {self._pool.budget}; give a smaller sub_group_size or dram_budget, or call set_buffer_budget"
+            raise OutOfBuffers(
+                f"three sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes, the buffer"
+                f" pool's budget is {self._pool.budget}; give a smaller sub_group_size or dram_budget, or call set_buffer_budget"
             )
 
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise RuntimeError(f"this optimizer cannot go on: {self._broken}")
+
+    def _look_for_changes(self) -> None:
+        """Notice parameters that others changed, before the step itself changes any."""
+        if not self._early and self._master_weights:
+            self._changed = {
+                param for param, version in self._versions.items() if local_of(param)._version != version
+            }
 
     def _remember_versions(self) -> None:
         if self._master_weights:
@@ -560,7 +585,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _States(MutableMapping[Any, Any]):
-    """``optimizer.state``: parameter -> its state, brought from the drive when it is asked for. What is set here is not kept."""
+    """``optimizer.state``: parameter -> its state, mapped from the drive when it is asked for."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -613,14 +638,14 @@ def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _own(
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
-) -> list[Path] | dict[Path, float]:
-    """The directories, or each rank's own in them."""
+) -> dict[str | os.PathLike[str], float]:
+    """The directories with their weights, or each rank's own in them."""
     many = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     own = f"rank{torch.distributed.get_rank()}" if many else ""
-    if isinstance(nvme_path, Mapping):
-        return {Path(path) / own: weight for path, weight in nvme_path.items()}
-    paths = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else nvme_path
-    return [Path(path) / own for path in paths]
+    if isinstance(nvme_path, (str, os.PathLike)):
+        nvme_path = [nvme_path]
+    weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
+    return {Path(path) / own: weight for path, weight in weights.items()}
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

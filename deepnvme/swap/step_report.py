@@ -12,7 +12,8 @@ class StepReport:
     step: int
     """Counted from 1."""
     seconds: float
-    """From the call of ``step()`` to its return, with the closure's time; of ``step_in_backward`` only what was left for ``step()``."""
+    """From the call of ``step()`` to its return, with the closure's time; of ``step_in_backward`` only what was left for
+    ``step()``."""
     computing: float
     """In the optimizer's own kernels, and copying gradients and weights for them."""
     reading: float
@@ -26,8 +27,8 @@ class StepReport:
     """While a read was under way; the writes beside it have their share of the drive."""
     write_gb_per_second: float
     share_of_limit: float | None
-    """The time that the drive alone would need for these bytes (each way at its limit, one after the other), over ``seconds``. None if
-    the limits were not measured: :meth:`OffloadedOptimizer.measure_limits`."""
+    """The time that the drive alone would need for these bytes (each way at its limit, one after the other), over
+    ``seconds``. None if the limits were not measured: :meth:`OffloadedOptimizer.measure_limits`."""
     bytes_written_in_all: int
     """Since the optimizer was made: the wear."""
     resident_bytes: int

@@ -23,8 +23,8 @@ Held = list[tuple[int, str, "torch.Tensor"]]
 
 
 class SubGroup:
-    """The tensors of ``pieces`` that an optimizer keeps: large ones in a block that is here only while it is needed, the others in
-    memory."""
+    """The tensors of ``pieces`` that an optimizer keeps: large ones in a block that is here only while it is needed, the
+    others in memory."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 CUT = 4096
-"""Elements: parameters are cut at multiples of this. Every element's bytes then begin a page in whatever dtype, so that cut states
-can be mapped as one; and vectors of the kernels are not cut, so that they round like those of the whole tensor."""
+"""Elements: parameters are cut at multiples of this. Every element's bytes then begin a page in whatever dtype, so that cut
+states can be mapped as one; and vectors of the kernels are not cut, so that they round like those of the whole tensor."""
 
 
 @dataclass(frozen=True, eq=False)

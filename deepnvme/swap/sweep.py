@@ -14,9 +14,8 @@ from .sub_group import MASTER, Gradients, Held, SubGroup
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.engine import Future
-
     from .buffers import BufferPool, Lease
+    from .futures import StoreFuture
     from .store import TensorStore
 
 POLL_SECONDS = 0.0005
@@ -53,8 +52,8 @@ class Slot:
     holds: SubGroup | None = None
     """Whose block, as it is on the drive or is being read or written."""
     content: torch.Tensor | None = None
-    reading: Future | None = None
-    writing: list[Future] = field(default_factory=list)
+    reading: StoreFuture[torch.Tensor] | None = None
+    writing: list[StoreFuture[int]] = field(default_factory=list)
 
     @property
     def busy(self) -> bool:
@@ -81,10 +80,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._under_way: list[Future] = []
+        self._under_way: list[StoreFuture[Any]] = []
         self._since = 0.0
 
-    def started(self, future: Future) -> None:
+    def started(self, future: StoreFuture[Any]) -> None:
         """It is under way from now on."""
         self.look()
         if not self._under_way:
@@ -102,8 +101,8 @@ class Clock:
 class Sweep:
     """``step`` each sub-group, then ``commit``, or ``undo`` all.
 
-    A block is never overwritten by the step that follows it: each sub-group has two on the drive, the last whole step's and the one
-    being written.
+    A step never overwrites the block that it has read: each sub-group has two on the drive, that of the last whole step and
+    the one being written.
     """
 
     def __init__(self, store: TensorStore, pool: BufferPool, slots: int) -> None:
@@ -280,10 +279,13 @@ class Sweep:
             if busy:
                 self._until_written(busy[0])
             else:  # all were read ahead of their turn, and another is asked for
-                last = max(self._slots, key=lambda slot: self._upcoming.index(slot.holds) if slot.holds in self._upcoming else -1)
+                last = max(self._slots, key=self._turn)
                 self._until_read(last)
                 last.holds = last.content = None
         return slot
+
+    def _turn(self, slot: Slot) -> int:
+        return self._upcoming.index(slot.holds) if slot.holds is not None and slot.holds in self._upcoming else -1
 
     def _until_read(self, slot: Slot) -> None:
         if slot.reading is None:
@@ -328,7 +330,8 @@ class Sweep:
                 piece = sub_group.pieces[section.piece]
                 piece.of(piece.param).copy_(section.of(images))
         imaged = {section.piece for section in taken.sections}
-        masters = [] if sub_group.layout is None else [s for s in sub_group.layout.sections if s.key == MASTER and s.piece not in imaged]
+        sections = sub_group.layout.sections if sub_group.layout is not None else ()
+        masters = [section for section in sections if section.key == MASTER and section.piece not in imaged]
         if sub_group.layout is not None and masters:
             content = self._read_only.take(sub_group.layout.nbytes)
             self._store.get(block_name(sub_group), content).result()
@@ -351,7 +354,7 @@ def image_name(sub_group: SubGroup) -> str:
     return f"{sub_group.index}.image"
 
 
-def _ended(future: Future) -> bool:
+def _ended(future: StoreFuture[int]) -> bool:
     """Whether it has. Raises what it ended with."""
     if not future.done():
         return False
