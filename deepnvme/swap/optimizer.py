@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,22 +15,22 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .block import PAGE
 from .buffers import BufferPool, OutOfBuffers, buffer_pool
 from .gradients import OffloadedGradients
 from .interrupts import held_back
+from .states import States, opaque, take_over
 from .step_report import StepReport
 from .store import TensorStore
-from .sub_group import MASTER, Gradients, Held, SubGroup
+from .sub_group import Gradients, Held, SubGroup
 from .sub_groups import Piece, local_of, partition
-from .sweep import Room, Sweep, block_name
+from .sweep import Room, Sweep
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 """Optimizers to which a run of a parameter's elements is as good as a whole parameter."""
 
@@ -100,7 +100,6 @@ class OffloadedOptimizer(Optimizer):
         self._sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         super().__init__(params, self._defaults())
-        self.state = _States(self)  # type: ignore[assignment]
         self._pool = buffer_pool() if pool is None else pool
         self._dram_budget, self._verbose = dram_budget, verbose
         self._step_in_backward = step_in_backward
@@ -108,6 +107,7 @@ class OffloadedOptimizer(Optimizer):
         self._bytes_an_element = self._estimated_bytes_an_element()
         self._check_budget()
         self._store = TensorStore(_own(nvme_path), checksum=checksum)
+        self.state = States(self._pieces, self._store)  # type: ignore[assignment]
         self._sweep = Sweep(self._store, self._pool, RING)
         self._scratch = Room(self._pool)
         self._gradients = OffloadedGradients(self._store, self._pool) if offload_gradients else None
@@ -122,7 +122,7 @@ class OffloadedOptimizer(Optimizer):
         self._limits: tuple[float, float] | None = None
         self._last: StepReport | None = None
         self._broken: str | None = None
-        self._loading = self.register_load_state_dict_pre_hook(_opaque)
+        self._loading = self.register_load_state_dict_pre_hook(opaque)
         self._hook_parameters()
 
     @torch.no_grad()
@@ -242,7 +242,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_usable()
         self._loading.remove()
-        self._loading = self.register_load_state_dict_pre_hook(_opaque)  # after those of the user
+        self._loading = self.register_load_state_dict_pre_hook(opaque)  # after those of the user
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class OffloadedOptimizer(Optimizer):
         try:
             for sub_group in self._sub_groups:
                 if sub_group.resident is None:
-                    held = self._take_over(sub_group, state["state"], state["param_groups"])
+                    held = take_over(sub_group, state["state"], state["param_groups"])
                     sub_group.layout = None
                     if held:
                         self._sweep.write_now(sub_group, held)
@@ -260,7 +260,7 @@ class OffloadedOptimizer(Optimizer):
                         sub_group.current = None
             with held_back():
                 for sub_group in residents:
-                    self._settle_resident(sub_group, self._take_over(sub_group, state["state"], state["param_groups"]))
+                    self._settle_resident(sub_group, take_over(sub_group, state["state"], state["param_groups"]))
                 self.param_groups = state["param_groups"]
         except BaseException:
             for forget in undo:
@@ -426,71 +426,6 @@ class OffloadedOptimizer(Optimizer):
                     if all(each in self._early for each, _ in self._pieces[piece.param]):
                         piece.param.grad = None
 
-    # -- states
-
-    def _take_over(
-        self, sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]
-    ) -> Held:
-        held: Held = []
-        for index, piece in enumerate(sub_group.pieces):
-            values = {
-                key: value.value if isinstance(value, _Opaque) else value
-                for key, value in saved.get(piece.param, {}).items()
-            }
-            master = values.pop(MASTER, None)
-            dtype = torch.float32 if sub_group.masters[index] else piece.param.dtype
-            if sub_group.masters[index]:
-                held.append((index, MASTER, piece.of(piece.param if master is None else master).to("cpu", dtype)))
-            small: dict[str, Any] = {}
-            for key, value in values.items():
-                if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-                    small[key] = value
-                    continue
-                if key == "step":
-                    fused = groups[piece.group].get("fused") or groups[piece.group].get("capturable")
-                    value = value.to(torch.float32) if fused else value
-                elif piece.param.is_floating_point():
-                    value = value.to(dtype)
-                if value.numel() <= 1:
-                    small[key] = local_of(value).detach().to("cpu", copy=True)
-                else:
-                    held.append((index, key, (local_of(value) if piece.whole else piece.of(value)).to("cpu")))
-            sub_group.small[index] = small
-        return held
-
-    def state_of(self, param: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state: what is small, and tensors mapped from the drive, valid until the next step. Raises KeyError
-        for none."""
-        pieces = self._pieces[param]
-        found: dict[str, Any] = dict(pieces[0][0].small[pieces[0][1]])
-        keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
-        if not found and not keys:
-            raise KeyError(param)
-        for sub_group, _ in pieces:
-            self._spill(sub_group)
-        for number, key in enumerate(keys):
-            sections = [(sub_group, list(sub_group.sections(index))[number]) for sub_group, index in pieces]
-            first = sections[0][1]
-            inside = first.offset % PAGE
-            mapped = self._store.map_ranges(
-                [(block_name(each), section.offset - inside, section.nbytes + inside) for each, section in sections]
-            )
-            whole = mapped[inside:].view(first.dtype)
-            local = local_of(param)
-            if len(pieces) > 1 or tuple(local.shape) == first.shape:
-                whole = _like(param, whole.view(local.shape))
-            else:
-                whole = whole.view(first.shape)
-            found[key] = whole
-        return found
-
-    def _spill(self, sub_group: SubGroup) -> None:
-        """Have a copy on the drive of what is in memory only, to be mapped: a copy in memory would double it."""
-        if sub_group.resident is not None and not sub_group.spilled and sub_group.layout is not None:
-            sub_group.current = 0
-            self._store.put(block_name(sub_group), sub_group.resident.buffer[: sub_group.layout.nbytes]).result()
-            sub_group.spilled = True
-
     # -- setting up
 
     def _defaults(self) -> dict[str, Any]:
@@ -582,58 +517,6 @@ class OffloadedOptimizer(Optimizer):
         )
         if self._verbose:
             print(self._last.line(), flush=True)
-
-
-class _States(MutableMapping[Any, Any]):
-    """``optimizer.state``: parameter -> its state, mapped from the drive when it is asked for."""
-
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        return self._optimizer.state_of(param)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for param, pieces in self._optimizer._pieces.items():
-            sub_group, index = pieces[0]
-            if sub_group.small[index] or any(sub_group.sections(index)):
-                yield param
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __setitem__(self, param: torch.Tensor, state: Any) -> None:
-        raise TypeError("states on a drive are set by load_state_dict")
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        raise TypeError("states on a drive are set by load_state_dict")
-
-
-class _Opaque:
-    """A tensor that torch's load_state_dict shall not cast: that would copy it, and round master weights."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-def _opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = {
-        param: {key: _Opaque(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-        for param, state in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}
-
-
-def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the shard of a tensor distributed like ``param``, if that is."""
-    if local_of(param) is param:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.size(), stride=param.stride()
-    )
 
 
 def _own(
