@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .block import Layout, lay_out
@@ -41,11 +42,24 @@ class OffloadedGradients:
     def __init__(self, store: TensorStore, pool: BufferPool) -> None:
         self._store, self._pool = store, pool
         self._of: dict[SubGroup, _Gradients] = {}
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        """Of gradients in several pieces, as long as one backward has made them."""
         self._scale: torch.Tensor | None = None
         self._taken: Lease | None = None
 
-    def add(self, sub_group: SubGroup, index: int) -> None:
-        """Take over the gradient of a piece: a copy, or the sum with what was there. Raises OSError from the drive."""
+    def add(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
+        """Take over a parameter's gradient: a copy, or the sum with what was there. Raises OSError from the drive."""
+        import torch
+
+        assert param.grad is not None
+        first = not any(index in self._of[sub_group].present for sub_group, index in pieces if sub_group in self._of)
+        self._norms.pop(param, None)
+        if first and len(pieces) > 1:  # of the whole, which rounds otherwise than from the norms of its pieces
+            self._norms[param] = torch.linalg.vector_norm(local_of(param.grad))
+        for sub_group, index in pieces:
+            self._add_piece(sub_group, index)
+
+    def _add_piece(self, sub_group: SubGroup, index: int) -> None:
         piece = sub_group.pieces[index]
         gradient = piece.param.grad
         assert gradient is not None
@@ -54,8 +68,7 @@ class OffloadedGradients:
             kept = self._of[sub_group] = _Gradients(
                 sub_group, lay_out([(number, "", each.of(each.param)) for number, each in enumerate(sub_group.pieces)])
             )
-        buffer = self._in_memory(kept)
-        view = kept.layout.sections[index].of(buffer)
+        view = kept.layout.sections[index].of(self._in_memory(kept))
         if index in kept.present:
             view.add_(piece.of(gradient))
         else:
@@ -109,6 +122,8 @@ class OffloadedGradients:
         norms = []
         for param, parts in by_param.items():
             norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type)
+            if norm_type == 2.0 and self._scale is None:
+                norm = self._norms.get(param, norm)
             norms.append(_over_ranks(param, norm, norm_type))
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -122,6 +137,7 @@ class OffloadedGradients:
             if kept.lease is not None:
                 kept.lease.release()
         self._of.clear()
+        self._norms.clear()
         self._scale = None
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:

@@ -248,10 +248,12 @@ class OffloadedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._sweep.forget()
         undo = [sub_group.remember() for sub_group in self._sub_groups]
-        residents = [sub_group for sub_group in self._sub_groups if sub_group.resident is not None]
+        for sub_group in self._sub_groups:
+            self._choose_place(sub_group)
+        residents = [sub_group for sub_group in self._sub_groups if sub_group.in_memory]
         try:
             for sub_group in self._sub_groups:
-                if sub_group.resident is None:
+                if not sub_group.in_memory:
                     held = take_over(sub_group, state["state"], state["param_groups"])
                     sub_group.layout = None
                     if held:
@@ -398,8 +400,7 @@ class OffloadedOptimizer(Optimizer):
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         self._check_usable()
         if self._gradients is not None:
-            for sub_group, index in self._pieces[param]:
-                self._gradients.add(sub_group, index)
+            self._gradients.add(param, self._pieces[param])
             param.grad = None
             return
         try:
