@@ -13,7 +13,8 @@ import deepnvme
 
 from ..memory import pattern
 
-pytestmark = pytest.mark.gpu
+# Containers for GPUs seldom allow much to be locked, and it is not what is tested here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:mlock of")]
 
 SIZE = 32 << 20
 WHILE = 1_000_000_000  # cycles, about half a second
