@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,11 +132,11 @@ def test_no_byte_is_ever_taken_twice_and_none_is_lost(data):
                 held[offset] = length
         spans = sorted([*held.items(), *extents.holes()])
         # Taken extents and holes tile the file from its start to its end.
-        assert all(offset + length == following for (offset, length), (following, _) in zip(spans, spans[1:], strict=False))
+        assert all(offset + length == following for (offset, length), (following, _) in itertools.pairwise(spans))
         assert (spans[0][0] if spans else 0, sum(length for _, length in spans)) == (0, extents.end)
         assert extents.used == sum(held.values())
         holes = extents.holes()
-        assert all(offset + length < following for (offset, length), (following, _) in zip(holes, holes[1:], strict=False))
+        assert all(offset + length < following for (offset, length), (following, _) in itertools.pairwise(holes))
         assert not holes or sum(holes[-1]) < extents.end
     for offset, length in held.items():
         extents.give_back(offset, length)
