@@ -53,7 +53,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D view of a contiguous tensor's bytes."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

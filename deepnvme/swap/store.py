@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from deepnvme.engine import Engine
 
-from . import manifest, memory
+from . import memory
 from .batches import Buffer, Writing, neighbours, pieces
 from .buffers import BufferPool, buffer_pool
 from .contents import CorruptTensor, Entry, TensorInfo, Version
@@ -84,10 +84,6 @@ class TensorStore:
         self._pool = pool
         self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
-        self._directories = Directories(weights, persist, self._engine)
-        self._paths = [file.path for file in self._directories.files]
-        self._handles = [file.file for file in self._directories.files]
-        self._space = Space(self._directories.files)
         self._lock = threading.RLock()
         self._closed = False
         self._entries: dict[str, Entry] = {}
@@ -95,8 +91,16 @@ class TensorStore:
         self._swept = _SWEPT_FROM
         self._failed: list[Operation] = []
         self._retired: list[Parts] = []  # not the store's any more, but the last commit's
-        if self._directories.known is not None:
-            self._restore(self._directories.known)
+        with contextlib.ExitStack() as undo:
+            if self._own_engine:
+                undo.callback(self._engine.close)
+            self._directories = Directories(weights, persist, self._engine)
+            undo.callback(self._directories.leave)
+            self._space = Space(self._directories.files)
+            self._restore()
+            undo.pop_all()
+        self._paths = [file.path for file in self._directories.files]
+        self._handles = [file.file for file in self._directories.files]
 
     # What is there.
 
@@ -187,7 +191,7 @@ class TensorStore:
             del self._entries[name]
             self._release(entry.newest)
             nbytes = entry.newest.info.nbytes
-            return StoreFuture(self._begin(_nothing), nbytes, lambda: nbytes)
+            return StoreFuture(self._begin(self._ended), nbytes, lambda: nbytes)
 
         return self._in_turn([name], start, writing=True)
 
@@ -259,7 +263,8 @@ class TensorStore:
         self._raise_unseen()
 
     def __enter__(self) -> TensorStore:
-        return self
+        with self._locked():
+            return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -498,8 +503,9 @@ class TensorStore:
 
     # Opening.
 
-    def _restore(self, known: manifest.Manifest) -> None:
-        for name, stored in known.tensors.items():
+    def _restore(self) -> None:
+        known = self._directories.known
+        for name, stored in known.tensors.items() if known is not None else ():
             entry = Entry(name)
             try:
                 entry.version = Version.restored(stored)
@@ -507,7 +513,3 @@ class TensorStore:
             except ValueError as error:
                 raise self._directories.corrupt(f"tensor {name!r}: {error}") from error
             self._entries[name] = entry
-
-
-def _nothing(operation: Operation, failures: list[Failure]) -> None:
-    pass

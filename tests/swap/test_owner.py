@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import time
 
 import pytest
 
@@ -22,8 +23,6 @@ print("holds", flush=True)
 
 
 def wait_for(interpreters, text):
-    import time
-
     deadline = time.monotonic() + 30
     while text not in interpreters.stdout().read_text():
         assert time.monotonic() < deadline, f"the program has not said '{text}'"
@@ -40,6 +39,7 @@ def test_another_owner_in_this_process_is_refused_and_named(drive):
 
 
 def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
+    interpreters.stdout().write_text("")
     child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(60)"))
     try:
         wait_for(interpreters, "holds")

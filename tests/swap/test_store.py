@@ -114,6 +114,16 @@ def test_a_conjugate_is_stored_as_it_reads(store):
     assert torch.equal(store.get("name").result(), tensor)
 
 
+def test_a_parameter_is_read_into_and_written_from(striped):
+    parameter = torch.nn.Parameter(torch.randn(2 * MIB))
+    before = parameter.detach().clone()
+    striped.put("name", parameter).result()
+    with torch.no_grad():
+        parameter.zero_()
+    assert striped.get("name", out=parameter).result().data_ptr() == parameter.data_ptr()
+    assert torch.equal(parameter.detach(), before)
+
+
 def test_a_parameter_is_a_tensor(store):
     parameter = torch.nn.Parameter(torch.ones(5000))
     store.put_many({"a": parameter, "b": parameter}).result()
@@ -333,6 +343,7 @@ def test_dropped_futures_keep_no_tensor(store):
     for step in range(300):
         store.put(str(step), torch.ones(10))
         store.get(str(step))
+        store.delete(str(step))
     assert len(store._under_way) <= 130
 
 
