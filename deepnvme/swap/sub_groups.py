@@ -63,7 +63,7 @@ def partition(
                 rest = numel - begin
                 if rest > room:
                     room = room // CUT * CUT
-                    if not may_be_cut(param) or room < min(rest, cut_size) // 4:  # rather than many small pieces
+                    if not may_be_cut(param) or room < max(1, min(rest, cut_size) // 4):  # rather than many small pieces
                         found.append([])
                         filled = 0
                         room = cut_size if may_be_cut(param) else rest
