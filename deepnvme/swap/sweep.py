@@ -202,6 +202,9 @@ class Sweep:
                 failed = failed or error
             self._log.pop()
         self._read_only.release()
+        for slot in self._slots:  # a transfer that was interrupted before it was noted still has the memory
+            slot.block.release()
+            slot.image.release()
         if failed is not None:
             raise failed
 
