@@ -25,7 +25,7 @@ from .step_report import StepReport
 from .store import TensorStore
 from .sub_group import NOT_OPTIONS, Gradients, Held, SubGroup
 from .sub_groups import Piece, local_of, partition
-from .sweep import Room, Sweep
+from .sweep import Room, Sweep, give_back_freed
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
@@ -400,6 +400,8 @@ class OffloadedOptimizer(Optimizer):
         sub_group.resident = self._pool.lease(max(layout.nbytes, 1))
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
             section.of(sub_group.resident.buffer).copy_(tensor)
+        held.clear()
+        give_back_freed()
         sub_group.spilled = False
         if old is not None:
             old.release()
