@@ -353,7 +353,7 @@ class Sweep:
 
 
 def give_back_freed() -> None:
-    """Have malloc return to the system what it keeps of the states that an optimizer made: the next are a little too large for the
+    """Have malloc return what it keeps of the states that an optimizer made: the next are a little too large for the
     holes, and the heap grew by all states. Of glibc only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
