@@ -295,9 +295,11 @@ def test_a_lease_waits_for_a_future_when_nobody_else_can_give_back(pool: BufferP
     kept = pool.lease(30 * PAGE)
     pool.lease(70 * PAGE).release(after=future)
     timer = threading.Timer(seconds, future.set_result, [1])
+    begin = time.monotonic()
     timer.start()
-    with pool.lease(70 * PAGE, timeout=10):
+    with pool.lease(70 * PAGE, timeout=20):
         assert future.done()
+    assert time.monotonic() - begin < 10  # and not when the time is up
     timer.join()
     kept.release()
 
