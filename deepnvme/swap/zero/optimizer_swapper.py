@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import weakref
@@ -49,7 +50,7 @@ class OptimizerSwapper:
     taken, as far as ``pool`` allows, only where the sub-group at hand does not fit, and OutOfBuffers says what to set if even
     that is not enough. What of it a step does not need to pass through holds a fixed set of sub-groups, whose files are
     outdated until :attr:`swap_folder` is asked for, :meth:`flush` is called, or the swapper ends.
-    ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to ``optimizer/rank<N>`` in it. ``optimizer``: has
+    ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to its ``optimizer/rank<N>``. ``optimizer``: has
     ``state``. ``device`` is not looked at: the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine``: one of its
     own by default; ``pool``: the process's.
 
@@ -104,7 +105,9 @@ class OptimizerSwapper:
         self._order: list[OptimizerStateSwapInfo] = []  # as a step takes them
         self._gradient_bytes = 0  # of the gradients that wait in memory
         self._to_restore: set[Any] = set()  # parameters whose files may be another checkpoint's by now
-        self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder)
+        self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
+        self._end.atexit = False  # that would be after the engine's
+        atexit.register(self._end)
         describe(self, exclude=("optimizer", "swap_params_info", "timers"))
 
     @property
@@ -256,7 +259,6 @@ class OptimizerSwapper:
             info.detach()
             self._consume_gradient(info)
             self._cache.release(tiles, changed=True)
-            self._cache.poll()
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -307,9 +309,7 @@ class OptimizerSwapper:
         return info
 
     def _initial_values(self, info: OptimizerStateSwapInfo) -> torch.Tensor:
-        self._cache.create(info.master.tile)
-        assert info.master.tile.lease is not None
-        return info.master.tile.lease.tensor(info.numel(), info.dtype())
+        return self._cache.create(info.master.tile).tensor(info.numel(), info.dtype())
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
         info = self.swap_params_info.get(self.parameter_id(parameter))
@@ -339,9 +339,8 @@ class OptimizerSwapper:
                 known = None
             swapped = info.new_state(name, value, known.tile if known else None)
             self._cache.create(swapped.tile)
+            swapped.memory().copy_(value.detach())
             swapped.tile.in_use = True
-            assert swapped.tile.lease is not None
-            swapped.tile.lease.tensor(value.shape, value.dtype).copy_(value.detach())
             info.states[name] = swapped
             swapped.attach()
 
@@ -401,7 +400,7 @@ class OptimizerSwapper:
 
     def _states_to_save(self, info: OptimizerStateSwapInfo) -> SavedStates:
         state = self._optimizer_state(info)
-        swapped = {name: (state.shape, state.tensor.dtype) for name, state in info.states.items()}
+        swapped = {name: (state.shape, state.stride, state.tensor.dtype) for name, state in info.states.items()}
         return SavedStates({name: value for name, value in state.items() if name not in swapped}, swapped, list(state))
 
     def _restore(self, info: OptimizerStateSwapInfo) -> None:
@@ -417,9 +416,9 @@ class OptimizerSwapper:
                 if name in saved.kept:
                     state[name] = saved.kept[name]
                 elif name not in info.states:
-                    shape, dtype = saved.swapped[name]
+                    shape, stride, dtype = saved.swapped[name]
                     state[name] = torch.empty(0, dtype=dtype)
-                    info.states[name] = info.stored_state(name, state[name], shape)
+                    info.states[name] = info.stored_state(name, state[name], shape, stride)
             for name in [name for name in info.states if name not in saved.swapped]:
                 self._cache.discard(info.states.pop(name).tile)
         self._to_restore.discard(info.param_id)
@@ -434,9 +433,9 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
     )
 
 
-def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str) -> None:
+def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
     """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well."""
-    if not os.path.isdir(folder):  # they were not wanted
+    if os.getpid() != process or not os.path.isdir(folder):  # they are the parent's, or were not wanted
         return
     try:
         cache.flush([tile for info in order for tile in info.tiles()])

@@ -16,10 +16,10 @@ import torch
 
 @dataclass
 class SavedStates:
-    """``kept``: states in memory, by name. ``swapped``: shape and dtype of those in files. ``order``: of all their names."""
+    """``kept``: states in memory, by name. ``swapped``: shape, stride and dtype of those in files. ``order``: of all their names."""
 
     kept: dict[str, Any]
-    swapped: dict[str, tuple[torch.Size, torch.dtype]]
+    swapped: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     order: list[str]
 
 
@@ -30,7 +30,7 @@ def path_of(folder: str, param_id: str) -> str:
 def save(path: str, states: SavedStates) -> None:
     """Replace the file in one step. Values that torch.load would not take by default are left out."""
     kept = {name: value for name, value in states.kept.items() if isinstance(value, torch.Tensor | int | float | str | None)}
-    swapped = {name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in states.swapped.items()}
+    swapped = {name: (list(shape), stride, str(dtype).split(".")[1]) for name, (shape, stride, dtype) in states.swapped.items()}
     beside = f"{path}.{os.getpid()}"
     try:
         torch.save({"kept": kept, "swapped": swapped, "order": states.order}, beside)
@@ -45,7 +45,10 @@ def load(path: str) -> SavedStates | None:
     """None where there is no file. Raises OSError naming it if it cannot be read or is none of these."""
     try:
         saved = torch.load(path, weights_only=True)
-        swapped = {name: (torch.Size(shape), getattr(torch, dtype)) for name, (shape, dtype) in saved["swapped"].items()}
+        swapped = {
+            name: (torch.Size(shape), tuple(stride), getattr(torch, dtype))
+            for name, (shape, stride, dtype) in saved["swapped"].items()
+        }
         return SavedStates(saved["kept"], swapped, saved["order"])
     except FileNotFoundError:
         return None

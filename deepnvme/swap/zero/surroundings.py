@@ -35,7 +35,7 @@ class Timers:
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Time the body. The timer stops also if it raises: a retry could not start it otherwise."""
-        if not self._timers:
+        if self._timers is None:
             yield
             return
         timer = self._timers(name)
@@ -48,5 +48,5 @@ class Timers:
 
     def log(self) -> None:
         """Have what was used logged."""
-        if self._timers and self.names:
+        if self._timers is not None and self.names:
             self._timers.log(sorted(self.names))  # type: ignore[attr-defined]

@@ -130,7 +130,7 @@ class SwapBufferPool:
     def __init__(self, buffers: Sequence[torch.Tensor], aio_handle: Any) -> None:
         pageable = sum(not aio_handle.is_pinned(buffer) for buffer in buffers)
         if pageable or not buffers:
-            raise ValueError(f"the handle must have pinned the buffers (new_cpu_locked_tensor), {pageable} of {len(buffers)} are not")
+            raise ValueError(f"{pageable} of {len(buffers)} buffers are not pinned: make them with the handle (new_cpu_locked_tensor)")
         self.buffers = [SwapBuffer(buffer) for buffer in buffers]
         self.current_index = 0
 

@@ -13,22 +13,27 @@ from .tile import Tile
 
 
 class SwappedTensor:
-    """A tensor whose memory comes and goes. It is empty in between, as with DeepSpeed; shape and dtype are remembered here."""
+    """A tensor whose memory comes and goes. It is empty in between, as with DeepSpeed; what it looks like is remembered here."""
 
-    def __init__(self, tensor: torch.Tensor, shape: torch.Size, tile: Tile) -> None:
+    def __init__(self, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], tile: Tile) -> None:
         self.tensor = tensor
         self.shape = shape
+        self.stride = stride
         self.tile = tile
+
+    def memory(self) -> torch.Tensor:
+        """The tile's, which is in memory, as a tensor that looks like this one."""
+        assert self.tile.lease is not None
+        flat = self.tile.lease.tensor(self.shape.numel(), self.tensor.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
     def attach(self) -> None:
         """Make the tile's memory the tensor's."""
-        assert self.tile.lease is not None
-        self.tensor.data = self.tile.lease.tensor(self.shape, self.tensor.dtype)
+        self.tensor.data = self.memory()
 
     def unchanged_place(self) -> bool:
         """Whether the tensor is still what it was attached to, and not set to something else."""
-        lease = self.tile.lease
-        return lease is not None and self.tensor.data_ptr() == lease.buffer.data_ptr() and self.tensor.shape == self.shape
+        return self.tile.lease is not None and self.tensor.is_set_to(self.memory())
 
     def detach(self) -> None:
         self.tensor.data = torch.empty(0, dtype=self.tensor.dtype)
@@ -50,7 +55,7 @@ class OptimizerStateSwapInfo:
         self._numel = numel
         self._folder = folder
         self._aligned_bytes = aligned_bytes
-        self.master = SwappedTensor(parameter, torch.Size([numel]), self._tile(self.param_id, numel * parameter.element_size()))
+        self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, numel * parameter.element_size()))
         self.states: dict[str, SwappedTensor] = {}
         """By their names in the optimizer's state."""
         self.gradient = self._tile(f"{self.param_id}_gradient", numel * parameter.element_size())
@@ -90,14 +95,15 @@ class OptimizerStateSwapInfo:
     def new_state(self, name: str, tensor: torch.Tensor, tile: Tile | None) -> SwappedTensor:
         """A state that is to be swapped; ``tile``: of the one that it replaces."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
-        return SwappedTensor(tensor, tensor.shape, tile or self._tile(f"{name}-{self.param_id}", tensor.nbytes))
+        stride = torch.empty_like(tensor, device="meta").stride()  # its own, unless that leaves gaps
+        return SwappedTensor(tensor, tensor.shape, stride, tile or self._tile(f"{name}-{self.param_id}", tensor.nbytes))
 
-    def stored_state(self, name: str, tensor: torch.Tensor, shape: torch.Size) -> SwappedTensor:
+    def stored_state(self, name: str, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> SwappedTensor:
         """A state whose values are in its file already; ``tensor`` is empty."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
         tile = self._tile(f"{name}-{self.param_id}", shape.numel() * tensor.element_size())
         tile.stored = True
-        return SwappedTensor(tensor, shape, tile)
+        return SwappedTensor(tensor, shape, stride, tile)
 
     def attach(self) -> None:
         """Give the tensors the memory of their tiles, the gradient too if there is any."""
