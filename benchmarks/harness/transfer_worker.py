@@ -1,8 +1,7 @@
 """The process in which a library moves tensors: ``python -m harness.transfer_worker LIBRARY REQUESTS REPLIES``.
 
 Runs in the interpreter that has the library, ours or DeepSpeed's, and stays, so that neither imports nor allocations nor
-page faults of the tensors are ever measured. Requests and replies are JSON lines on two descriptors of their own, because
-libraries print.
+page faults of the tensors are ever measured.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
-import json
-import os
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from harness import pattern
+from harness.resident import forget_peak, resident
+from harness.serving import serve
 
 Transfer = Callable[[], None]
 
@@ -42,24 +40,6 @@ def _holds(tensor: torch.Tensor, seed: int, start: int) -> bool:
     return all(torch.equal(piece, content) for piece, content in _pieces(tensor, seed, start))
 
 
-def _resident(field: str) -> int:
-    """``VmRSS``, or ``VmHWM``, its highest value since ``_forget_peak``; bytes."""
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def _forget_peak() -> bool:
-    try:
-        with open("/proc/self/clear_refs", "w") as clear_refs:
-            clear_refs.write("5")
-        return True
-    except OSError:
-        return False
-
-
 def _cpu_seconds() -> float:
     # All threads, the kernel's io_uring workers included: those belong to this process.
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -68,12 +48,12 @@ def _cpu_seconds() -> float:
 
 def _measure(transfer: Transfer) -> dict[str, float | int | None]:
     gc.collect()
-    can_see_peak = _forget_peak()
-    resident = _resident("VmRSS")
+    can_see_peak = forget_peak()
+    before = resident("VmRSS")
     cpu, clock = _cpu_seconds(), time.perf_counter()
     transfer()
     seconds, cpu_seconds = time.perf_counter() - clock, _cpu_seconds() - cpu
-    growth = max(0, _resident("VmHWM") - resident) if can_see_peak else None
+    growth = max(0, resident("VmHWM") - before) if can_see_peak else None
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_growth": growth}
 
 
@@ -227,33 +207,9 @@ class Worker:
         return through_engine
 
 
-def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
-    methods: dict[str, Callable[..., dict[str, Any]]] = {
-        "transfer": worker.transfer,
-        "footprint": worker.footprint,
-    }
-    for line in requests:
-        request = json.loads(line)
-        try:
-            reply: dict[str, Any] = {"done": methods[request["method"]](**request["arguments"])}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 def main() -> None:
     library, backend, request_fd, reply_fd = sys.argv[1:]
-    with os.fdopen(int(request_fd)) as requests, os.fdopen(int(reply_fd), "w") as replies:
-        try:
-            worker = Worker(library, backend)
-            hello = {"done": worker.describe()}
-        except Exception as error:
-            traceback.print_exc()
-            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
-            return
-        print(json.dumps(hello), file=replies, flush=True)
-        _serve(worker, requests, replies)
+    serve(lambda: Worker(library, backend), ("transfer", "footprint"), int(request_fd), int(reply_fd))
 
 
 if __name__ == "__main__":
