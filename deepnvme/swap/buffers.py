@@ -12,32 +12,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
 
+from .lease import Ending, Lease
+
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
 _PAGE = 4096
 _SLACK = 8
 """A free chunk serves a request that is smaller than it by up to an eighth of the request."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
-
-
-class Ending(Protocol):
-    """What a lease can be released after: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
-
-    ``done()`` turns True without anybody waiting for it. ``exception()`` is asked only when it has, and only where the future
-    still holds on to the memory.
-    """
-
-    def done(self) -> bool: ...
-
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
 
 
 class OutOfBuffers(MemoryError):
@@ -80,69 +72,6 @@ class _Waiter:
         self.thread = thread
         # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-
-class Lease:
-    """Pinned memory on loan; made by :meth:`BufferPool.lease`. A context manager, which releases it.
-
-    The memory goes to somebody else once the lease is released or dropped *and* no tensor over it is alive. So a view that was
-    kept stays valid, and counts against the budget for as long; and a transfer of :class:`deepnvme.Engine`, which keeps its
-    tensor, is never disturbed. What goes on without a tensor, a copy that a device makes say, ends before the release, or is
-    what it is told to come ``after``.
-    """
-
-    __slots__ = ("__weakref__", "_buffer", "_chunk", "_pool", "nbytes")
-
-    nbytes: int
-    """As asked for."""
-
-    def __init__(self, pool: BufferPool, chunk: _Chunk | None, buffer: torch.Tensor) -> None:
-        self.nbytes = buffer.nbytes
-        self._pool = pool
-        self._chunk = chunk
-        self._buffer: torch.Tensor | None = buffer
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """``nbytes`` bytes (uint8, one dimension) from a 4096-byte boundary on, contents undefined. ValueError after release."""
-        if self._buffer is None:
-            raise ValueError(f"the lease of {self.nbytes} bytes was released: use its buffer before, or lease again")
-        return self._buffer
-
-    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A view of the buffer. ``offset``: bytes, a multiple of the dtype's size.
-
-        Raises ValueError for another offset, for a tensor that ends past the buffer, and after release.
-        """
-        sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
-        end = offset + math.prod(sizes) * dtype.itemsize
-        if offset % dtype.itemsize or offset < 0:
-            raise ValueError(f"offset must be a multiple of {dtype.itemsize} bytes, the size of {dtype}, got {offset}")
-        if end > self.nbytes or any(size < 0 for size in sizes):
-            raise ValueError(f"a tensor of {sizes} {dtype} at offset {offset} must fit in the lease of {self.nbytes} bytes")
-        return self.buffer[offset:end].view(dtype).view(sizes)
-
-    def release(self, after: Ending | None = None) -> None:
-        """Give the memory back; ``after``: when that has ended, well or not. Never blocks. Idempotent: the first call counts.
-
-        May be called by any thread, and by finalizers.
-        """
-        if self._buffer is None:
-            return
-        if self._chunk is not None and after is not None:
-            self._pool._await(self._chunk, after)
-        self._buffer = None
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        return f"<Lease of {self.nbytes} bytes{', released' if self._buffer is None else ''}>"
 
 
 class BufferPool:
@@ -234,7 +163,7 @@ class BufferPool:
         nbytes = _natural(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:
-            return Lease(self, None, _no_bytes())
+            return Lease(_no_bytes(), None)
         size = _whole_pages(nbytes)
         with self._lock:
             self._take_back()
@@ -284,7 +213,7 @@ class BufferPool:
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
             chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(self, chunk, buffer)
+            return Lease(buffer, partial(self._await, chunk))
         except BaseException:
             chunk.holder = _nobody
             self._end(chunk)

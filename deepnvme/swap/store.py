@@ -268,6 +268,25 @@ class TensorStore:
 
         return self._in_turn([name], start)
 
+    def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        """Bytes of several tensors, each (name, first byte, count), as one tensor of bytes, mapped like :meth:`map`.
+
+        First bytes are multiples of 4096, and so are all counts but the last.
+        """
+
+        def start() -> torch.Tensor:
+            parts = []
+            for name, first, count in ranges:
+                for part in self._whole(name).newest.parts:
+                    inside = min(count, part.nbytes - first)
+                    if inside > 0:
+                        parts.append((self._files[part.file].descriptor, part.offset + first, inside))
+                        count -= inside
+                    first = max(0, first - part.nbytes)
+            return memory.map_files(parts, sum(count for _, _, count in ranges))
+
+        return self._in_turn([name for name, _, _ in ranges], start)
+
     def reserve(self, nbytes: int) -> None:
         """Have room for ``nbytes`` bytes of tensors in all, those that are there included; each takes whole pages of 4096 bytes.
 
