@@ -32,7 +32,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, detached, or a dense copy of one that is not contiguous. Raises TypeError for what has no bytes to store."""
+    """The tensor, or a dense copy of one that is not contiguous. Raises TypeError for what has no bytes to store."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -44,14 +44,16 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"'{name}' is on the meta device and has no data to store")
     if hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which wraps others; store these (a DTensor's to_local())")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D view of a contiguous tensor's bytes."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
