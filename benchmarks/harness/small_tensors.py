@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from deepnvme.swap import TensorStore
+from deepnvme.swap.store import TensorStore
 from deepnvme.tune.folder import settle
 from harness.figures import Verdict
 from harness.turns import Sample, Turns, judge, take_turns
