@@ -101,7 +101,7 @@ class SubGroup:
 
     def remember(self) -> Callable[[], None]:
         """What undoes the changes that a step makes to what is kept in memory."""
-        small = copy.deepcopy(self.small)
+        small = [{key: _copied(value) for key, value in values.items()} for values in self.small]
         layout, current = self.layout, self.current
         options = [{k: v for k, v in group.items() if k != "params"} for group in self._groups()]
         pushed = {group: dict(values) for group, values in self._pushed.items()}
@@ -212,6 +212,12 @@ def _fits(layout: Layout, held: Held) -> bool:
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
         for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)
     )
+
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
