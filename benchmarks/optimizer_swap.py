@@ -17,14 +17,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness import drive, identity, small_tensors
 from harness.figures import Verdict
-from harness.optimizer_steps import STATE_BYTES, Model, drive_limits, start_deepspeed, start_optimizer, stepper
+from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
 from harness.tables import turns_table, verdict_table
 from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
@@ -38,7 +39,8 @@ from deepnvme.tune.room import check_memory
 MIB = 1 << 20
 RING = 3
 BUFFERS, BUFFERS_IN_TURN = 16, 5
-PARTS = ("identity", "limits", "deepspeed", "memory", "small")
+PARTS = ("identity", "limits", "deepspeed", "classes", "memory", "small")
+ABSENT = "give --deepspeed-python"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Measurements:
 
 
 Progress = Callable[[str], None]
+Starts = Mapping[str, Callable[[], WorkerProcess]]
 
 
 def measure(settings: Settings, progress: Progress) -> Measurements:
@@ -87,6 +90,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         "identity": compare_bits,
         "limits": compare_with_limits,
         "deepspeed": compare_with_deepspeed,
+        "classes": compare_classes,
         "memory": compare_memory,
         "small": compare_small_tensors,
     }
@@ -145,41 +149,77 @@ def over_limit(offloaded: Sample, limits: Sample, in_memory: Sample) -> float:
 
 
 def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
-    model, sub_group, python = settings.model, settings.sub_group_elements, settings.deepspeed_python
+    """With DeepSpeed's classes and its op."""
+    model, sub_group = settings.model, settings.sub_group_elements
     as_much = max(0, settings.buffer_bytes - settings.ring_bytes)
-    rows: tuple[tuple[str, str, str, float], ...] = (
-        (f"ring alone / DeepSpeed's, pipelined, {BUFFERS} buffers", "ring", "pipelined", 1.4),
-        (f"ring alone / DeepSpeed's, not pipelined, {BUFFERS_IN_TURN} buffers", "ring", "in turn", 1.8),
-        (f"memory of DeepSpeed's {BUFFERS} buffers / DeepSpeed's, pipelined", "as much memory", "pipelined", 3),
-    )
     turns = Turns()
-    if python is None:
-        turns.absent |= {each: "give --deepspeed-python" for _, *pair, _ in rows for each in pair}
-    else:
-        with contextlib.ExitStack() as stack:
-            starts: dict[str, Callable[[], WorkerProcess]] = {
-                "ring": lambda: start_optimizer(directory / "ring", model, sub_group),
-                "as much memory": lambda: start_optimizer(directory / "as_much", model, sub_group, as_much),
-                "pipelined": lambda: start_deepspeed(python, directory / "pipelined", model, sub_group, BUFFERS, True),
-                "in turn": lambda: start_deepspeed(python, directory / "in_turn", model, sub_group, BUFFERS_IN_TURN, False),
+    if settings.deepspeed_python is not None:
+        deepspeed = partial(start_deepspeed, settings.deepspeed_python)
+        starts: Starts = {
+            "ring": lambda: start_optimizer(directory / "ring", model, sub_group),
+            "as much memory": lambda: start_optimizer(directory / "as_much", model, sub_group, as_much),
+            "pipelined": lambda: deepspeed(directory / "pipelined", model, sub_group, BUFFERS, True),
+            "in turn": lambda: deepspeed(directory / "in_turn", model, sub_group, BUFFERS_IN_TURN, False),
+        }
+        turns = measurements.turns["deepspeed"] = step_in_turns(starts, settings, directory, measurements, progress)
+    rows: tuple[tuple[str, tuple[str, str], float], ...] = (
+        (f"memory of the ring / DeepSpeed's, pipelined, {BUFFERS} buffers", ("ring", "pipelined"), 1.4),
+        (f"memory of the ring / DeepSpeed's, not pipelined, {BUFFERS_IN_TURN} buffers", ("ring", "in turn"), 1.8),
+        (f"memory of {BUFFERS} buffers / DeepSpeed's, pipelined", ("as much memory", "pipelined"), 3),
+    )
+    for what, pair, bound in rows:
+        verdict = judge(turns, f"step, times as fast: {what}", pair, times_as_fast, "at least", bound, ABSENT)
+        measurements.verdicts.append(verdict)
+
+
+def compare_classes(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """DeepSpeed's stage 3 with our swappers and with its own, on our op."""
+    libraries: tuple[Library, ...] = ("deepnvme", "deepspeed")
+    for way, buffers, pipelined in (("pipelined", BUFFERS, True), ("not pipelined", BUFFERS_IN_TURN, False)):
+        turns = Turns()
+        if settings.deepspeed_python is not None:
+            start = partial(start_deepspeed, settings.deepspeed_python, op="deepnvme", model=settings.model)
+            starts: Starts = {
+                f"{library}'s classes": partial(
+                    start,
+                    directory / f"{library}, {way}",
+                    sub_group=settings.sub_group_elements,
+                    buffers=buffers,
+                    pipelined=pipelined,
+                    classes=library,
+                )
+                for library in libraries
             }
-            contenders = {}
-            for name, start in starts.items():
-                progress(f"starting {name} (DeepSpeed compiles on first use: minutes)")
-                try:
-                    process = stack.enter_context(start())
-                except ContenderFailed as error:
-                    turns.absent[name] = str(error)
-                    continue
-                measurements.described[name] = process.described
-                contenders[name] = stepper(process, directory)
-            absent = turns.absent
-            turns = measurements.turns["deepspeed"] = take_turns(contenders, settings.rounds, progress)
-            turns.absent |= absent
-    measurements.verdicts += [
-        judge(turns, f"step, times as fast: {what}", (ours, theirs), times_as_fast, "at least", bound)
-        for what, ours, theirs, bound in rows
-    ]
+            turns = step_in_turns(starts, settings, directory, measurements, progress)
+            measurements.turns[f"classes, {way}"] = turns
+        pair = ("deepnvme's classes", "deepspeed's classes")
+        what = f"in DeepSpeed's stage 3, our op, {way}, {buffers} buffers: our classes / DeepSpeed's"
+        measurements.verdicts += [
+            judge(turns, f"{what}, times as fast", pair, times_as_fast, "at least", 1.5, ABSENT),
+            judge(turns, f"{what}, losses that differ", pair, losses_that_differ, "at most", 0, ABSENT),
+        ]
+
+
+def step_in_turns(starts: Starts, settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> Turns:
+    """Optimizers each in a process. One that cannot start takes no part."""
+    contenders, absent = {}, {}
+    with contextlib.ExitStack() as stack:
+        for name, start in starts.items():
+            progress(f"starting {name} (DeepSpeed compiles on first use: minutes)")
+            try:
+                process = stack.enter_context(start())
+            except ContenderFailed as error:
+                absent[name] = str(error)
+                continue
+            measurements.described[name] = process.described
+            contenders[name] = stepper(process, directory)
+        turns = take_turns(contenders, settings.rounds, progress)
+    turns.absent |= absent
+    return turns
+
+
+def losses_that_differ(ours: Sample, theirs: Sample) -> float:
+    return float(ours["loss"] != theirs["loss"])
 
 
 def compare_memory(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:

@@ -1,7 +1,6 @@
 """ZeRO stage 3 with its optimizer's states on the drive: ``python -m harness.deepspeed_worker SETTINGS REQUESTS REPLIES``.
 
-Runs in the interpreter that has DeepSpeed. One rank, over gloo. The op and the CPU Adam are DeepSpeed's, as its users have them;
-torch's fused AdamW keeps its step count in a tensor, which DeepSpeed 0.19.8 would swap as if it had a parameter's size.
+Runs in the interpreter that has DeepSpeed. One rank, over gloo, with the CPU Adam that DeepSpeed's users have.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
+from deepspeed.runtime.zero import stage3
 
 from harness.layers import Layers, loss_of
 from harness.serving import serve
@@ -23,7 +24,26 @@ _STEPS_TO_SETTLE = 2  # the first makes the states and their files
 
 
 class DeepSpeedWorker:
-    def __init__(self, *, width: int, layers: int, sub_group: int, buffers: int, pipelined: bool, directory: str) -> None:
+    """``op``, ``classes``: whose op moves the states, and whose swappers have it do so; "deepspeed" or "deepnvme".
+
+    ``package_at``: where this package is, for an interpreter that has not.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        sub_group: int,
+        buffers: int,
+        pipelined: bool,
+        directory: str,
+        op: str,
+        classes: str,
+        package_at: str,
+    ) -> None:
+        sys.path.append(package_at)  # last: beside the package there may be another torch
+        _put_in_place(op, classes)
         self._width = width
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -42,17 +62,21 @@ class DeepSpeedWorker:
 
     def describe(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer
+        swapper = optimizer.optimizer_swapper
         return {
             "version": deepspeed.__version__,
             "torch": torch.__version__,
             "optimizer": type(optimizer.optimizer).__name__,
-            "swapper": type(optimizer.optimizer_swapper).__name__,
+            "swapper": f"{type(swapper).__module__}.{type(swapper).__name__}",
+            "op": type(swapper.aio_handle).__module__,
             "sub_groups": len(optimizer.fp16_groups),
         }
 
-    def prepare(self) -> None:
-        """Gradients, which go to the drive during backward; this is not timed."""
-        self._engine.backward(loss_of(self._engine, self._width))
+    def prepare(self) -> dict[str, str]:
+        """Gradients, which go to the drive during backward; this is not timed. The loss is exact."""
+        loss = loss_of(self._engine, self._width)
+        self._engine.backward(loss)
+        return {"loss": loss.item().hex()}
 
     def step(self) -> dict[str, float]:
         self._engine.step()
@@ -63,6 +87,20 @@ class DeepSpeedWorker:
         result = self._step(*arguments, **keywords)
         self._seconds = time.perf_counter() - begun
         return result
+
+
+def _put_in_place(op: str, classes: str) -> None:
+    """Where DeepSpeed looks for them."""
+    if op == "deepnvme":
+        from deepnvme.ops.op_builder import AsyncIOBuilder
+
+        for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper):
+            module.AsyncIOBuilder = AsyncIOBuilder
+    if classes == "deepnvme":
+        from deepnvme.swap import zero
+
+        for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
+            setattr(stage3, name, getattr(zero, name))
 
 
 def _config(sub_group: int, buffers: int, pipelined: bool, directory: str) -> dict[str, Any]:

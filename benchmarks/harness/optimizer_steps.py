@@ -8,13 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import deepnvme
 from deepnvme import AioConfig
 from deepnvme.tune.crew import Crew, crew
 from deepnvme.tune.folder import drop_pages, settle
 from deepnvme.tune.job import OPERATIONS, Job, Operation, Place
 from harness.turns import Sample
 from harness.worker_process import WorkerProcess
+
+Library = Literal["deepspeed", "deepnvme"]
 
 STATE_BYTES = 12
 """Of an element: its master weight in float32 and AdamW's two averages."""
@@ -42,9 +46,9 @@ def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Sample]:
     """A contender that steps once. It starts from a quiet drive, with nothing of ``directory`` in the page cache."""
 
     def step() -> Sample:
-        process.call("prepare")
+        prepared = process.call("prepare")
         quieten(directory)
-        return process.call("step")
+        return {**prepared, **process.call("step")}
 
     return step
 
@@ -61,9 +65,27 @@ def start_optimizer(directory: Path, model: Model, sub_group: int, dram_budget: 
     return WorkerProcess(sys.executable, "harness.optimizer_worker", [json.dumps(settings)], directory)
 
 
-def start_deepspeed(python: str, directory: Path, model: Model, sub_group: int, buffers: int, pipelined: bool) -> WorkerProcess:
+def start_deepspeed(
+    python: str,
+    directory: Path,
+    model: Model,
+    sub_group: int,
+    buffers: int,
+    pipelined: bool,
+    op: Library = "deepspeed",
+    classes: Library = "deepspeed",
+) -> WorkerProcess:
     directory.mkdir()
-    settings = {**vars(model), "sub_group": sub_group, "buffers": buffers, "pipelined": pipelined, "directory": str(directory)}
+    settings = {
+        **vars(model),
+        "sub_group": sub_group,
+        "buffers": buffers,
+        "pipelined": pipelined,
+        "directory": str(directory),
+        "op": op,
+        "classes": classes,
+        "package_at": str(Path(deepnvme.__file__).resolve().parent.parent),
+    }
     return WorkerProcess(python, "harness.deepspeed_worker", [json.dumps(settings)], directory)
 
 

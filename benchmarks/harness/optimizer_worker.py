@@ -20,8 +20,6 @@ from harness.layers import Layers, loss_of
 from harness.resident import forget_peak, resident
 from harness.serving import serve
 
-STATE_BYTES = 12
-"""Of an element: its master weight and AdamW's two averages."""
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 _STEPS_TO_SETTLE = 2  # the first makes the states and their files
 
@@ -42,8 +40,9 @@ class OptimizerWorker:
     def describe(self) -> dict[str, Any]:
         return {"torch": torch.__version__, "elements": sum(each.numel() for each in self._model.parameters())}
 
-    def prepare(self) -> None:
-        """Nothing: gradients stay, and their values take no time."""
+    def prepare(self) -> dict[str, float]:
+        """Nothing: gradients stay as they are, and which they are takes no time."""
+        return {}
 
     def step(self) -> dict[str, float]:
         assert self._optimizer is not None

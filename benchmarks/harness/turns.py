@@ -48,11 +48,13 @@ def judge(
     figure: Callable[..., float],
     sense: Literal["at least", "at most"],
     bound: float,
+    absence: str = "took no part",
 ) -> Verdict:
-    """``figure`` of the samples of ``who``, round by round. Where one of them is missing the verdict says why."""
+    """``figure`` of the samples of ``who``, round by round. Where one of them is missing the verdict says why; it is for
+    ``absence`` if no turn was ever to be taken."""
     for name in who:
         if name in turns.absent or not turns.samples.get(name):
-            return Verdict(what, None, sense, bound, note=f"{name}: {turns.absent.get(name, 'took no part')}")
+            return Verdict(what, None, sense, bound, note=f"{name}: {turns.absent.get(name, absence)}")
     figures = [figure(*samples) for samples in zip(*(turns.samples[name] for name in who), strict=True)]
     return Verdict(what, Spread.of(figures), sense, bound)
 
