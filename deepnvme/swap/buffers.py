@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import math
 import operator
 import os
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
@@ -213,22 +214,19 @@ class BufferPool:
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
             chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(buffer, partial(self._await, chunk))
+            return Lease(buffer, functools.partial(self._await, chunk))
         except BaseException:
             chunk.holder = _nobody
             self._end(chunk)
             raise
 
     def _pin(self, nbytes: int) -> Any:
-        from deepnvme.ops.op_builder import AsyncIOBuilder
-
-        pin = AsyncIOBuilder().load().empty_pinned
         try:
-            return pin(nbytes)
+            return _op().empty_pinned(nbytes)
         except MemoryError:
             self.trim()
         try:
-            return pin(nbytes)
+            return _op().empty_pinned(nbytes)
         except MemoryError as error:
             raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
 
@@ -321,6 +319,13 @@ class BufferPool:
 
 _nbytes = operator.attrgetter("nbytes")
 _returned = operator.attrgetter("returned")
+
+
+@functools.cache  # to load takes a lock, which a forked child would find as it was at the fork
+def _op() -> ModuleType:
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load()
 
 
 def _natural(value: int, name: str) -> int:

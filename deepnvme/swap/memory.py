@@ -42,7 +42,7 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"'{name}' must be a dense tensor, got {kind}; store the dense tensors that it is made of")
     if tensor.is_meta:
         raise TypeError(f"'{name}' is on the meta device and has no data to store")
-    if hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which wraps others; store these (a DTensor's to_local())")
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -610,9 +610,6 @@ class FailingOp:
     def __init__(self, op: ModuleType, errors: list[BaseException]) -> None:
         self.op, self.errors = op, errors
 
-    def load(self) -> FailingOp:
-        return self
-
     def empty_pinned(self, nbytes: int) -> Any:
         if self.errors:
             raise self.errors.pop()
@@ -623,7 +620,7 @@ class FailingOp:
 def failing(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """What the next attempts to pin memory raise."""
     errors: list[BaseException] = []
-    monkeypatch.setattr("deepnvme.ops.op_builder.AsyncIOBuilder", lambda: FailingOp(op, errors))
+    monkeypatch.setattr(buffers, "_op", lambda: FailingOp(op, errors))
     return errors
 
 
@@ -871,10 +868,12 @@ assert child(use) == "(409600, 409600)"
 
 def test_a_fork_in_the_midst_of_a_pools_work_hangs_nobody(interpreters: Any) -> None:
     interpreters.run(FORK + """
+deepnvme.swap.buffer_pool().lease(4096).release()  # what happens only once, imports above all, survives no fork
 stop = False
 def work():
     while not stop:
         deepnvme.swap.buffer_pool().lease(4096).release()
+        deepnvme.swap.buffer_pool().trim()
 threads = [threading.Thread(target=work) for _ in range(2)]
 for thread in threads:
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -282,8 +283,17 @@ def test_transfers_of_one_name_happen_in_order(store):
         assert (put.result(), deleted.result()) == (3 * MIB, 3 * MIB)
 
 
+@contextlib.contextmanager
+def released_in_the_end(gate):
+    """Or a test that fails would hang in closing the store."""
+    try:
+        yield
+    finally:
+        gate.release()
+
+
 def test_a_put_waits_for_the_gets_before_it(drive, faulty, gate):
-    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store:
+    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store, released_in_the_end(gate):
         gate.release()
         store.put("name", torch.zeros(100_000)).result()
         gate.hold()
@@ -302,7 +312,7 @@ def test_a_put_waits_for_the_gets_before_it(drive, faulty, gate):
 
 
 def test_a_future_that_is_not_done_times_out_and_ends_later(drive, faulty, gate):
-    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store:
+    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store, released_in_the_end(gate):
         future = store.put("name", torch.zeros(100_000))
         assert not future.done()
         with pytest.raises(TimeoutError):
