@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import drive, identity, small_tensors
+from harness import drive, identity, machine, small_tensors
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
 from harness.tables import turns_table, verdict_table
@@ -31,9 +30,8 @@ from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
-from deepnvme._meminfo import meminfo
 from deepnvme.tune.figures import Spread
-from deepnvme.tune.folder import Unsuitable, examine
+from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.room import check_memory
 
 MIB = 1 << 20
@@ -243,18 +241,10 @@ def compare_small_tensors(settings: Settings, directory: Path, measurements: Mea
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    facts = examine(settings.directory)
     return {
         "benchmark": "optimizer_swap",
         "started": started,
-        "machine": {
-            "kernel": platform.release(),
-            "architecture": platform.machine(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "memory": meminfo("MemTotal"),
-            "filesystem": facts.filesystem,
-            "device": Path(facts.device).name,
-        },
+        "machine": machine.described(settings.directory),
         "settings": {**asdict(settings), "directory": None, "deepspeed_python": None},
         "contenders": measurements.described,
         "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},

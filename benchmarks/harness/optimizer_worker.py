@@ -5,7 +5,6 @@ bfloat16 parameters with masters in float32, torch's fused kernel. A process of 
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import torch
 from deepnvme import OffloadedOptimizer
 from harness.in_memory import InMemory
 from harness.layers import Layers, loss_of
-from harness.resident import forget_peak, resident
+from harness.meter import measure
 from harness.serving import serve
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -60,7 +59,7 @@ class OptimizerWorker:
             "waiting": report.waiting,
         }
 
-    def peak(self, *, steps: int) -> dict[str, int | None]:
+    def peak(self, *, steps: int) -> dict[str, float | int | None]:
         """Bytes by which making the optimizer and a few steps exceed what parameters and gradients take."""
         # Code and allocator arenas that come with the first use of anything are not the optimizer's.
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
@@ -69,13 +68,13 @@ class OptimizerWorker:
             with OffloadedOptimizer([tiny], torch.optim.AdamW, nvme_path=directory, master_weights=True, **_OPTIONS) as optimizer:
                 optimizer.step()
                 optimizer.step()
-        gc.collect()
-        can_see_peak = forget_peak()
-        before = resident("VmRSS")
-        self._optimizer = self._make()
-        for _ in range(steps):
-            self._optimizer.step()
-        return {"growth": max(0, resident("VmHWM") - before) if can_see_peak else None}
+
+        def begin() -> None:
+            self._optimizer = self._make()
+            for _ in range(steps):
+                self._optimizer.step()
+
+        return {"growth": measure(begin)["peak_growth"]}
 
     def _make(self) -> InMemory | OffloadedOptimizer:
         if not self._sub_group:
