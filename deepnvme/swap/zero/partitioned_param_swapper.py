@@ -118,8 +118,10 @@ class AsyncPartitionedParameterSwapper:
     ) -> None:
         """Read partitions into buffers, or into ``swap_in_buffers``; with ``async_op`` only start to: see synchronize_reads.
 
-        Raises ValueError for one that is available or being read already.
+        Raises ValueError for one that is available or being read already. One that is given twice is read once.
         """
+        if swap_in_buffers is None:
+            params = list({param.ds_id: param for param in params}.values())  # DeepSpeed's prefetching does not look
         here = [param.ds_id for param in params if param.ds_tensor.status != NOT_AVAILABLE]
         if here:
             raise ValueError(f"parameters {here} are available or being read already")
@@ -241,6 +243,9 @@ class AsyncPartitionedParameterSwapper:
             raise ValueError("there is no room to convert parameters in: call reserve_partitioned_swap_space first")
         paths = [self.get_path(param, must_exist=True) for param in dst_fp16_params]
         self.synchronize_writes()
+        if self.inflight_params:  # read ahead of the step, so outdated; a partition in memory would never be written
+            self._give_up_reading()
+        self.remove_partition_and_release_buffers(dst_fp16_params)
         pool.reset()
         for source, path in zip(src_fp32_params, paths, strict=True):
             aligned = round_up(source.numel(), self.numel_alignment)
@@ -251,8 +256,6 @@ class AsyncPartitionedParameterSwapper:
                 reserved = pool.buffers[0].buffer.numel()
                 raise ValueError(f"a partition of {source.numel()} elements does not fit into the {reserved} reserved")
         pool.swap_out(self.aio_write_handle)
-        for param in dst_fp16_params:
-            param.ds_tensor.status = NOT_AVAILABLE
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
         """All free buffers, for the caller's use until :meth:`release_reserved_buffers`."""
