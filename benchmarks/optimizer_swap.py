@@ -178,7 +178,7 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
         if settings.deepspeed_python is not None:
             start = partial(start_deepspeed, settings.deepspeed_python, op="deepnvme", model=settings.model)
             starts: Starts = {
-                f"{library}'s classes": partial(
+                f"{library}'s classes, {way}": partial(
                     start,
                     directory / f"{library}, {way}",
                     sub_group=settings.sub_group_elements,
@@ -190,7 +190,7 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
             }
             turns = step_in_turns(starts, settings, directory, measurements, progress)
             measurements.turns[f"classes, {way}"] = turns
-        pair = ("deepnvme's classes", "deepspeed's classes")
+        pair = (f"deepnvme's classes, {way}", f"deepspeed's classes, {way}")
         what = f"in DeepSpeed's stage 3, our op, {way}, {buffers} buffers: our classes / DeepSpeed's"
         measurements.verdicts += [
             judge(turns, f"{what}, times as fast", pair, times_as_fast, "at least", 1.5, ABSENT),
@@ -202,8 +202,8 @@ def step_in_turns(starts: Starts, settings: Settings, directory: Path, measureme
     """Optimizers each in a process. One that cannot start takes no part."""
     contenders, absent = {}, {}
     with contextlib.ExitStack() as stack:
+        progress("starting optimizers (DeepSpeed compiles its ops on first use: minutes)")
         for name, start in starts.items():
-            progress(f"starting {name} (DeepSpeed compiles on first use: minutes)")
             try:
                 process = stack.enter_context(start())
             except ContenderFailed as error:

@@ -68,7 +68,8 @@ class DeepSpeedWorker:
             "torch": torch.__version__,
             "optimizer": type(optimizer.optimizer).__name__,
             "swapper": f"{type(swapper).__module__}.{type(swapper).__name__}",
-            "op": type(swapper.aio_handle).__module__,
+            # Ours has an engine, in place of a handle.
+            "op": type(getattr(swapper, "aio_handle", None)).__module__,
             "sub_groups": len(optimizer.fp16_groups),
         }
 
