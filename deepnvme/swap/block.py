@@ -24,10 +24,12 @@ class Section:
     offset: int
     """Bytes from the block's start."""
     nbytes: int
+    stride: tuple[int, ...]
+    """As in the parameter: fused kernels take all tensors of one in the order of memory."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """The view into a block, a tensor of bytes."""
-        return block[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+        return block[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Layout:
 
     sections: tuple[Section, ...]
     nbytes: int
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own if its elements fill a piece of memory, or else what an empty_like of it has."""
+    import torch
+
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Container[int] = ()) -> Layout:
@@ -47,5 +56,5 @@ def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Containe
         alignment = PAGE if tensor.nbytes >= PAGE or piece in on_pages else CACHE_LINE
         begin = -(-end // alignment) * alignment
         end = begin + tensor.nbytes
-        sections.append(Section(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes))
+        sections.append(Section(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes, dense_strides(tensor)))
     return Layout(tuple(sections), -(-end // PAGE) * PAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from .sub_group import SubGroup
 
 OPEN = 3
-"""Sub-groups whose gradients may be on their way out at a time: as many as backward fills at once, and one being written."""
+"""Sub-groups whose gradients are in memory at a time: as many as backward fills at once, and those being written. Those of a
+sub-group that stays in memory are not counted, and stay too: nothing of it can then be lost by the drive."""
 
 
 class _Gradients:
@@ -46,6 +48,7 @@ class OffloadedGradients:
         """Of gradients in several pieces, as long as one backward has made them."""
         self._scale: torch.Tensor | None = None
         self._taken: Lease | None = None
+        self._leaving: deque[Future] = deque()
 
     def add(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
         """Take over a parameter's gradient: a copy, or the sum with what was there. Raises OSError from the drive."""
@@ -60,9 +63,13 @@ class OffloadedGradients:
             self._add_piece(sub_group, index)
 
     def _add_piece(self, sub_group: SubGroup, index: int) -> None:
+        import torch
+
         piece = sub_group.pieces[index]
-        gradient = piece.param.grad
+        gradient = piece.gradient
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"a gradient of layout {gradient.layout} cannot be offloaded: set offload_gradients to False")
         kept = self._of.get(sub_group)
         if kept is None:
             kept = self._of[sub_group] = _Gradients(
@@ -70,9 +77,9 @@ class OffloadedGradients:
             )
         view = kept.layout.sections[index].of(self._in_memory(kept))
         if index in kept.present:
-            view.add_(piece.of(gradient))
+            view.add_(gradient)
         else:
-            view.copy_(piece.of(gradient))
+            view.copy_(gradient)
         kept.present.add(index)
         kept.added.add(index)
         if len(kept.added) == sum(each.param.requires_grad for each in sub_group.pieces):
@@ -99,7 +106,7 @@ class OffloadedGradients:
         kept = self._of.get(sub_group)
         if kept is None:
             return {}
-        if kept.lease is not None:  # incomplete, and so still here
+        if kept.lease is not None:  # incomplete, or of a sub-group in memory
             buffer = kept.lease.buffer
         else:
             self._taken = self._pool.lease(max(kept.layout.nbytes, 1))
@@ -107,12 +114,12 @@ class OffloadedGradients:
             self._store.get(_name(sub_group), buffer).result()
         found = {index: kept.layout.sections[index].of(buffer) for index in sorted(kept.present)}
         if self._scale is not None:
-            for gradient in found.values():
-                gradient.mul_(self._scale)
+            for index, gradient in found.items():
+                found[index] = gradient.mul_(self._scale) if kept.lease is None else gradient * self._scale
         return found
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """The norm of all gradients; they are scaled to ``max_norm`` when they are taken."""
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """The norm of all gradients, summed in the order of ``params``; they are scaled to ``max_norm`` when they are taken."""
         import torch
 
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
@@ -120,7 +127,10 @@ class OffloadedGradients:
             for index, gradient in self.take(sub_group).items():
                 by_param.setdefault(sub_group.pieces[index].param, []).append(torch.linalg.vector_norm(gradient, norm_type))
         norms = []
-        for param, parts in by_param.items():
+        for param in params:
+            parts = by_param.get(param)
+            if parts is None:
+                continue
             norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type)
             if norm_type == 2.0 and self._scale is None:
                 norm = self._norms.get(param, norm)
@@ -142,9 +152,7 @@ class OffloadedGradients:
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:
         if kept.lease is None:
-            open_now = [each for each in self._of.values() if each.lease is not None]
-            if len(open_now) >= OPEN:
-                self._write(open_now[0])
+            self._make_room()
             lease = self._pool.lease(max(kept.layout.nbytes, 1))
             if kept.written is not None:
                 kept.written.result()
@@ -155,11 +163,24 @@ class OffloadedGradients:
                 kept.added.clear()
         return kept.lease.buffer[: kept.layout.nbytes]
 
+    def _make_room(self) -> None:
+        while True:
+            open_now = [each for each in self._of.values() if each.lease is not None and not each.sub_group.in_memory]
+            if len(open_now) + len(self._leaving) < OPEN:
+                return
+            if self._leaving:
+                self._leaving.popleft().exception()  # which is raised where the gradients are needed
+            else:
+                self._write(open_now[0])
+
     def _write(self, kept: _Gradients) -> None:
+        if kept.sub_group.in_memory:
+            return
         assert kept.lease is not None
         kept.written = self._store.put(_name(kept.sub_group), kept.lease.buffer[: kept.layout.nbytes])
         kept.lease.release(after=kept.written)
         kept.lease = None
+        self._leaving.append(kept.written)
 
     def _give_back(self) -> None:
         if self._taken is not None:
@@ -179,7 +200,9 @@ def _over_ranks(param: torch.Tensor, norm: torch.Tensor, norm_type: float) -> to
     if local_of(param) is param:
         return norm
     power = norm.clone() if norm_type == float("inf") else norm**norm_type
-    for dimension in range(param.device_mesh.ndim):  # type: ignore[attr-defined]
+    for dimension, placement in enumerate(param.placements):  # type: ignore[attr-defined]
+        if not placement.is_shard():
+            continue
         group = param.device_mesh.get_group(dimension)  # type: ignore[attr-defined]
         dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
     return power if norm_type == float("inf") else torch.pow(power, 1 / norm_type)

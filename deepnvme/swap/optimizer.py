@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import time
@@ -15,15 +16,16 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .block import PAGE, dense_strides
 from .buffers import BufferPool, OutOfBuffers, buffer_pool
-from .gradients import OffloadedGradients
+from .gradients import OPEN, OffloadedGradients
 from .interrupts import held_back
-from .states import States, opaque, take_over
+from .states import States, opaque, spill, take_over
 from .step_report import StepReport
 from .store import TensorStore
-from .sub_group import Gradients, Held, SubGroup
+from .sub_group import NOT_OPTIONS, Gradients, Held, SubGroup
 from .sub_groups import Piece, local_of, partition
-from .sweep import Room, Sweep
+from .sweep import Room, Sweep, give_back_freed
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
@@ -60,12 +62,12 @@ class OffloadedOptimizer(Optimizer):
     complete, and they are freed; :meth:`step` ends the step. One backward for a step then, and no clipping.
     ``checksum``: states are verified when they are read. ``verbose``: print a line for each step.
 
-    A parameter that was changed by others since the last step (``load_state_dict`` of the model) is taken as the new master
-    weight.
+    A parameter that was changed by others since the last step (``load_state_dict`` of the model, but not through ``.data``, which
+    nothing tells) is taken as the new master weight.
 
     Raises ValueError for what cannot be offloaded, StoreLocked for a directory in use, OutOfBuffers if the ring does not fit
     into the buffer pool's budget, and OSError from the drive. An exception out of :meth:`step`, Ctrl-C included, leaves
-    parameters and states as they were before it, and says so.
+    parameters and states as they were before it, or as they are after it, and says which; :attr:`steps` does too.
     """
 
     def __init__(
@@ -99,21 +101,19 @@ class OffloadedOptimizer(Optimizer):
         self._master_weights, self._sub_group_size = master_weights, sub_group_size
         self._sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
-        super().__init__(params, self._defaults())
+        self._states_an_element: list[float] = []
         self._pool = buffer_pool() if pool is None else pool
         self._dram_budget, self._verbose = dram_budget, verbose
-        self._step_in_backward = step_in_backward
+        self._step_in_backward, self._offload_gradients = step_in_backward, offload_gradients
+        super().__init__(params, self._defaults())
         self._add_sub_groups(self.param_groups, 0)
-        self._bytes_an_element = self._estimated_bytes_an_element()
-        self._check_budget()
         self._store = TensorStore(_own(nvme_path), checksum=checksum)
         self.state = States(self._pieces, self._store)  # type: ignore[assignment]
         self._sweep = Sweep(self._store, self._pool, RING)
         self._scratch = Room(self._pool)
         self._gradients = OffloadedGradients(self._store, self._pool) if offload_gradients else None
-        self._versions: dict[torch.Tensor, int] = {}
-        self._changed: set[torch.Tensor] = set()
-        self._arrived: dict[SubGroup, int] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        self._arrived: dict[SubGroup, set[int]] = {}
         self._early: list[SubGroup] = []
         self._last_early: list[SubGroup] = []
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
@@ -122,6 +122,8 @@ class OffloadedOptimizer(Optimizer):
         self._limits: tuple[float, float] | None = None
         self._last: StepReport | None = None
         self._broken: str | None = None
+        self._closed = False
+        self._gradients_lost = False
         self._loading = self.register_load_state_dict_pre_hook(opaque)
         self._hook_parameters()
 
@@ -130,25 +132,26 @@ class OffloadedOptimizer(Optimizer):
         """Step every parameter that has a gradient. Blocks until the states are written.
 
         Returns what ``closure`` returns, if one is given; it is called once, before. On any exception parameters and states are
-        brought back to the step before.
+        brought back to the step before, and gradients stay, to try again; only with ``step_in_backward`` they go.
         """
         self._check_usable()
         begun = time.perf_counter()
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             stepped = self._step_all()
+            self._report_step(begun, stepped)
         except BaseException as error:
             self._undo(error)
             raise
-        self._report_step(begun, stepped)
         return loss
 
     @property
     def steps(self) -> int:
-        """Steps made since the optimizer was made. An exception out of ``step`` leaves it as it was."""
+        """Steps made since the optimizer was made. After an exception out of ``step``: whether that was made. Only one that comes
+        when all is done, Ctrl-C say, leaves it made."""
         return self._steps
 
     def report(self) -> StepReport:
@@ -185,31 +188,57 @@ class OffloadedOptimizer(Optimizer):
         norm."""
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
-        if self._gradients is not None:
-            self._gradients.flush()
-            return self._gradients.clip(max_norm, norm_type)
         params = [param for group in self.param_groups for param in group["params"]]
+        if self._gradients is not None:
+            self._offload_the_rest()
+            self._gradients.flush()
+            return self._gradients.clip(params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any optimizer's; gradients on the drive are dropped."""
+        """As any optimizer's; gradients on the drive are dropped, and what backward has stepped since the last step is taken
+        back. Raises OSError if that fails."""
+        if self._sweep.under_way:
+            self._take_back()
         super().zero_grad(set_to_none)
-        if getattr(self, "_gradients", None) is not None:
-            assert self._gradients is not None
+        self._gradients_lost = False
+        if self._gradients is not None:
             self._gradients.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's."""
+        """As any optimizer's. Raises like the constructor, and adds nothing then."""
         super().add_param_group(param_group)
         if hasattr(self, "_store"):
-            self._add_sub_groups([self.param_groups[-1]], len(self.param_groups) - 1)
+            try:
+                self._add_sub_groups([self.param_groups[-1]], len(self.param_groups) - 1)
+            except BaseException:
+                del self.param_groups[-1]
+                raise
             self._hook_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer in memory has it, with ``master_weight`` in a parameter's state if there is one. Tensors are mapped
+        from the drive: no memory is taken, and they are valid until the next step."""
+        self._check_usable()
+        self._check_between_steps()
+        return super().state_dict()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks an optimizer first."""
+        if self._offload_gradients or self._step_in_backward:
+            option = "offload_gradients" if self._offload_gradients else "step_in_backward"
+            raise RuntimeError(f"a GradScaler needs the gradients after backward, and {option} takes them away: set it to False")
+        return False
 
     def close(self) -> None:
         """Give the memory back and remove the files. Idempotent. Save ``state_dict()`` before."""
         if not hasattr(self, "_store"):
             return
-        self._broken = "it is closed"
+        if self._sweep.under_way and self._broken is None:
+            with contextlib.suppress(OSError):
+                self._take_back()
+        self._closed = True
         for hook in self._hooks.values():
             hook.remove()
         self._sweep.release()
@@ -238,9 +267,10 @@ class OffloadedOptimizer(Optimizer):
         """Take over the states of another optimizer of this class, offloaded or not. One sub-group at a time is copied.
 
         Where there are master weights, ``master_weight`` of a parameter's state, or else the parameter, is taken.
-        On any exception all stays as it was.
+        On any exception all stays as it was. After a step that could not be undone this makes the optimizer usable again.
         """
-        self._check_usable()
+        self._check_open()
+        self._check_between_steps()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # after those of the user
         super().load_state_dict(state_dict)
@@ -251,6 +281,7 @@ class OffloadedOptimizer(Optimizer):
         for sub_group in self._sub_groups:
             self._choose_place(sub_group)
         residents = [sub_group for sub_group in self._sub_groups if sub_group.in_memory]
+        loaded = False
         try:
             for sub_group in self._sub_groups:
                 if not sub_group.in_memory:
@@ -261,20 +292,33 @@ class OffloadedOptimizer(Optimizer):
                     else:
                         sub_group.current = None
             with held_back():
-                for sub_group in residents:
-                    self._settle_resident(sub_group, take_over(sub_group, state["state"], state["param_groups"]))
+                for number, sub_group in enumerate(residents):
+                    try:
+                        self._settle_resident(sub_group, take_over(sub_group, state["state"], state["param_groups"]))
+                    except BaseException as error:
+                        if number:
+                            self._broken = f"load_state_dict failed when it had replaced states in memory ({error}): load again"
+                        raise
+                for sub_group in self._sub_groups:
+                    sub_group.stale.clear()
                 self.param_groups = state["param_groups"]
+                self._remember_versions()
+                self._broken, loaded = None, True
         except BaseException:
-            for forget in undo:
-                forget()
+            if not loaded:
+                for forget in undo:
+                    forget()
             raise
         finally:
             self._sweep.forget()
-        self._remember_versions()
 
     # -- stepping
 
     def _step_all(self) -> int:
+        if self._gradients_lost:
+            raise RuntimeError("the gradients went with the step that failed: run backward again")
+        self._offload_the_rest()
+        self._keep_to_budget()
         waiting = [each for each in self._sub_groups if each not in self._early and self._has_gradient(each)]
         for sub_group in waiting:
             self._choose_place(sub_group)
@@ -306,19 +350,31 @@ class OffloadedOptimizer(Optimizer):
         self._remember_versions()
         self._steps += 1
 
+    def _take_back(self) -> None:
+        """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
+        with held_back():
+            under_way = self._sweep.under_way
+            self._early = []
+            self._arrived.clear()
+            if under_way and self._step_in_backward:
+                self._gradients_lost = True
+                super().zero_grad()
+            try:
+                self._sweep.undo()
+            except (OSError, MemoryError) as error:
+                self._broken = f"step {self._steps + 1} could not be undone ({error}): load a checkpoint"
+                raise
+            if under_way:
+                self._remember_versions()
+
     def _undo(self, error: BaseException) -> None:
         with held_back():
-            self._early, number = [], self._steps
-            self._arrived.clear()
             if self._broken is None:
-                try:
-                    self._sweep.undo()
-                except (OSError, MemoryError) as second:
-                    self._broken = (
-                        f"step {number + 1} failed ({error}) and could not be undone ({second}): load a checkpoint"
-                    )
-            self._remember_versions()
-            said = self._broken or f"the optimizer and its parameters are as after step {number}"
+                with contextlib.suppress(OSError, MemoryError):
+                    self._take_back()
+            said = self._broken or f"the optimizer and its parameters are as after step {self._steps}"
+            if self._gradients_lost:
+                said += ", the gradients are gone: run backward again"
             if isinstance(error, OSError) and error.errno is not None:
                 error.strerror = f"{error.strerror}; {said}"
             elif hasattr(error, "add_note"):
@@ -344,6 +400,8 @@ class OffloadedOptimizer(Optimizer):
         sub_group.resident = self._pool.lease(max(layout.nbytes, 1))
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
             section.of(sub_group.resident.buffer).copy_(tensor)
+        held.clear()
+        give_back_freed()
         sub_group.spilled = False
         if old is not None:
             old.release()
@@ -354,11 +412,24 @@ class OffloadedOptimizer(Optimizer):
             in_memory = sum(self._memory(each) for each in self._sub_groups if each.in_memory)
             sub_group.in_memory = in_memory + self._memory(sub_group) <= self._dram_budget
 
+    def _keep_to_budget(self) -> None:
+        """Move states to the drive that turned out larger than they were thought to be."""
+        residents = [each for each in self._sub_groups if each.resident is not None]
+        too_much = sum(each.layout.nbytes for each in residents if each.layout is not None) - self._dram_budget
+        while too_much > 0:
+            sub_group = residents.pop()
+            spill(sub_group, self._store)
+            with held_back():
+                assert sub_group.resident is not None
+                assert sub_group.layout is not None
+                too_much -= sub_group.layout.nbytes
+                sub_group.resident.release()
+                sub_group.resident, sub_group.in_memory, sub_group.spilled = None, False, False
+
     def _memory(self, sub_group: SubGroup) -> int:
-        """Bytes of its block; an estimate before its first step."""
-        if sub_group.layout is not None:
-            return sub_group.layout.nbytes
-        return int(sub_group.numel * self._bytes_an_element) + 4096
+        """Bytes that it takes to keep it there; an estimate before its first step."""
+        nbytes = self._estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
+        return nbytes + (_bytes_of_gradients(sub_group) if self._offload_gradients else 0)
 
     def _has_gradient(self, sub_group: SubGroup) -> bool:
         if self._gradients is not None and self._gradients.has(sub_group):
@@ -370,21 +441,35 @@ class OffloadedOptimizer(Optimizer):
         offloaded = self._gradients.take(sub_group) if self._gradients is not None else {}
         for index, piece in enumerate(sub_group.pieces):
             gradient = offloaded.get(index)
-            if gradient is None and piece.param.grad is not None:
-                gradient = piece.of(piece.param.grad)
-            found.append(gradient)
+            found.append(piece.gradient if gradient is None else gradient)
         full = [index for index, gradient in enumerate(found) if gradient is not None and sub_group.masters[index]]
         end = 0
         scratch = self._scratch.take(sum(-(-4 * sub_group.pieces[index].numel // 64) * 64 for index in full))
         for index in full:
             gradient = found[index]
             assert gradient is not None
-            converted = scratch[end : end + 4 * gradient.numel()].view(torch.float32).view(gradient.shape)
-            found[index] = converted.copy_(gradient)
+            if gradient.layout is not torch.strided:
+                found[index] = gradient.to("cpu", torch.float32)
+                continue
+            flat = scratch[end : end + 4 * gradient.numel()].view(torch.float32)
+            found[index] = flat.as_strided(gradient.shape, dense_strides(gradient)).copy_(gradient)
             end += -(-4 * gradient.numel() // 64) * 64
-            if sub_group.pieces[index].param in self._changed:
-                sub_group.stale.add(index)
         return found
+
+    def _offload_the_rest(self) -> None:
+        """Gradients that no hook has seen: given by hand, or of parameters that needed none when they were hooked."""
+        if self._gradients is not None:
+            for param in self._pieces:
+                if param.grad is not None:
+                    with held_back():
+                        self._offload(param)
+
+    def _offload(self, param: torch.Tensor) -> None:
+        assert self._gradients is not None
+        for sub_group, _ in self._pieces[param]:
+            self._choose_place(sub_group)
+        self._gradients.add(param, self._pieces[param])
+        param.grad = None
 
     # -- in backward
 
@@ -399,9 +484,9 @@ class OffloadedOptimizer(Optimizer):
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         self._check_usable()
+        self._gradients_lost = False
         if self._gradients is not None:
-            self._gradients.add(param, self._pieces[param])
-            param.grad = None
+            self._offload(param)
             return
         try:
             self._step_what_is_complete(param)
@@ -413,11 +498,12 @@ class OffloadedOptimizer(Optimizer):
         self._look_for_changes()
         if not self._arrived and self._last_early:
             self._sweep.expect(self._sweep.kept_first(self._last_early))
-        for sub_group, _ in self._pieces[param]:
-            if sub_group in self._early:
+        for sub_group, index in self._pieces[param]:
+            arrived = self._arrived.setdefault(sub_group, set())
+            if index in arrived:
                 raise RuntimeError("step_in_backward takes one backward for each step(): this is a second one")
-            self._arrived[sub_group] = self._arrived.get(sub_group, 0) + 1
-            if self._arrived[sub_group] < sum(piece.param.requires_grad for piece in sub_group.pieces):
+            arrived.add(index)
+            if len(arrived) < sum(piece.param.requires_grad for piece in sub_group.pieces):
                 continue
             self._choose_place(sub_group)
             if not sub_group.in_memory:
@@ -444,54 +530,94 @@ class OffloadedOptimizer(Optimizer):
         return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
     def _add_sub_groups(self, groups: Sequence[dict[str, Any]], first: int) -> None:
+        added: set[torch.Tensor] = set()
         for group in groups:
             for param in group["params"]:
+                if param in added:
+                    raise ValueError(f"a parameter of shape {tuple(param.shape)} is twice in a group: give it once")
+                added.add(param)
                 if param.device.type != "cpu" and not self._master_weights:
                     raise ValueError(f"a parameter on {param.device} needs master_weights=True: states are stepped on the CPU")
-        for pieces in partition(groups, self._sub_group_size, self._may_be_cut, first):
-            sub_group = SubGroup(len(self._sub_groups), pieces, self._has_master, self._make)
-            self._sub_groups.append(sub_group)
-            for index, piece in enumerate(pieces):
+        del self._states_an_element[first:]
+        self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
+        more = [
+            SubGroup(number, pieces, self._has_master, self._make)
+            for number, pieces in enumerate(
+                partition(groups, self._sub_group_size, self._may_be_cut, first), len(self._sub_groups)
+            )
+        ]
+        self._check_budget([*self._sub_groups, *more])
+        self._sub_groups += more
+        for sub_group in more:
+            for index, piece in enumerate(sub_group.pieces):
                 self._pieces.setdefault(piece.param, []).append((sub_group, index))
 
-    def _estimated_bytes_an_element(self) -> float:
-        """Of the states, from a trial on a parameter of no consequence; where that fails, those of Adam."""
-        sample = self._sub_groups[0].pieces[0].param if self._sub_groups else torch.empty(0)
-        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(sample.dim(), 4)), dtype=torch.float32))
+    def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
+        """Tensors of a parameter's size, from a trial on one of no consequence; where that fails, those of Adam."""
+        dimensions = max((param.dim() for param in group["params"]), default=1)
+        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32))
         trial.grad = torch.zeros_like(trial)
         try:
-            optimizer = self._class([trial], **self._options)
+            optimizer = self._make([{**{k: v for k, v in group.items() if k not in NOT_OPTIONS}, "params": [trial]}])
             optimizer.step()
             kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
-            states = sum(numel for numel in kept if numel > 1) / trial.numel()
+            return sum(numel for numel in kept if numel > 1) / trial.numel()
         except Exception:
-            states = 2.0
-        masters = self._master_weights and sample.dtype in LOW_PRECISION
-        return (states + 1) * 4 if masters else states * sample.element_size()
+            return 2.0
 
-    def _check_budget(self) -> None:
-        largest = max((each.numel for each in self._sub_groups), default=0)
-        wanted = int(RING * largest * self._bytes_an_element) + self._dram_budget
+    def _estimate(self, sub_group: SubGroup) -> int:
+        """Bytes of its block, at most."""
+        nbytes = 0
+        for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
+            tensors = self._states_an_element[piece.group] + master
+            nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
+        return -(-nbytes // PAGE) * PAGE
+
+    def _check_budget(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Whether the pool has memory for what stays there, and for the ring: blocks, copies of parameters, gradients."""
+        staying, ring, largest = 0, 0, 0
+        for each in sub_groups:
+            if each.in_memory is not False and staying + self._memory(each) <= self._dram_budget:
+                staying += self._memory(each)
+                continue
+            largest = max(largest, each.numel)
+            masters = sum(4 * piece.numel for piece, master in zip(each.pieces, each.masters, strict=True) if master)
+            gradients = (OPEN + 1) * _bytes_of_gradients(each) if self._offload_gradients else 0
+            ring = max(ring, RING * (self._estimate(each) + _bytes_of_gradients(each)) + masters + gradients)
+        wanted = (staying + ring) * 9 // 8  # the pool lends up to an eighth more
         if wanted > self._pool.budget:
             raise OutOfBuffers(
-                f"three sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes, the buffer"
+                f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes, the buffer"
                 f" pool's budget is {self._pool.budget}; give a smaller sub_group_size or dram_budget, or call set_buffer_budget"
             )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer is closed")
+
     def _check_usable(self) -> None:
+        self._check_open()
         if self._broken is not None:
             raise RuntimeError(f"this optimizer cannot go on: {self._broken}")
 
+    def _check_between_steps(self) -> None:
+        if self._broken is None and self._sweep.under_way:
+            raise RuntimeError(
+                "backward has stepped some of the parameters: call step() first, or zero_grad(), which takes that back"
+            )
+
     def _look_for_changes(self) -> None:
         """Notice parameters that others changed, before the step itself changes any."""
-        if not self._early and self._master_weights:
-            self._changed = {
-                param for param, version in self._versions.items() if local_of(param)._version != version
-            }
+        if self._master_weights and not self._sweep.under_way:
+            for param, version in self._versions.items():
+                if _version(param) != version:
+                    for sub_group, index in self._pieces[param]:
+                        if sub_group.masters[index]:
+                            sub_group.stale.add(index)
 
     def _remember_versions(self) -> None:
         if self._master_weights:
-            self._versions = {param: local_of(param)._version for param in self._pieces}
+            self._versions = {param: _version(param) for param in self._pieces}
 
     def _report_step(self, begun: float, stepped: int) -> None:
         seconds = time.perf_counter() - begun
@@ -530,6 +656,16 @@ def _own(
         nvme_path = [nvme_path]
     weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
     return {Path(path) / own: weight for path, weight in weights.items()}
+
+
+def _version(param: torch.Tensor) -> tuple[int, int]:
+    """Changes when the parameter does."""
+    local = local_of(param)
+    return local._version, local.data_ptr()
+
+
+def _bytes_of_gradients(sub_group: SubGroup) -> int:
+    return sum(-(-piece.numel * piece.param.element_size() // PAGE) * PAGE for piece in sub_group.pieces)
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -24,13 +24,16 @@ class States(MutableMapping[Any, Any]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         pieces = self._pieces[param]
-        found: dict[str, Any] = dict(pieces[0][0].small[pieces[0][1]])
-        keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
-        if not found and not keys:
+        if not self._has(param):
             raise KeyError(param)
-        for sub_group, _ in pieces:
-            self._spill(sub_group)
         local = local_of(param)
+        found: dict[str, Any] = {
+            key: _like(param, value) if isinstance(value, torch.Tensor) and value.shape == local.shape else value
+            for key, value in pieces[0][0].small[pieces[0][1]].items()
+        }
+        keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
+        for sub_group, _ in pieces:
+            spill(sub_group, self._store)
         for number, key in enumerate(keys):
             sections = [(sub_group, list(sub_group.sections(index))[number]) for sub_group, index in pieces]
             first = sections[0][1]
@@ -40,16 +43,13 @@ class States(MutableMapping[Any, Any]):
             )
             whole = mapped[inside:].view(first.dtype)
             if len(pieces) > 1 or tuple(local.shape) == first.shape:
-                found[key] = _like(param, whole.view(local.shape))
+                found[key] = _like(param, whole.as_strided(local.shape, first.stride if len(pieces) == 1 else local.stride()))
             else:
-                found[key] = whole.view(first.shape)
+                found[key] = whole.as_strided(first.shape, first.stride)
         return found
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for param, pieces in self._pieces.items():
-            sub_group, index = pieces[0]
-            if sub_group.small[index] or any(sub_group.sections(index)):
-                yield param
+        return (param for param in self._pieces if self._has(param))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -60,13 +60,18 @@ class States(MutableMapping[Any, Any]):
     def __delitem__(self, param: torch.Tensor) -> None:
         raise TypeError("states on a drive are set by load_state_dict")
 
-    def _spill(self, sub_group: SubGroup) -> None:
-        """Have a copy on the drive of what is in memory only, to be mapped: one in memory would double it."""
-        if sub_group.resident is not None and not sub_group.spilled and sub_group.layout is not None:
-            sub_group.current = 0
-            content = sub_group.resident.buffer[: sub_group.layout.nbytes]
-            self._store.put(block_name(sub_group), content).result()
-            sub_group.spilled = True
+    def _has(self, param: torch.Tensor) -> bool:
+        """Whether it was stepped: a master weight alone is as good as none, and optimizers in memory take it for a state."""
+        sub_group, index = self._pieces[param][0]
+        return bool(sub_group.small[index]) or any(section.key != MASTER for section in sub_group.sections(index))
+
+
+def spill(sub_group: SubGroup, store: TensorStore) -> None:
+    """Have a copy on the drive of what is in memory only, to be mapped: one in memory would double it."""
+    if sub_group.resident is not None and not sub_group.spilled and sub_group.layout is not None:
+        sub_group.current = 0
+        store.put(block_name(sub_group), sub_group.resident.buffer[: sub_group.layout.nbytes]).result()
+        sub_group.spilled = True
 
 
 class Opaque:

@@ -201,13 +201,8 @@ class TensorStore:
         Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
         the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
         """
-
-        def start() -> torch.Tensor:
-            version = self._whole(name).newest
-            parts = [(self._space.files[part.file].descriptor, part.offset, part.nbytes) for part in version.parts]
-            return memory.map_files(parts, version.info.nbytes).view(version.info.dtype).view(version.info.shape)
-
-        return self._in_turn([name], start)
+        info = self.info(name)
+        return self.map_ranges([(name, 0, info.nbytes)]).view(info.dtype).view(info.shape)
 
     def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         """Bytes of several tensors, each (name, first byte, count), as one tensor of bytes, mapped like :meth:`map`.
@@ -221,7 +216,7 @@ class TensorStore:
                 for part in self._whole(name).newest.parts:
                     inside = min(count, part.nbytes - first)
                     if inside > 0:
-                        parts.append((self._files[part.file].descriptor, part.offset + first, inside))
+                        parts.append((self._space.files[part.file].descriptor, part.offset + first, inside))
                         count -= inside
                     first = max(0, first - part.nbytes)
             return memory.map_files(parts, sum(count for _, _, count in ranges))

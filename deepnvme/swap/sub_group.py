@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .buffers import Lease
     from .sub_groups import Piece
 
+NOT_OPTIONS = ("params", "param_names")
+"""Keys of a group that say what it is of."""
 MASTER = "master_weight"
 """Key, beside those of the optimizer's state, of the weights in full precision."""
 
@@ -67,9 +69,9 @@ class SubGroup:
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the optimizer has changed in its groups: some count steps there."""
         for (group, pushed), own in zip(self._pushed.items(), self._groups(), strict=True):
-            for key, value in pushed.items():
-                if not _same(own[key], value):
-                    groups[group][key] = pushed[key] = own[key]
+            for key, value in own.items():
+                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
+                    groups[group][key] = pushed[key] = value
 
     def sections(self, piece: int) -> Iterator[Section]:
         """Of one piece."""
@@ -81,7 +83,7 @@ class SubGroup:
             [
                 (index, "image", piece.of(piece.param))
                 for index, piece in enumerate(self.pieces)
-                if not self.masters[index] or self.current is None
+                if not self.masters[index] or self.current is None or index in self.stale
             ]
         )
 
@@ -95,21 +97,32 @@ class SubGroup:
         try:
             optimizer = self._bind(views, gradients, groups)
             optimizer.step()
-            return self._settle(block, self._held(optimizer))
+            held = self._settle(block, self._held(optimizer))
+            self.stale.clear()
+            return held
         finally:
             self._unbind()
+
+    def _belongs_in_block(self, piece: int, value: Any) -> bool:
+        """Whether this is kept there, of a piece's state: tensors of some size, and all that are cut like the parameter."""
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return False
+        return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
 
     def remember(self) -> Callable[[], None]:
         """What undoes the changes that a step makes to what is kept in memory."""
         small = [{key: _copied(value) for key, value in values.items()} for values in self.small]
-        layout, current = self.layout, self.current
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self._groups()]
+        layout, current, stale = self.layout, self.current, set(self.stale)
+        options = [dict(group) for group in self._groups()]
         pushed = {group: dict(values) for group, values in self._pushed.items()}
 
         def undo() -> None:
-            self.small, self.layout, self.current, self._pushed = small, layout, current, pushed
+            self.small, self.layout, self.current, self.stale, self._pushed = small, layout, current, stale, pushed
             if options:
                 for group, values in zip(self._groups(), options, strict=True):
+                    group.clear()
                     group.update(values)
             else:
                 self._optimizer = None
@@ -133,14 +146,17 @@ class SubGroup:
 
         first = self._optimizer is None
         if first:
-            self._stand_ins = [torch.nn.Parameter(torch.empty(0), requires_grad=False) for _ in self.pieces]
+            self._stand_ins = [
+                torch.nn.Parameter(torch.empty(0), requires_grad=piece.param.is_floating_point()) for piece in self.pieces
+            ]
         for index, (piece, stand_in, gradient) in enumerate(zip(self.pieces, self._stand_ins, gradients, strict=True)):
             work = piece.of(piece.param)
             if self.masters[index]:
                 if MASTER not in views[index]:
                     views[index][MASTER] = work.to("cpu", torch.float32, copy=True)
-                elif index in self.stale:
-                    views[index][MASTER].copy_(work)
+                elif index in self.stale:  # or only loaded again, which must not round it
+                    master = views[index][MASTER]
+                    master.copy_(torch.where(master.to(work.dtype) == work.to("cpu"), master, work.to("cpu", torch.float32)))
                 work = views[index][MASTER]
             stand_in.data = work
             stand_in.grad = gradient
@@ -149,7 +165,7 @@ class SubGroup:
             self._optimizer = self._make_optimizer(
                 [
                     {
-                        **{k: v for k, v in groups[group].items() if k not in ("params", "param_names")},
+                        **{k: v for k, v in groups[group].items() if k not in NOT_OPTIONS},
                         "params": [s for s, piece in zip(self._stand_ins, self.pieces, strict=True) if piece.group == group],
                     }
                     for group in wanted
@@ -160,7 +176,7 @@ class SubGroup:
         assert optimizer is not None
         for (group, pushed), own in zip(self._pushed.items(), optimizer.param_groups, strict=True):
             for key, value in groups[group].items():
-                if key not in ("params", "param_names") and not (key in pushed and _same(pushed[key], value)):
+                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
                     own[key] = pushed[key] = value
         for index, stand_in in enumerate(self._stand_ins):
             state = {**self.small[index], **{key: view for key, view in views[index].items() if key != MASTER}}
@@ -169,15 +185,13 @@ class SubGroup:
         return optimizer
 
     def _held(self, optimizer: torch.optim.Optimizer) -> Held:
-        import torch
-
         held: Held = []
         for index, stand_in in enumerate(self._stand_ins):
             if self.masters[index]:
                 held.append((index, MASTER, stand_in.data))
             small = {}
             for key, value in optimizer.state.get(stand_in, {}).items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.layout == torch.strided:
+                if self._belongs_in_block(index, value):
                     held.append((index, key, value))
                 else:
                     small[key] = value
@@ -199,7 +213,6 @@ class SubGroup:
     def _unbind(self) -> None:
         import torch
 
-        self.stale.clear()
         for stand_in in self._stand_ins:
             stand_in.grad = None
             stand_in.data = torch.empty(0)

@@ -35,6 +35,22 @@ class Piece:
         tensor = local_of(tensor).detach()
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This piece of the parameter's."""
+        import torch
+
+        gradient = self.param.grad
+        if gradient is None or self.whole:
+            return None if gradient is None else self.of(gradient)
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"a gradient of layout {gradient.layout} cannot be cut like its parameter, of shape {tuple(self.param.shape)}:"
+                f" set sub_group_size to {self.param.numel()} or more"
+            )
+        local = local_of(gradient)
+        return self.of(local if local.is_contiguous() else local.contiguous())
+
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a DTensor's shard that this process holds."""
@@ -63,7 +79,7 @@ def partition(
                 rest = numel - begin
                 if rest > room:
                     room = room // CUT * CUT
-                    if not may_be_cut(param) or room < min(rest, cut_size) // 4:  # rather than many small pieces
+                    if not may_be_cut(param) or room < max(1, min(rest, cut_size) // 4):  # rather than many small pieces
                         found.append([])
                         filled = 0
                         room = cut_size if may_be_cut(param) else rest
