@@ -60,14 +60,15 @@ class OffloadedOptimizer(Optimizer):
     ``offload_gradients``: gradients go to the drive during backward, and come back for the step; ``param.grad`` is None after
     backward, and :meth:`clip_grad_norm_` clips them. ``step_in_backward``: a sub-group is stepped as soon as its gradients are
     complete, and they are freed; :meth:`step` ends the step. One backward for a step then, and no clipping.
-    ``checksum``: states are verified when they are read. ``verbose``: print a line for each step.
+    ``checksum``: states are verified when they are read, and when a state_dict is made. ``verbose``: print a line for each step.
 
     A parameter that was changed by others since the last step (``load_state_dict`` of the model, but not through ``.data``, which
     nothing tells) is taken as the new master weight.
 
     Raises ValueError for what cannot be offloaded, StoreLocked for a directory in use, OutOfBuffers if the ring does not fit
     into the buffer pool's budget, and OSError from the drive. An exception out of :meth:`step`, Ctrl-C included, leaves
-    parameters and states as they were before it, or as they are after it, and says which; :attr:`steps` does too.
+    parameters and states as they were before it, or as they are after it, and says which; :attr:`steps` does too. A forked child
+    can only leave the optimizer alone.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class OffloadedOptimizer(Optimizer):
         self._states_an_element: list[float] = []
         self._pool = buffer_pool() if pool is None else pool
         self._dram_budget, self._verbose = dram_budget, verbose
+        self._checksum = checksum
         self._step_in_backward, self._offload_gradients = step_in_backward, offload_gradients
         super().__init__(params, self._defaults())
         self._add_sub_groups(self.param_groups, 0)
@@ -123,6 +125,7 @@ class OffloadedOptimizer(Optimizer):
         self._last: StepReport | None = None
         self._broken: str | None = None
         self._closed = False
+        self._process = os.getpid()
         self._gradients_lost = False
         self._loading = self.register_load_state_dict_pre_hook(opaque)
         self._hook_parameters()
@@ -198,6 +201,7 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; gradients on the drive are dropped, and what backward has stepped since the last step is taken
         back. Raises OSError if that fails."""
+        self._check_process()
         if self._sweep.under_way:
             self._take_back()
         super().zero_grad(set_to_none)
@@ -221,6 +225,8 @@ class OffloadedOptimizer(Optimizer):
         from the drive: no memory is taken, and they are valid until the next step."""
         self._check_usable()
         self._check_between_steps()
+        if self._checksum:
+            self.state.verify()  # type: ignore[attr-defined]
         return super().state_dict()
 
     @property
@@ -235,6 +241,7 @@ class OffloadedOptimizer(Optimizer):
         """Give the memory back and remove the files. Idempotent. Save ``state_dict()`` before."""
         if not hasattr(self, "_store"):
             return
+        self._check_process()
         if self._sweep.under_way and self._broken is None:
             with contextlib.suppress(OSError):
                 self._take_back()
@@ -592,8 +599,13 @@ class OffloadedOptimizer(Optimizer):
             )
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise RuntimeError("this optimizer is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -60,6 +60,13 @@ class States(MutableMapping[Any, Any]):
     def __delitem__(self, param: torch.Tensor) -> None:
         raise TypeError("states on a drive are set by load_state_dict")
 
+    def verify(self) -> None:
+        """Read all that lies on the drive, of which mapping verifies nothing. Raises CorruptTensor."""
+        sub_groups = dict.fromkeys(sub_group for pieces in self._pieces.values() for sub_group, _ in pieces)
+        for sub_group in sub_groups:
+            if sub_group.layout is not None and sub_group.resident is None:
+                self._store.get(block_name(sub_group)).result()
+
     def _has(self, param: torch.Tensor) -> bool:
         """Whether it was stepped: a master weight alone is as good as none, and optimizers in memory take it for a state."""
         sub_group, index = self._pieces[param][0]

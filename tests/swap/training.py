@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,3 +111,58 @@ def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     import copy
 
     return copy.deepcopy(dict(state_dict))
+
+
+class FailingEngine:
+    """An engine whose transfers fail with EIO, those named by how many came before, when they are asked how they ended."""
+
+    def __init__(self, engine: Any, operation: str, first: int, count: int = 1) -> None:
+        self._engine, self._operation, self._left, self._count = engine, operation, first, count
+        self.failed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def read(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
+        return self._transfer("read", tensor, file, offset)
+
+    def write(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
+        return self._transfer("write", tensor, file, offset)
+
+    def _transfer(self, operation: str, tensor: torch.Tensor, file: Any, offset: int) -> Any:
+        if operation == self._operation:
+            self._left -= 1
+            if -self._count <= self._left < 0:
+                self.failed += 1
+                if operation == "write":  # torn: something else is where it was to be
+                    self._engine.write(torch.zeros_like(tensor), file, offset).result()
+                else:
+                    tensor.view(-1).view(torch.uint8).zero_()
+                return _Failed(OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive"))
+        return getattr(self._engine, operation)(tensor, file, offset)
+
+
+class _Failed:
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self, timeout: float | None = None) -> OSError:
+        return self._error
+
+    def result(self, timeout: float | None = None) -> int:
+        raise self._error
+
+
+@contextlib.contextmanager
+def failing(optimizer: Any, operation: str, first: int, count: int = 1) -> Iterator[FailingEngine]:
+    """Its transfers of this kind fail from the ``first`` on."""
+    store = optimizer._store
+    engine = store._engine
+    store._engine = FailingEngine(engine, operation, first, count)
+    try:
+        yield store._engine
+    finally:
+        store._engine = engine
