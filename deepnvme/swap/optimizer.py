@@ -20,6 +20,7 @@ from .block import PAGE, dense_strides
 from .buffers import BufferPool, OutOfBuffers, buffer_pool
 from .gradients import OPEN, OffloadedGradients
 from .interrupts import held_back
+from .memory import give_back_heap
 from .states import States, opaque, spill, take_over
 from .step_report import StepReport
 from .store import TensorStore
@@ -393,6 +394,8 @@ class OffloadedOptimizer(Optimizer):
             held = sub_group.step(block, self._gradients_of(sub_group), self.param_groups)
             if held is not None:
                 self._settle_resident(sub_group, held)
+                del held
+                give_back_heap()
         except BaseException:
             self._broken = (
                 f"step {self._steps + 1} failed in sub-group {sub_group.index}, which dram_budget keeps in memory only, and"

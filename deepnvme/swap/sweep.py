@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .block import Layout
+from .memory import give_back_heap
 from .sub_group import MASTER, Gradients, Held, SubGroup
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class Sweep:
         held = sub_group.step(slot.content, gradients(), groups)
         if held is not None:
             slot.content = self._laid_out(sub_group, slot, held)
+            del held
+            give_back_heap()
         self.times.computing += time.perf_counter() - begun
         sub_group.current = 0 if sub_group.current is None else 1 - sub_group.current
         self._write(slot, block_name(sub_group), slot.content)
