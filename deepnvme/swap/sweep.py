@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .block import Layout
+from .memory import give_back_heap
 from .sub_group import MASTER, Gradients, Held, SubGroup
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Sweep:
         if held is not None:
             slot.content = self._laid_out(sub_group, slot, held)
             del held
-            give_back_freed()
+            give_back_heap()
         self.times.computing += time.perf_counter() - begun
         sub_group.current = 0 if sub_group.current is None else 1 - sub_group.current
         self._write(slot, block_name(sub_group), slot.content)
@@ -350,14 +350,6 @@ class Sweep:
     def _look(self) -> None:
         self._reads.look()
         self._writes.look()
-
-
-def give_back_freed() -> None:
-    """Have malloc return what it keeps of the states that an optimizer made: the next are a little too large for the
-    holes, and the heap grew by all states. Of glibc only."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def block_name(sub_group: SubGroup) -> str:

@@ -126,9 +126,12 @@ def test_a_step_that_cannot_be_undone_is_said_and_a_checkpoint_mends_it(pair: Pa
     pair.step(2)
     pair.give_gradients()
     last = 3 if isinstance(pair.reference, InMemory) else 7  # blocks, or blocks and images of parameters
-    with failing(pair.optimizer, "write", last), failing(pair.optimizer, "read", 1, 1000):
-        with pytest.raises(OSError, match="step 5 could not be undone"):
-            pair.optimizer.step()
+    with (
+        failing(pair.optimizer, "write", last),
+        failing(pair.optimizer, "read", 1, 1000),
+        pytest.raises(OSError, match="step 5 could not be undone"),
+    ):
+        pair.optimizer.step()
     for use in (pair.optimizer.step, pair.optimizer.state_dict):
         with pytest.raises(RuntimeError, match="cannot go on: step 5 could not be undone"):
             use()
@@ -309,11 +312,15 @@ def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision:
                     pair.optimizer.step()
             except KeyboardInterrupt as error:
                 interrupt = error
+            notes = "".join(getattr(interrupt, "__notes__", []))
             if interrupt is not None and pair.optimizer.steps == pair.steps:
-                undone += 1
-                pair.is_as_before(interrupt)
-                continue
-            assert interrupt is None or f"as after step {pair.steps + 1}" in "".join(interrupt.__notes__)
+                if notes:
+                    undone += 1
+                    pair.is_as_before(interrupt)
+                    continue
+                pair.optimizer.step()  # nothing had begun
+            elif interrupt is not None:
+                assert f"as after step {pair.steps + 1}" in notes
             pair.reference.step()
             pair.steps += 1
             assert pair.optimizer.steps == pair.steps
