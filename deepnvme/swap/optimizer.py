@@ -205,6 +205,7 @@ class OffloadedOptimizer(Optimizer):
         self._check_process()
         if self._sweep.under_way:
             self._take_back()
+        self._arrived.clear()
         super().zero_grad(set_to_none)
         self._gradients_lost = False
         if self._gradients is not None:
@@ -243,8 +244,8 @@ class OffloadedOptimizer(Optimizer):
         if not hasattr(self, "_store"):
             return
         self._check_process()
-        if self._sweep.under_way and self._broken is None:
-            with contextlib.suppress(OSError):
+        if self._sweep.under_way:
+            with contextlib.suppress(OSError, MemoryError):
                 self._take_back()
         self._closed = True
         for hook in self._hooks.values():
@@ -353,6 +354,10 @@ class OffloadedOptimizer(Optimizer):
             sub_group.pull(self.param_groups)
         self._last_early, self._early = self._early, []
         self._arrived.clear()
+        if self._step_in_backward:
+            for sub_group in stepped:
+                for piece in sub_group.pieces:
+                    piece.param.grad = None
         if self._gradients is not None:
             self._gradients.clear()
         self._remember_versions()

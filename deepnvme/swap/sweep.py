@@ -191,24 +191,28 @@ class Sweep:
             self._pool.trim()  # what was for images
 
     def undo(self) -> None:
-        """Bring parameters and states back to where the last commit left them. Raises OSError if that cannot be read."""
+        """Bring parameters and states back to where the last commit left them.
+
+        Raises OSError or MemoryError, when all has been tried, if some could not be read.
+        """
         with contextlib.suppress(OSError):
             self.drain()
         self._upcoming.clear()
         images = {slot.holds.index: slot.image for slot in self._slots if slot.holds is not None}
         self.forget()
-        failed: OSError | None = None
+        for slot in self._slots:  # undoing takes no more memory than stepping
+            slot.block.release()
+        failed: OSError | MemoryError | None = None
         while self._log:
             sub_group, forget, taken = self._log[-1]
             forget()
             try:
                 self._restore(sub_group, taken, images.get(sub_group.index))
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 failed = failed or error
             self._log.pop()
         self._read_only.release()
         for slot in self._slots:  # a transfer that was interrupted before it was noted still has the memory
-            slot.block.release()
             slot.image.release()
         if failed is not None:
             raise failed
