@@ -2,19 +2,21 @@
 # make test       set up, run the tests
 # make lint       ruff and mypy
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
-# make clean      remove all that the above made
+# make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
+# make clean      remove what the above made here
 #
-# PYTHON is the interpreter to start from, VENV the environment to make, TORCH what pip installs where there is no torch (with numpy,
-# whose absence torch complains of).
+# PYTHON is the interpreter to start from, VENV the environment to make, or one that is there; its torch is used, or that of PYTHON.
+# TORCH is what pip installs where neither has one (with numpy, whose absence torch complains of). DIR is a directory on the drive.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0 numpy
+DIR ?= .
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -31,14 +33,22 @@ lint: $(VENV)/installed-for-tests
 sanitize:
 	bash tests/native/run_sanitizers.sh
 
+# Without a GPU it ends before anything is downloaded.
+gpu-check:
+	@$(PYTHON) -c 'import ctypes, sys; sys.exit(ctypes.CDLL("libcuda.so.1").cuInit(0) != 0)' 2>/dev/null || \
+	    { echo "gpu-check: needs a CUDA device, and libcuda.so.1 is missing or finds none" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(VENV)/installed-for-tests
+	$(python) benchmarks/gpu_check.py --dir $(DIR)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # What would fail in the end fails here, before torch is downloaded.
 $(VENV)/with-torch:
 	@PYTHON="$(PYTHON)" bash .ci/install_system_packages
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	[ -x $(python) ] || $(PYTHON) -m venv $$($(PYTHON) -c "import torch; print('--system-site-packages')" 2>/dev/null) $(VENV) || \
+	    { rm -rf $(VENV); exit 1; }
 	$(python) -c "import torch" 2>/dev/null || $(pip) install $(TORCH)
 	touch $@
 

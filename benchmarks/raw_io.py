@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -23,16 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import drive, fio, footprints, interleave, libraries
+from harness import drive, fio, footprints, interleave, libraries, machine
 from harness.figures import Verdict
 from harness.interleave import Result
 from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
 from harness.workloads import Contender, ContenderFailed, Memory, Operation, Workload
 
-from deepnvme._meminfo import meminfo
 from deepnvme.tune.fio import find, version
-from deepnvme.tune.folder import Unsuitable, examine
+from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.room import check_memory
 from deepnvme.tune.sizes import parse_size
 
@@ -177,18 +175,10 @@ def targets(settings: Settings) -> list[Target]:
 
 
 def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[Verdict], started: str) -> dict[str, Any]:
-    facts = examine(settings.directory)
     return {
         "benchmark": "raw_io",
         "started": started,
-        "machine": {
-            "kernel": platform.release(),
-            "architecture": platform.machine(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "memory": meminfo("MemTotal"),
-            "filesystem": facts.filesystem,
-            "device": Path(facts.device).name,
-        },
+        "machine": machine.described(settings.directory),
         "settings": {
             "rounds": settings.rounds,
             "size": settings.size,

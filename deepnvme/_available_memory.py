@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from ._meminfo import meminfo
 
 _PROCESS = Path("/proc/self")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""How mountinfo writes blanks and backslashes."""
 
 
 def available_memory() -> int:
@@ -29,7 +32,7 @@ def _memory_groups(process: Path) -> Iterator[Path]:
     group: str | None
     for line in _lines(process / "mountinfo"):
         before, _, after = line.partition(" - ")
-        root, mount_point = (field.encode().decode("unicode_escape") for field in before.split()[3:5])
+        root, mount_point = (_ESCAPED.sub(_character, field) for field in before.split()[3:5])
         filesystem, _, options = after.split(maxsplit=2)
         if filesystem == "cgroup2":
             group = memberships.get("")
@@ -60,8 +63,12 @@ def _left_in(group: Path) -> int | None:
     return None
 
 
+def _character(escaped: re.Match[str]) -> str:
+    return chr(int(escaped[1], 8))
+
+
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []  # another system, or another version of control groups

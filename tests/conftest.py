@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import deepnvme
 from deepnvme.ops.op_builder import AsyncIOBuilder
@@ -32,6 +33,11 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--io-dir", help="directory on the drive to test; default: a temporary one that is not in memory")
     parser.addoption("--deepspeed-python", help="an interpreter that has DeepSpeed, for tests/compat")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

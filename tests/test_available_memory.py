@@ -50,7 +50,7 @@ def group_1(directory: Path, limit: int, usage: int = 0, cached: int = 0) -> Non
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     """64 GiB are available; no control groups."""
-    directory = tmp_path / "a process"
+    directory = tmp_path / "a prøcess"
     directory.mkdir()
     monkeypatch.setattr(_available_memory, "_PROCESS", directory)
     monkeypatch.setattr(_available_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)

@@ -1,80 +1,26 @@
 """The process in which a library moves tensors: ``python -m harness.transfer_worker LIBRARY REQUESTS REPLIES``.
 
 Runs in the interpreter that has the library, ours or DeepSpeed's, and stays, so that neither imports nor allocations nor
-page faults of the tensors are ever measured. Requests and replies are JSON lines on two descriptors of their own, because
-libraries print.
+page faults of the tensors are ever measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.metadata
-import json
-import os
 import resource
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from harness import pattern
+from harness.meter import measure
+from harness.serving import serve
+from harness.tensors import fill_with, holds
 
 Transfer = Callable[[], None]
-
-
-def _pieces(tensor: torch.Tensor, seed: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for done, chunk in pattern.chunks(seed, start, tensor.numel()):
-        # A bytearray, because torch warns of memory that it may not write.
-        yield tensor[done : done + len(chunk)], torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
-
-
-def _fill(tensor: torch.Tensor, seed: int, start: int) -> None:
-    for piece, content in _pieces(tensor, seed, start):
-        piece.copy_(content)
-
-
-def _holds(tensor: torch.Tensor, seed: int, start: int) -> bool:
-    return all(torch.equal(piece, content) for piece, content in _pieces(tensor, seed, start))
-
-
-def _resident(field: str) -> int:
-    """``VmRSS``, or ``VmHWM``, its highest value since ``_forget_peak``; bytes."""
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def _forget_peak() -> bool:
-    try:
-        with open("/proc/self/clear_refs", "w") as clear_refs:
-            clear_refs.write("5")
-        return True
-    except OSError:
-        return False
-
-
-def _cpu_seconds() -> float:
-    # All threads, the kernel's io_uring workers included: those belong to this process.
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _measure(transfer: Transfer) -> dict[str, float | int | None]:
-    gc.collect()
-    can_see_peak = _forget_peak()
-    resident = _resident("VmRSS")
-    cpu, clock = _cpu_seconds(), time.perf_counter()
-    transfer()
-    seconds, cpu_seconds = time.perf_counter() - clock, _cpu_seconds() - cpu
-    growth = max(0, _resident("VmHWM") - resident) if can_see_peak else None
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_growth": growth}
 
 
 class _Tensors:
@@ -114,7 +60,7 @@ class _Tensors:
         else:
             raise ValueError(f"unknown kind of memory {memory!r}")
         for index, tensor in enumerate(tensors):
-            _fill(tensor, 0, index * nbytes)
+            fill_with(tensor, 0, index * nbytes)
         return tensors
 
 
@@ -163,11 +109,11 @@ class Worker:
         tensors = self._tensors.get(memory, len(paths), nbytes)
         if fill is not None:
             for index, tensor in enumerate(tensors):
-                _fill(tensor, fill, index * nbytes)
-        measured = _measure(self._prepared(self._face(face), operation, tensors, paths, 0))
+                fill_with(tensor, fill, index * nbytes)
+        measured = measure(self._prepared(self._face(face), operation, tensors, paths, 0))
         if check is not None:
             for index, tensor in enumerate(tensors):
-                if not _holds(tensor, check, index * nbytes):
+                if not holds(tensor, check, index * nbytes):
                     raise ValueError(f"tensor {index} of {len(tensors)} does not hold what its file does")
         return measured
 
@@ -177,13 +123,13 @@ class Worker:
         """Memory that a new engine or handle takes for its first request, one that is aligned in no way."""
         (tensor,) = self._tensors.get("misaligned", 1, nbytes)
         if operation == "write":
-            _fill(tensor, 0, offset)
+            fill_with(tensor, 0, offset)
         # Code, allocator arenas and imports that come with the first use of anything are not the request's.
         (small,) = _Tensors(self._handle).get("pinned", 1, 4096)
         self._prepared(self._new_face(face), "read", [small], [path], 0)()
 
-        measured = _measure(lambda: self._prepared(self._new_face(face, **options), operation, [tensor], [path], offset)())
-        if operation == "read" and not _holds(tensor, 0, offset):
+        measured = measure(lambda: self._prepared(self._new_face(face, **options), operation, [tensor], [path], offset)())
+        if operation == "read" and not holds(tensor, 0, offset):
             raise ValueError("the tensor does not hold what its file does")
         return measured
 
@@ -227,33 +173,9 @@ class Worker:
         return through_engine
 
 
-def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
-    methods: dict[str, Callable[..., dict[str, Any]]] = {
-        "transfer": worker.transfer,
-        "footprint": worker.footprint,
-    }
-    for line in requests:
-        request = json.loads(line)
-        try:
-            reply: dict[str, Any] = {"done": methods[request["method"]](**request["arguments"])}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 def main() -> None:
     library, backend, request_fd, reply_fd = sys.argv[1:]
-    with os.fdopen(int(request_fd)) as requests, os.fdopen(int(reply_fd), "w") as replies:
-        try:
-            worker = Worker(library, backend)
-            hello = {"done": worker.describe()}
-        except Exception as error:
-            traceback.print_exc()
-            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
-            return
-        print(json.dumps(hello), file=replies, flush=True)
-        _serve(worker, requests, replies)
+    serve(lambda: Worker(library, backend), ("transfer", "footprint"), int(request_fd), int(reply_fd))
 
 
 if __name__ == "__main__":

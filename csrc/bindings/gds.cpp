@@ -49,11 +49,12 @@ std::unique_ptr<AioHandle> make_handle(py::handle block_size, py::handle queue_d
     return std::make_unique<AioHandle>(std::move(engine), overlap_events);
 }
 
-// False where there is no GPUDirect Storage: transfers then go through host memory, and need no registration.
+// False where there is no GPUDirect Storage, and for less than cuFile ever transfers: that goes through host memory, and needs no
+// registration.
 bool pin_device_tensor(AioHandle& handle, py::handle tensor) {
-    const TensorMemory memory = memory_of(tensor, Direction::read);
+    const TensorMemory memory = memory_of(tensor, Direction::read, "pin");
     if (!memory.device) throw py::value_error("pin_device_tensor takes a tensor on a CUDA device; new_cpu_locked_tensor gives pinned ones on the host");
-    if (handle.session().engine().backend() != "gds" || memory.nbytes == 0) return false;
+    if (handle.session().engine().backend() != "gds" || memory.nbytes < gds::CuFile::kLeastRegistered) return false;
     {
         py::gil_scoped_release release;
         gds::CuFile::get().register_memory(memory.device->device, memory.data, memory.nbytes);
@@ -63,7 +64,7 @@ bool pin_device_tensor(AioHandle& handle, py::handle tensor) {
 }
 
 bool unpin_device_tensor(AioHandle&, py::handle tensor) {
-    const TensorMemory memory = memory_of(tensor, Direction::read);
+    const TensorMemory memory = memory_of(tensor, Direction::read, "unpin");
     if (!memory.device) throw py::value_error("unpin_device_tensor takes a tensor on a CUDA device");
     const auto found = registered_tensors().find(reinterpret_cast<std::uintptr_t>(memory.data));
     if (found == registered_tensors().end()) return false;

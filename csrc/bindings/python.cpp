@@ -120,7 +120,7 @@ std::int64_t integer_of(py::handle number, const char* name) {
     return value;
 }
 
-TensorMemory memory_of(py::handle tensor, Direction direction) {
+TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb) {
     require_tensor(tensor);
     const Torch& torch = Torch::get();
     if (!attribute(tensor, torch.layout).is(torch.strided))
@@ -136,8 +136,8 @@ TensorMemory memory_of(py::handle tensor, Direction direction) {
     const bool contiguous = is_true(call(owner, torch.is_contiguous));
     if (lazy || !contiguous) {
         if (direction == Direction::read)
-            throw py::value_error(std::string("cannot read into a tensor that is ") +
-                                  (lazy ? "a lazy conjugate or negative" : "not contiguous") + "; read into a contiguous one and copy it");
+            throw py::value_error("cannot " + std::string(verb) + " a tensor that is " +
+                                  (lazy ? "a lazy conjugate or negative" : "not contiguous") + "; " + verb + " a contiguous one and copy it");
         if (lazy) owner = owner.attr("resolve_conj")().attr("resolve_neg")();
         owner = owner.attr("contiguous")();
     }

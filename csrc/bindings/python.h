@@ -29,8 +29,9 @@ struct TensorMemory {
     std::optional<DeviceMemory> device;  // with the stream that is current; empty for the host's memory
 };
 
-// Throws TypeError for what is no dense tensor, ValueError for one that cannot be transferred in this direction as it is.
-TensorMemory memory_of(py::handle tensor, Direction direction);
+// Throws TypeError for what is no dense tensor, ValueError for one that cannot be transferred in this direction as it is. `verb`: what
+// is to be done with the tensor's own memory, where that is more than to read it.
+TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb = "read into");
 
 // Throws TypeError unless the object is a torch.Tensor.
 void require_tensor(py::handle object);

@@ -1,23 +1,13 @@
 #include "engine/device_copier.h"
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "core/threads.h"
 
 namespace deepnvme {
 
-DeviceCopier::DeviceCopier(std::function<void()> wake) : wake_(std::move(wake)) {
-    try {
-        thread_ = std::thread([this] {
-            block_signals();
-            serve();
-        });
-    } catch (const std::system_error& error) {
-        throw IoError(error.code().value(), "starting a thread", "");
-    }
-}
+DeviceCopier::DeviceCopier(std::function<void()> wake) : wake_(std::move(wake)), thread_(start_thread([this] { serve(); })) {}
 
 DeviceCopier::~DeviceCopier() {
     {

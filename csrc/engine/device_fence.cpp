@@ -3,7 +3,6 @@
 #include <chrono>
 #include <deque>
 #include <map>
-#include <system_error>
 #include <utility>
 
 #include "core/threads.h"
@@ -33,16 +32,8 @@ bool DeviceFence::passed() const {
     return true;
 }
 
-DeviceFenceWatch::DeviceFenceWatch(std::function<void(Request&, const std::optional<IoError>&)> passed) : passed_(std::move(passed)) {
-    try {
-        thread_ = std::thread([this] {
-            block_signals();
-            serve();
-        });
-    } catch (const std::system_error& error) {
-        throw IoError(error.code().value(), "starting a thread", "");
-    }
-}
+DeviceFenceWatch::DeviceFenceWatch(std::function<void(Request&, const std::optional<IoError>&)> passed)
+    : passed_(std::move(passed)), thread_(start_thread([this] { serve(); })) {}
 
 DeviceFenceWatch::~DeviceFenceWatch() {
     {

@@ -171,18 +171,20 @@ std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, c
                                      std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
+    auto fence = fence_before(Request::Kind::read, length, offset, device, path);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(place));
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
                                      std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
+    auto fence = fence_before(Request::Kind::write, length, offset, device, path);
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
@@ -191,43 +193,65 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_range(length, offset);
     auto place = OpenFilePlace::take();
     auto file = std::make_shared<File>(fd, Access::write);
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(place));
+    auto fence = fence_before(Request::Kind::write, length, offset, device, file->path());
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
 }
 
 std::shared_ptr<Request> Engine::sync(const std::string& path) {
     check_usable();
     auto place = OpenFilePlace::take();
     auto file = place.open(path, Access::read, Creation::must_exist, false);
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, std::move(place));
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, nullptr, std::move(place));
 }
 
 std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
                                      std::optional<DeviceMemory> device) {
     if (!file->readable()) throw std::invalid_argument("'" + file->path() + "' was not opened for reading");
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, {});
+    auto fence = fence_before(Request::Kind::read, length, offset, device, file->path());
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), {});
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
                                      std::optional<DeviceMemory> device) {
     if (!file->writable()) throw std::invalid_argument("'" + file->path() + "' was not opened for writing");
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, {});
+    auto fence = fence_before(Request::Kind::write, length, offset, device, file->path());
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), {});
 }
 
 std::shared_ptr<Request> Engine::sync(std::shared_ptr<File> file) {
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, {});
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, nullptr, {});
+}
+
+// What the caller's stream has to do before the request may begin; null if nothing. Asked for before its file is created, and before
+// space is reserved: what CUDA turns down leaves no trace.
+std::unique_ptr<const DeviceFence> Engine::fence_before(Request::Kind kind, std::uint64_t length, std::int64_t offset,
+                                                        const std::optional<DeviceMemory>& device, const std::string& path) {
+    if (!device || length == 0) return nullptr;
+    check_usable();
+    try {
+        auto fence = std::make_unique<const DeviceFence>(device->device, device->stream);
+        if (fence->passed()) return nullptr;  // as it is with a tensor that nothing is computed for
+        std::lock_guard lock(mutex_);
+        if (!fences_ && !closed())
+            fences_ = std::make_unique<DeviceFenceWatch>([this](Request& passed, const std::optional<IoError>& error) {
+                fence_passed(passed, error);
+            });
+        return fence;
+    } catch (const IoError& error) {
+        const auto begin = static_cast<std::uint64_t>(offset);
+        throw IoError(error.error(), Request::describe(kind, length, begin) + ": " + error.operation(), path);
+    }
 }
 
 std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                        std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place) {
+                                        std::int64_t offset, std::optional<DeviceMemory> device,
+                                        std::unique_ptr<const DeviceFence> fence, OpenFilePlace place) {
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
     if (kind == Request::Kind::read && !file->covers(begin + length))
         throw std::invalid_argument("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
                                     file->path() + "', which has " + std::to_string(file->size()) + " bytes");
-    // Before space is reserved, so that what CUDA turns down leaves the file as it is.
-    auto fence = device && length > 0 ? std::make_unique<const DeviceFence>(device->device, device->stream) : nullptr;
-    if (fence && fence->passed()) fence.reset();  // as it is with a tensor that nothing is computed for
     const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
     auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:
@@ -255,16 +279,6 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         if (closed()) {
             request->self_.reset();
             throw std::invalid_argument("the engine is closed");
-        }
-        if (fence && !fences_) {
-            try {
-                fences_ = std::make_unique<DeviceFenceWatch>([this](Request& passed, const std::optional<IoError>& error) {
-                    fence_passed(passed, error);
-                });
-            } catch (...) {
-                request->self_.reset();
-                throw;
-            }
         }
         ++under_way_;
         if (kind == Request::Kind::write) {

@@ -96,8 +96,11 @@ private:
     };
 
     void start(const std::string& name, const BackendFactory& make_backend);
+    std::unique_ptr<const DeviceFence> fence_before(Request::Kind kind, std::uint64_t length, std::int64_t offset,
+                                                    const std::optional<DeviceMemory>& device, const std::string& path);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
-                                    std::int64_t offset, std::optional<DeviceMemory> device, OpenFilePlace place);
+                                    std::int64_t offset, std::optional<DeviceMemory> device,
+                                    std::unique_ptr<const DeviceFence> fence, OpenFilePlace place);
     std::shared_ptr<void> open_for_device(File& file);
     void end_workers();
     void fence_passed(Request& request, const std::optional<IoError>& error);

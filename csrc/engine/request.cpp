@@ -30,7 +30,7 @@ void Request::fail(IoError error) {
     failed_.store(true, std::memory_order_relaxed);
 }
 
-std::string Request::describe() const {
+std::string Request::describe(Kind kind, std::uint64_t length, std::uint64_t offset) {
     if (kind == Kind::sync) return "fsync";
     return std::string(kind == Kind::read ? "read" : "write") + " of " + std::to_string(length) + " bytes at offset " +
            std::to_string(offset);

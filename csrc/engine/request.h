@@ -55,7 +55,8 @@ public:
     std::optional<IoError> error() const;
 
     // "write of 4096 bytes at offset 0"
-    std::string describe() const;
+    std::string describe() const { return describe(kind, length, offset); }
+    static std::string describe(Kind kind, std::uint64_t length, std::uint64_t offset);
 
 private:
     friend class Engine;

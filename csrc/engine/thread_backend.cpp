@@ -7,11 +7,11 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "core/error.h"
+#include "core/threads.h"
 #include "engine/backend.h"
 #include "engine/device_io.h"
 
@@ -28,10 +28,10 @@ public:
         const unsigned count = std::min(capacity, kMostThreads);
         threads_.reserve(count);
         try {
-            for (unsigned i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
-        } catch (const std::system_error& error) {
+            for (unsigned i = 0; i < count; ++i) threads_.push_back(start_thread([this] { serve(); }));
+        } catch (const IoError&) {
             // The system allows no more threads: fewer serve as well, none do not.
-            if (threads_.empty()) throw IoError(error.code().value(), "starting a thread", "");
+            if (threads_.empty()) throw;
         }
     }
 

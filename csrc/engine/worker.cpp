@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstring>
 #include <future>
-#include <system_error>
 #include <utility>
 
 #include "core/copy.h"
@@ -43,7 +42,6 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     std::promise<void> standing;
     auto stands = standing.get_future();
     auto serve = [this, make_backend, standing = std::move(standing)]() mutable {
-        block_signals();
         ::pthread_setname_np(::pthread_self(), "deepnvme");
         try {
             backend_ = make_backend(options_.queue_depth);
@@ -54,11 +52,9 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
         standing.set_value();
         run();
     };
+    thread_ = start_thread(std::move(serve));
     try {
-        thread_ = std::thread(std::move(serve));
         stands.get();
-    } catch (const std::system_error& error) {
-        throw IoError(error.code().value(), "starting a thread", "");
     } catch (...) {
         thread_.join();
         throw;

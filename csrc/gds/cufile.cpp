@@ -36,7 +36,7 @@ namespace {
 constexpr int kBase = 5000;
 constexpr int kCudaDriverError = kBase + 11;
 constexpr int kAllowCompatMode = 1;  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
-constexpr std::size_t kLargestSector = 4096;
+constexpr std::size_t kLargestSector = CuFile::kLeastRegistered;
 constexpr int kOldestVersion = 1080;  // 1.8, of CUDA 12.3: the first with parameters to set
 
 struct Known {
@@ -133,7 +133,7 @@ struct CuFile::Library {
         const auto& [begin, size] = *std::prev(after);
         if (memory + length <= begin + size) return {const_cast<std::byte*>(begin), memory - begin, length};
         // Its address alone would be taken for the whole range, and refused beyond. The rest follows as after any short transfer.
-        if (memory == begin && size >= kLargestSector) return {base, 0, size / kLargestSector * kLargestSector};
+        if (memory == begin) return {base, 0, size / kLargestSector * kLargestSector};
         return {base, 0, length};
     }
 };
@@ -206,11 +206,11 @@ void CuFile::register_memory(CudaDevice device, std::byte* memory, std::size_t s
 }
 
 bool CuFile::unregister_memory(CudaDevice device, const std::byte* memory) {
+    const CudaContextGuard context(device);
     {
         std::lock_guard lock(library_->mutex);
         if (library_->registered.erase(memory) == 0) return false;
     }
-    const CudaContextGuard context(device);
     library_->buffer_deregister(memory);
     return true;
 }

@@ -24,9 +24,11 @@ public:
     // "1.14"
     const std::string& version() const noexcept { return version_; }
 
-    // The whole range [memory, memory + size) is registered until unregister(memory). Throws IoError.
+    // The whole range [memory, memory + size) is registered until unregister_memory(memory). Throws IoError. `size`: at least
+    // kLeastRegistered. A block may begin where the range does and be longer: no sector of it would then be within.
     void register_memory(CudaDevice device, std::byte* memory, std::size_t size);
-    // False if no range began exactly here.
+    static constexpr std::size_t kLeastRegistered = 4096;
+    // False if no range began exactly here. Throws IoError, and then the range is registered still.
     bool unregister_memory(CudaDevice device, const std::byte* memory);
 
     std::shared_ptr<void> open(int fd) override;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import math
 import operator
 import os
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
@@ -28,6 +29,8 @@ __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_bud
 _PAGE = 4096
 _SLACK = 8
 """A free chunk serves a request that is smaller than it by up to an eighth of the request."""
+_LINGER_SECONDS = 1.0
+"""How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
 
@@ -60,6 +63,25 @@ class _Chunk:
         """Refers to the memoryview that every tensor over the lease holds; returns None when that is gone, and they with it."""
         self.returned = 0.0
         """When it became free."""
+
+
+class _Lingering:
+    """Awaited where a lease has ended, or the future that it was to end after, and somebody still holds a tensor over it.
+
+    That may be the thread that worked on it or that set the future's result, on its way out: it is given time.
+    """
+
+    __slots__ = ("_holder", "_until")
+
+    def __init__(self, holder: Callable[[], object]) -> None:
+        self._holder = holder
+        self._until = time.monotonic() + _LINGER_SECONDS
+
+    def done(self) -> bool:
+        return self._holder() is None or time.monotonic() >= self._until
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
 
 
 class _Waiter:
@@ -151,8 +173,8 @@ class BufferPool:
 
         Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
         has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
-        to be released after a future. Memory counts as leased by the thread that called ``lease``, whoever releases it: for
-        another thread to do so, hand that thread's future to ``release``.
+        to be released after a future. (Tensors over leases that have ended are given a second to go.) Memory counts as leased by
+        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``.
         """
         nbytes = _natural(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
@@ -163,7 +185,7 @@ class BufferPool:
         nbytes = _natural(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:
-            return Lease(_no_bytes(), None)
+            return Lease(_no_bytes(), _forget)
         size = _whole_pages(nbytes)
         with self._lock:
             self._take_back()
@@ -185,6 +207,7 @@ class BufferPool:
                     following = self._following()
                     if following is waiter:
                         chunk = self._choose(waiter.nbytes)
+                        self._leave(waiter)  # at once: a thread that has memory does not wait
                         break
                     if waiter.nbytes > self._budget:
                         raise OutOfBuffers(self._shortage(nbytes))
@@ -200,7 +223,7 @@ class BufferPool:
                     waiter.wake.get(timeout=pause)
         finally:
             with self._lock:
-                self._waiting = tuple(other for other in self._waiting if other is not waiter)
+                self._leave(waiter)
             self._wake()
         return self._lend(chunk, nbytes)
 
@@ -212,23 +235,20 @@ class BufferPool:
                 chunk.memory = self._pin(chunk.nbytes)
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
-            chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(buffer, partial(self._await, chunk))
+            holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
+            return Lease(buffer, functools.partial(self._give_back, chunk, holder))
         except BaseException:
             chunk.holder = _nobody
             self._end(chunk)
             raise
 
     def _pin(self, nbytes: int) -> Any:
-        from deepnvme.ops.op_builder import AsyncIOBuilder
-
-        pin = AsyncIOBuilder().load().empty_pinned
         try:
-            return pin(nbytes)
+            return _op().empty_pinned(nbytes)
         except MemoryError:
             self.trim()
         try:
-            return pin(nbytes)
+            return _op().empty_pinned(nbytes)
         except MemoryError as error:
             raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
 
@@ -236,18 +256,31 @@ class BufferPool:
         """Ask what is awaited. Not with the lock held: who knows what futures do when they are asked."""
         if self._generation != _generation:
             raise RuntimeError("the buffer pool is the parent process's: use this process's buffer_pool(), or make another one")
-        if self._awaited:
-            ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
-            with self._lock:
-                for chunk, after in ended:
-                    if self._awaited.get(chunk) is after:  # no other thread was here, and the chunk has not gone round meanwhile
-                        del self._awaited[chunk]
-                        self._ended.append(chunk)
+        if self._awaited and self._ask():
+            self._ask()  # some have let go of futures, which may have been what held tensors
+
+    def _ask(self) -> bool:
+        """Whether any future had ended."""
+        ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
+        with self._lock:
+            for chunk, after in ended:
+                if self._awaited.get(chunk) is not after:
+                    continue  # another thread was here, and the chunk may have gone round meanwhile
+                if chunk.holder() is not None and not isinstance(after, _Lingering):
+                    self._awaited[chunk] = _Lingering(chunk.holder)
+                else:
+                    del self._awaited[chunk]
+                    self._ended.append(chunk)
+        return bool(ended)
 
     # Without the lock, from anywhere.
 
-    def _await(self, chunk: _Chunk, after: Ending) -> None:
-        self._awaited[chunk] = after
+    def _give_back(self, chunk: _Chunk, holder: Callable[[], object], after: Ending | None) -> None:
+        """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
+        if after is not None:
+            self._awaited[chunk] = after
+        elif holder() is not None:
+            self._awaited.setdefault(chunk, _Lingering(holder))
         self._wake()
 
     def _end(self, chunk: _Chunk) -> None:
@@ -275,13 +308,16 @@ class BufferPool:
             self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
             self._free_bytes += chunk.nbytes
 
+    def _leave(self, waiter: _Waiter) -> None:
+        self._waiting = tuple(other for other in self._waiting if other is not waiter)
+
     def _fits(self, nbytes: int) -> bool:
         return self._lent_bytes + nbytes <= self._budget
 
     def _stuck(self) -> bool:
-        """Whether nobody can give anything back: all that is in use belongs to waiting threads, and awaits nothing."""
+        """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
         waiting = {waiter.thread for waiter in self._waiting}
-        return not self._awaited and all(chunk.owner in waiting for chunk in self._lent)
+        return not self._awaited and all(chunk.owner in waiting and chunk.holder() for chunk in self._lent)
 
     def _following(self) -> _Waiter | None:
         """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
@@ -323,6 +359,13 @@ _nbytes = operator.attrgetter("nbytes")
 _returned = operator.attrgetter("returned")
 
 
+@functools.cache  # to load takes a lock, which a forked child would find as it was at the fork
+def _op() -> ModuleType:
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load()
+
+
 def _natural(value: int, name: str) -> int:
     value = operator.index(value)
     if value < 0:
@@ -332,6 +375,10 @@ def _natural(value: int, name: str) -> int:
 
 def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
+
+
+def _forget(after: Ending | None) -> None:
+    """Of a lease without memory there is nothing to give back."""
 
 
 def _no_bytes() -> torch.Tensor:

@@ -29,6 +29,7 @@ class DataFile:
     """
 
     def __init__(self, owner: Ownership, engine: Engine, weight: float) -> None:
+        self.owner = owner
         self.directory = owner.directory
         self.path = owner.directory / DATA_NAME
         self.weight = weight

@@ -33,15 +33,15 @@ class Lease:
     what it is told to come ``after``.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_release_after", "nbytes")
+    __slots__ = ("__weakref__", "_buffer", "_give_back", "nbytes")
 
     nbytes: int
     """As asked for."""
 
-    def __init__(self, buffer: torch.Tensor, release_after: Callable[[Ending], None] | None) -> None:
+    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None]) -> None:
         self.nbytes = buffer.nbytes
         self._buffer: torch.Tensor | None = buffer
-        self._release_after = release_after  # none: there is nothing to give back
+        self._give_back = give_back
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -70,9 +70,14 @@ class Lease:
         """
         if self._buffer is None:
             return
-        if after is not None and self._release_after is not None:
-            self._release_after(after)
+        if after is not None:
+            self._give_back(after)  # before the memory is
         self._buffer = None
+        if after is None:
+            self._give_back(None)
+
+    def __del__(self) -> None:
+        self.release()
 
     def __enter__(self) -> Lease:
         return self

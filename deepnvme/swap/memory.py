@@ -32,7 +32,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, detached, or a dense copy of one that is not contiguous. Raises TypeError for what has no bytes to store."""
+    """The tensor, or a dense copy of one that is not contiguous. Raises TypeError for what has no bytes to store."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -42,16 +42,18 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"'{name}' must be a dense tensor, got {kind}; store the dense tensors that it is made of")
     if tensor.is_meta:
         raise TypeError(f"'{name}' is on the meta device and has no data to store")
-    if hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which wraps others; store these (a DTensor's to_local())")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D view of a contiguous tensor's bytes."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -95,13 +97,6 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def give_back_heap() -> None:
-    """Have the C library return what was freed. Large tensors leave holes that small ones break up, and are made elsewhere then:
-    measured, the states of 16 M parameters that were made and freed 2 MiB at a time left 115 MiB behind."""
-    if hasattr(_libc, "malloc_trim"):  # glibc
-        _libc.malloc_trim(0)
 
 
 def checksums(tensor: torch.Tensor, lengths: Iterable[int]) -> tuple[int, ...]:

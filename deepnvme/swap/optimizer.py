@@ -20,13 +20,12 @@ from .block import PAGE, dense_strides
 from .buffers import BufferPool, OutOfBuffers, buffer_pool
 from .gradients import OPEN, OffloadedGradients
 from .interrupts import held_back
-from .memory import give_back_heap
 from .states import States, opaque, spill, take_over
 from .step_report import StepReport
 from .store import TensorStore
 from .sub_group import NOT_OPTIONS, Gradients, Held, SubGroup
 from .sub_groups import Piece, local_of, partition
-from .sweep import Room, Sweep
+from .sweep import Room, Sweep, give_back_freed
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
@@ -355,6 +354,8 @@ class OffloadedOptimizer(Optimizer):
         self._arrived.clear()
         if self._gradients is not None:
             self._gradients.clear()
+        if self._step_in_backward:
+            super().zero_grad()  # also those of what stays in memory, which was stepped last
         self._remember_versions()
         self._steps += 1
 
@@ -362,9 +363,7 @@ class OffloadedOptimizer(Optimizer):
         """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
         with held_back():
             under_way = self._sweep.under_way
-            self._early = []
-            self._arrived.clear()
-            if under_way and self._step_in_backward:
+            if self._step_in_backward and (under_way or self._arrived):
                 self._gradients_lost = True
                 super().zero_grad()
             try:
@@ -372,6 +371,9 @@ class OffloadedOptimizer(Optimizer):
             except (OSError, MemoryError) as error:
                 self._broken = f"step {self._steps + 1} could not be undone ({error}): load a checkpoint"
                 raise
+            finally:
+                self._early = []
+                self._arrived.clear()
             if under_way:
                 self._remember_versions()
 
@@ -395,7 +397,7 @@ class OffloadedOptimizer(Optimizer):
             if held is not None:
                 self._settle_resident(sub_group, held)
                 del held
-                give_back_heap()
+                give_back_freed()
         except BaseException:
             self._broken = (
                 f"step {self._steps + 1} failed in sub-group {sub_group.index}, which dram_budget keeps in memory only, and"
@@ -410,6 +412,8 @@ class OffloadedOptimizer(Optimizer):
         sub_group.resident = self._pool.lease(max(layout.nbytes, 1))
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
             section.of(sub_group.resident.buffer).copy_(tensor)
+        held.clear()
+        give_back_freed()
         sub_group.spilled = False
         if old is not None:
             old.release()

@@ -66,6 +66,8 @@ class Space:
     def take(self, parts: Iterable[Part]) -> None:
         """Take just these. Raises ValueError where that is taken, or not in the file."""
         for part in parts:
+            if not 0 <= part.file < len(self.files):
+                raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
             if part.offset + part.nbytes > self.files[part.file].capacity:
                 raise ValueError(f"{part.nbytes} bytes at {part.offset} are past the end of '{self.files[part.file].path}'")
             self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
@@ -79,6 +81,11 @@ class Space:
         for file, share in zip(self.files, shares(nbytes, self._weights), strict=True):
             if padded(share) > file.capacity:
                 file.allocate(padded(share))
+
+    def trim(self) -> None:
+        """Give back what lies past the last tensor of each file."""
+        for file in self.files:
+            file.trim(file.extents.end)
 
     def _is_striped(self, nbytes: int) -> bool:
         return nbytes >= STRIPED_FROM and len(self.files) > 1

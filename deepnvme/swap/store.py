@@ -6,97 +6,38 @@ import contextlib
 import difflib
 import errno
 import functools
-import math
 import os
 import threading
-import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from deepnvme.engine import Engine
 
-from . import batches, data_file, manifest, memory
-from .batches import Item
+from . import memory
+from .batches import Buffer, Writing, neighbours, pieces
 from .buffers import BufferPool, buffer_pool
-from .data_file import DataFile
+from .contents import CorruptTensor, Entry, TensorInfo, Version
+from .directories import Directories, Directory, weights_of
 from .extents import padded
 from .futures import Failure, Operation, StoreFuture
-from .membership import recognise
-from .owner import Ownership
-from .space import Part, Parts, Space
+from .space import Parts, Space
+
+__all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
 
 if TYPE_CHECKING:
     import torch
 
-Directory = str | os.PathLike[str]
 Result = TypeVar("Result")
 
 _SWEPT_FROM = 64
 """Operations that nobody has looked at, before those that have ended are let go."""
 
 
-class CorruptTensor(OSError):
-    """What was read is not what was put (EBADMSG); the message names the tensor, the filename is its file's."""
-
-
-class TensorInfo(NamedTuple):
-    """What a store knows of a tensor without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    checksum: int | None
-    """The CRC-32 of its bytes, if the store keeps checksums."""
-
-
-class _Version:
-    """What was put under a name once."""
-
-    __slots__ = ("checksums", "committed", "info", "parts")
-
-    def __init__(self, info: TensorInfo, parts: Parts, checksums: tuple[int, ...] | None, committed: bool = False) -> None:
-        self.info = info
-        self.parts = parts
-        self.checksums = checksums
-        """After each part."""
-        self.committed = committed
-        """Whether a manifest on the drive may refer to it."""
-
-
-class _Entry:
-    """A name, and what is under way with it."""
-
-    __slots__ = ("coming", "damage", "gets", "name", "put", "version")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.version: _Version | None = None
-        """What it holds, or will hold where a put cannot be undone. None until the first put of a persisted name has ended."""
-        self.coming: _Version | None = None
-        """What a put under way will make it hold, where it can be undone."""
-        self.put: Operation | None = None
-        self.gets: list[Operation] = []
-        self.damage: OSError | None = None
-        """What the last put failed with, where it could not be undone."""
-
-    @property
-    def newest(self) -> _Version:
-        version = self.coming or self.version
-        if version is None:
-            raise RuntimeError(f"'{self.name}' has no version")  # never: an entry lives from its first put on
-        return version
-
-
 class _Put(NamedTuple):
     name: str
     tensor: torch.Tensor
     checksums: tuple[int, ...] | None
-
-
-Reading = tuple[_Entry, _Version, "torch.Tensor"]
 
 
 class TensorStore:
@@ -114,7 +55,7 @@ class TensorStore:
     directories in any order, after a crash too; what was put, replaced or deleted since is not. Otherwise the files are removed
     by :meth:`close`, when the store is dropped, and at exit.
 
-    ``checksum``: keep the CRC-32 of each tensor, about 1 s of one core for each GB, and verify it when it is got.
+    ``checksum``: keep the CRC-32 of each tensor, 0.4 s of one core for each GB, and verify it when it is got.
     ``engine``, ``pool``: to share among stores; None for an engine of its own, and for the process's buffer pool.
 
     Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for that; reads of
@@ -136,30 +77,30 @@ class TensorStore:
         engine: Engine | None = None,
         pool: BufferPool | None = None,
     ) -> None:
-        weights = _weights(directories)
+        weights = weights_of(directories)
         self._process = os.getpid()
         self._persist = persist
         self._checksum = checksum
         self._pool = pool
+        self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
         self._lock = threading.RLock()
         self._closed = False
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._under_way: set[Operation] = set()
         self._swept = _SWEPT_FROM
         self._failed: list[Operation] = []
         self._retired: list[Parts] = []  # not the store's any more, but the last commit's
-        self._owners: list[Ownership] = []
-        self._files: list[DataFile] = []
-        self._finalizer = weakref.finalize(self, _leave, self._process, persist, self._owners, self._files)
-        try:
-            for directory in weights:
-                self._owners.append(Ownership(directory))
-            self._engine = Engine() if engine is None else engine
-            self._open(weights)
-        except BaseException:
-            self._finalizer()
-            raise
+        with contextlib.ExitStack() as undo:
+            if self._own_engine:
+                undo.callback(self._engine.close)
+            self._directories = Directories(weights, persist, self._engine)
+            undo.callback(self._directories.leave)
+            self._space = Space(self._directories.files)
+            self._restore()
+            undo.pop_all()
+        self._paths = [file.path for file in self._directories.files]
+        self._handles = [file.file for file in self._directories.files]
 
     # What is there.
 
@@ -189,7 +130,7 @@ class TensorStore:
     def allocated_bytes(self) -> int:
         """Bytes of the files."""
         with self._locked():
-            return sum(file.capacity for file in self._files)
+            return sum(file.capacity for file in self._space.files)
 
     # Transfers.
 
@@ -250,7 +191,7 @@ class TensorStore:
             del self._entries[name]
             self._release(entry.newest)
             nbytes = entry.newest.info.nbytes
-            return StoreFuture(self._begin(_nothing), nbytes, lambda: nbytes)
+            return StoreFuture(self._begin(self._ended), nbytes, lambda: nbytes)
 
         return self._in_turn([name], start, writing=True)
 
@@ -260,13 +201,8 @@ class TensorStore:
         Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
         the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
         """
-
-        def start() -> torch.Tensor:
-            version = self._whole(name).newest
-            parts = [(self._files[part.file].descriptor, part.offset, part.nbytes) for part in version.parts]
-            return memory.map_files(parts, version.info.nbytes).view(version.info.dtype).view(version.info.shape)
-
-        return self._in_turn([name], start)
+        info = self.info(name)
+        return self.map_ranges([(name, 0, info.nbytes)]).view(info.dtype).view(info.shape)
 
     def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         """Bytes of several tensors, each (name, first byte, count), as one tensor of bytes, mapped like :meth:`map`.
@@ -280,7 +216,7 @@ class TensorStore:
                 for part in self._whole(name).newest.parts:
                     inside = min(count, part.nbytes - first)
                     if inside > 0:
-                        parts.append((self._files[part.file].descriptor, part.offset + first, inside))
+                        parts.append((self._space.files[part.file].descriptor, part.offset + first, inside))
                         count -= inside
                     first = max(0, first - part.nbytes)
             return memory.map_files(parts, sum(count for _, _, count in ranges))
@@ -311,15 +247,12 @@ class TensorStore:
         self._wait_for_all()
         with self._locked():
             self._raise_unseen()
-            for owner in self._owners:
-                owner.check()
-            for flush in [self._engine.fsync(file.file) for file in self._files]:
+            for flush in [self._engine.fsync(handle) for handle in self._handles]:
                 flush.result()
             versions = {name: entry.version for name, entry in self._entries.items() if entry.version is not None}
             for version in versions.values():
                 version.committed = True  # from here on, even if publishing fails: it may have got through
-            stored = {name: _stored(version) for name, version in versions.items()}
-            manifest.publish(self._owners[0].directory, manifest.Manifest(self._identity, len(self._files), stored))
+            self._directories.publish({name: version.stored() for name, version in versions.items()})
             for parts in self._retired:
                 self._space.give_back(parts)
             self._retired.clear()
@@ -333,19 +266,19 @@ class TensorStore:
         self._check_process()
         with self._lock:
             self._closed = True
-        if not self._finalizer.alive:
+        if not self._directories.leave.alive:
             return
         self._wait_for_all()
         if self._persist:
-            for file in self._files:
-                file.trim(file.extents.end)
-        self._finalizer()
+            self._space.trim()
+        self._directories.leave()
         if self._own_engine:
             self._engine.close()
         self._raise_unseen()
 
     def __enter__(self) -> TensorStore:
-        return self
+        with self._locked():
+            return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -381,20 +314,11 @@ class TensorStore:
                 operation.settle()
 
     def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
-        found = set()
+        found: set[Operation] = set()
         for name in names:
             entry = self._entries.get(name)
-            if entry is None:
-                continue
-            if entry.put is not None:
-                if entry.put.settled:
-                    entry.put = None
-                else:
-                    found.add(entry.put)
-            if entry.gets:
-                entry.gets = [operation for operation in entry.gets if not operation.settled]
-                if writing:
-                    found.update(entry.gets)
+            if entry is not None:
+                found.update(entry.conflicts(writing))
         return found
 
     def _begin(self, finish: Callable[[Operation, list[Failure]], None]) -> Operation:
@@ -409,7 +333,7 @@ class TensorStore:
     def _ended(self, operation: Operation, failures: Sequence[Failure]) -> None:
         self._under_way.discard(operation)
         if failures:
-            self._failed.append(operation)
+            self._failed = [*(other for other in self._failed if not other.seen), operation]
 
     def _wait_for_all(self) -> None:
         with self._lock:
@@ -426,7 +350,7 @@ class TensorStore:
 
     # Names.
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         entry = self._entries.get(name)
         if entry is None:
             close = difflib.get_close_matches(name, list(self._entries)[:10_000], n=3) if isinstance(name, str) else []
@@ -434,7 +358,7 @@ class TensorStore:
             raise KeyError(f"the store has no tensor {name!r}{hint}")
         return entry
 
-    def _whole(self, name: str) -> _Entry:
+    def _whole(self, name: str) -> Entry:
         """The entry, if what it holds can be read."""
         entry = self._entry(name)
         if entry.damage is not None:
@@ -442,7 +366,7 @@ class TensorStore:
             raise OSError(entry.damage.errno or errno.EIO, text, entry.damage.filename)
         return entry
 
-    def _release(self, version: _Version) -> None:
+    def _release(self, version: Version) -> None:
         if version.committed:
             self._retired.append(version.parts)
         else:
@@ -451,7 +375,7 @@ class TensorStore:
     # Putting.
 
     def _put(self, pending: Sequence[_Put]) -> StoreFuture[int]:
-        entries = [self._entries.get(put.name) or _Entry(put.name) for put in pending]
+        entries = [self._entries.get(put.name) or Entry(put.name) for put in pending]
         versions = self._versions(entries, pending)
         operation = self._begin(functools.partial(self._put_ended, entries))
         for entry, version in zip(entries, versions, strict=True):
@@ -475,37 +399,40 @@ class TensorStore:
         nbytes = sum(version.info.nbytes for version in versions)
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
-    def _versions(self, entries: Sequence[_Entry], pending: Sequence[_Put]) -> list[_Version]:
+    def _versions(self, entries: Sequence[Entry], pending: Sequence[_Put]) -> list[Version]:
         """What the names will hold: in place where that can be, else in new space. Raises OSError and changes nothing then."""
-        places: list[Parts | None] = []
-        for entry, put in zip(entries, pending, strict=True):
+        versions: list[Version | None] = []
+        wanted = []
+        for entry, (_, tensor, checksums) in zip(entries, pending, strict=True):
+            nbytes = tensor.nbytes
             old = None if self._persist else entry.version
-            places.append(old.parts if old is not None and old.info.nbytes == put.tensor.nbytes else None)
-        new = iter(self._space.allocate([put.tensor.nbytes for put, parts in zip(pending, places, strict=True) if parts is None]))
-        versions = []
-        for put, parts in zip(pending, places, strict=True):
-            crc = None if put.checksums is None else (put.checksums or (0,))[-1]
-            info = TensorInfo(tuple(put.tensor.shape), put.tensor.dtype, put.tensor.nbytes, crc)
-            versions.append(_Version(info, next(new) if parts is None else parts, put.checksums))
-        return versions
+            if old is None or old.info.nbytes != nbytes:
+                versions.append(None)
+                wanted.append(nbytes)
+            elif checksums is None and old.info.dtype == tensor.dtype and old.info.shape == tensor.shape:
+                versions.append(old)
+            else:
+                versions.append(Version(tensor.shape, tensor.dtype, nbytes, old.parts, checksums))
+        places = iter(self._space.allocate(wanted))
+        return [
+            version or Version(put.tensor.shape, put.tensor.dtype, put.tensor.nbytes, next(places), put.checksums)
+            for version, put in zip(versions, pending, strict=True)
+        ]
 
     def _write(
-        self, entries: Sequence[_Entry], versions: Sequence[_Version], pending: Sequence[_Put], operation: Operation
+        self, entries: Sequence[Entry], versions: Sequence[Version], pending: Sequence[_Put], operation: Operation
     ) -> None:
-        items = []
-        for entry, version, put in zip(entries, versions, pending, strict=True):
-            tensor = put.tensor
+        pool = buffer_pool() if self._pool is None else self._pool
+        writing = Writing(self._engine, pool, self._handles, operation)
+        for entry, version, (_, tensor, _) in zip(entries, versions, pending, strict=True):
             if len(version.parts) == 1:
-                part = version.parts[0]
-                items.append(Item(part.file, part.offset, part.nbytes, entry, tensor, tensor.data_ptr() if tensor.is_cpu else 0))
+                writing.add(version.parts[0], tensor, entry)
                 continue
-            for part, piece in _pieces(version, tensor):
-                operation.add(self._engine.write(piece, self._files[part.file].file, part.offset), (entry,))
-        if items:
-            pool = buffer_pool() if self._pool is None else self._pool
-            batches.write(self._engine, pool, [file.file for file in self._files], items, operation)
+            for part, piece in pieces(version.parts, tensor):
+                operation.add(self._engine.write(piece, self._handles[part.file], part.offset), (entry,))
+        writing.start()
 
-    def _put_ended(self, entries: Sequence[_Entry], operation: Operation, failures: list[Failure]) -> None:
+    def _put_ended(self, entries: Sequence[Entry], operation: Operation, failures: list[Failure]) -> None:
         self._ended(operation, failures)
         failed = {entry: error for error, subjects in reversed(failures) for entry in subjects}
         if not self._persist:
@@ -530,164 +457,73 @@ class TensorStore:
 
     def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
         entries = [self._whole(name) for name in names]
+        versions = [entry.newest for entry in entries]
         operation = self._begin(self._ended)
-        found: list[Reading] = []
-        items = []
+        tensors: dict[str, torch.Tensor] = {}
         try:
-            for entry in entries:
-                entry.gets.append(operation)
-                version = entry.newest
+            shared = (operation,)
+            alone = []
+            for index, (entry, version) in enumerate(zip(entries, versions, strict=True)):
+                entry.reading(shared)
                 if len(version.parts) == 1:
-                    part = version.parts[0]
-                    items.append(Item(part.file, part.offset, part.nbytes, entry))
+                    alone.append(index)
                     continue
-                whole = memory.empty_aligned(sum(padded(part.nbytes) for part in version.parts))
-                self._read(entry, whole, operation)
-                found.append((entry, version, batches.tensor_in(whole, 0, version.info.dtype, version.info.shape)))
-            for run in batches.neighbours(items):
-                start = run[0].offset
-                whole = memory.empty_aligned(run[-1].offset + padded(run[-1].nbytes) - start)
-                operation.add(self._engine.read(whole, self._files[run[0].file].file, start), [item.subject for item in run])
-                for item in run:
-                    version = item.subject.newest
-                    tensor = batches.tensor_in(whole, item.offset - start, version.info.dtype, version.info.shape)
-                    found.append((item.subject, version, tensor))
+                buffer = Buffer(sum(padded(part.nbytes) for part in version.parts))
+                tensors[entry.name] = buffer.tensor(0, version.info.dtype, version.info.shape)
+                self._read(entry, version, tensors[entry.name], operation)
+            for run in neighbours([versions[index].parts[0] for index in alone]):
+                members = [alone[index] for index in run]
+                first, last = versions[members[0]].parts[0], versions[members[-1]].parts[0]
+                buffer = Buffer(last.offset + padded(last.nbytes) - first.offset)
+                transfer = self._engine.read(buffer.memory, self._handles[first.file], first.offset)
+                operation.add(transfer, [entries[index] for index in members])
+                for index in members:
+                    info, (part,) = versions[index].info, versions[index].parts
+                    tensors[names[index]] = buffer.tensor(part.offset - first.offset, info.dtype, info.shape)
         except BaseException:
             operation.seen = True
             raise
 
         def conclude() -> Result:
-            self._verify(found)
-            tensors = {entry.name: tensor for entry, _, tensor in found}
+            if self._checksum:
+                for name, version in zip(names, versions, strict=True):
+                    version.verify(name, tensors[name], self._paths)
             return choose({name: tensors[name] for name in names})
 
-        return StoreFuture(operation, sum(version.info.nbytes for _, version, _ in found), conclude)
+        return StoreFuture(operation, sum(version.info.nbytes for version in versions), conclude)
 
     def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         entry = self._whole(name)
         version = entry.newest
         target = memory.seen_as(out, version.info.dtype, version.info.shape)
         operation = self._begin(self._ended)
-        entry.gets.append(operation)
         try:
-            self._read(entry, out, operation)
+            entry.reading((operation,))
+            self._read(entry, version, out, operation)
         except BaseException:
             operation.seen = True
             raise
 
         def conclude() -> torch.Tensor:
-            self._verify([(entry, version, target)])
+            if self._checksum:
+                version.verify(name, target, self._paths)
             return target
 
         return StoreFuture(operation, version.info.nbytes, conclude)
 
-    def _read(self, entry: _Entry, target: torch.Tensor, operation: Operation) -> None:
-        for part, piece in _pieces(entry.newest, target):
-            operation.add(self._engine.read(piece, self._files[part.file].file, part.offset), (entry,))
-
-    def _verify(self, found: Iterable[Reading]) -> None:
-        if not self._checksum:
-            return
-        for entry, version, tensor in found:
-            if version.checksums is None:
-                continue
-            sums = memory.checksums(tensor, [part.nbytes for part in version.parts])
-            for part, expected, got in zip(version.parts, version.checksums, sums, strict=True):
-                if got != expected:
-                    where = f"in the {part.nbytes} bytes at offset {part.offset}"
-                    text = f"{entry.name!r} is corrupt {where}: expected CRC-32 {expected:#010x}, found {got:#010x}; put it again"
-                    raise CorruptTensor(errno.EBADMSG, text, str(self._files[part.file].path))
+    def _read(self, entry: Entry, version: Version, target: torch.Tensor, operation: Operation) -> None:
+        for part, piece in pieces(version.parts, target):
+            operation.add(self._engine.read(piece, self._handles[part.file], part.offset), (entry,))
 
     # Opening.
 
-    def _open(self, weights: Mapping[Path, float]) -> None:
-        directories = list(weights)
-        known, order = recognise(directories)
-        if known is not None and not self._persist:
-            raise FileExistsError(
-                errno.EEXIST,
-                f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files",
-                str(directories[order[0]]),
-            )
-        self._owners[:] = [self._owners[index] for index in order]
-        if known is None:
-            for directory in directories:
-                data_file.remove(directory)
-                manifest.remove(directory)
-        self._identity = uuid.uuid4().hex if known is None else known.store
-        for owner in self._owners:
-            self._files.append(DataFile(owner, self._engine, weights[owner.directory]))
-        self._space = Space(self._files)
-        if known is not None:
-            for name, stored in known.tensors.items():
-                entry = self._entries[name] = _Entry(name)
-                entry.version = self._reopened(name, stored)
-        elif self._persist:
-            first = str(self._owners[0].directory)
-            for index, owner in enumerate(self._owners[1:], 1):
-                manifest.join(owner.directory, manifest.Membership(self._identity, index, first))
-
-    def _reopened(self, name: str, stored: manifest.Stored) -> _Version:
-        path = self._owners[0].directory / manifest.MANIFEST_NAME
-        try:
-            dtype = memory.dtype_named(stored.dtype)
-            nbytes = math.prod(stored.shape) * dtype.itemsize
-            parts = tuple(Part(*part) for part in stored.parts)
-            if sum(part.nbytes for part in parts) != nbytes or any(not 0 <= part.file < len(self._files) for part in parts):
-                raise ValueError(f"{parts} are not the {nbytes} bytes of {stored.dtype} {stored.shape}")
-            self._space.take(parts)
-        except (ValueError, TypeError) as error:
-            raise manifest.CorruptManifest(path, f"tensor {name!r}: {error}") from error
-        crc = None if stored.checksums is None else (stored.checksums or (0,))[-1]
-        return _Version(TensorInfo(stored.shape, dtype, nbytes, crc), parts, stored.checksums, committed=True)
-
-
-def _nothing(operation: Operation, failures: list[Failure]) -> None:
-    pass
-
-
-def _pieces(version: _Version, tensor: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-    """The tensor's bytes, or those of what it is read into, by part."""
-    start = 0
-    for part in version.parts:
-        yield part, batches.bytes_under(tensor, start, part.nbytes)
-        start += part.nbytes
-
-
-def _stored(version: _Version) -> manifest.Stored:
-    dtype = str(version.info.dtype).removeprefix("torch.")
-    parts = tuple((part.file, part.offset, part.nbytes) for part in version.parts)
-    return manifest.Stored(dtype, version.info.shape, parts, version.checksums)
-
-
-def _weights(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
-    """By absolute path."""
-    if isinstance(directories, str | os.PathLike):
-        directories = [directories]
-    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
-    weights: dict[Path, float] = {}
-    for directory, weight in given:
-        path = Path(directory).resolve()
-        if path in weights:
-            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
-        weights[path] = weight
-    if not weights:
-        raise ValueError("a store needs at least one directory, got none")
-    return weights
-
-
-def _leave(process: int, persist: bool, owners: Sequence[Ownership], files: Sequence[DataFile]) -> None:
-    """Close and unlock everything; remove what does not persist. Nothing in a forked child: all is the parent's there."""
-    if os.getpid() != process:
-        return
-    kept = persist and bool(owners) and (owners[0].directory / manifest.MANIFEST_NAME).exists()
-    for file in files:
-        if not kept:
-            file.remove()
-        file.close()
-    for owner in reversed(owners):
-        if not kept and owner.intact():
-            manifest.remove(owner.directory)
-        owner.release()
+    def _restore(self) -> None:
+        known = self._directories.known
+        for name, stored in known.tensors.items() if known is not None else ():
+            entry = Entry(name)
+            try:
+                entry.version = Version.restored(stored)
+                self._space.take(entry.version.parts)
+            except ValueError as error:
+                raise self._directories.corrupt(f"tensor {name!r}: {error}") from error
+            self._entries[name] = entry

@@ -66,8 +66,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def partition(
     param_groups: Sequence[dict[str, Any]], size: int, may_be_cut: Callable[[torch.Tensor], bool], first_group: int = 0
 ) -> list[list[Piece]]:
-    """Sub-groups of at most ``size`` elements, in the order of the parameters; larger where one that may not be cut is larger."""
-    cut_size = max(CUT, size // CUT * CUT)
+    """Sub-groups of at most ``size`` elements (a multiple of CUT; rounded down, but to no less than one), in the order of the
+    parameters; larger where one that may not be cut is larger."""
+    size = max(CUT, size // CUT * CUT)
     found: list[list[Piece]] = []
     filled = size
     for group, options in enumerate(param_groups, first_group):
@@ -79,10 +80,10 @@ def partition(
                 rest = numel - begin
                 if rest > room:
                     room = room // CUT * CUT
-                    if not may_be_cut(param) or room < max(1, min(rest, cut_size) // 4):  # rather than many small pieces
+                    if not may_be_cut(param) or room < max(1, min(rest, size) // 4):  # rather than many small pieces
                         found.append([])
                         filled = 0
-                        room = cut_size if may_be_cut(param) else rest
+                        room = size if may_be_cut(param) else rest
                 if not found:
                     found.append([])
                 end = begin + min(rest, room)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .block import Layout
-from .memory import give_back_heap
 from .sub_group import MASTER, Gradients, Held, SubGroup
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class Sweep:
     def expect(self, order: Sequence[SubGroup]) -> None:
         """What is to be stepped next, in this order: it is read ahead."""
         self._upcoming = list(order)
-        # A step that makes states has them in memory of their own as well.
-        self._usable = 2 if any(sub_group.layout is None for sub_group in order) else len(self._slots)
+        # A step that makes states has them, and weights to go beside them, in memory of their own as well.
+        self._usable = 1 if any(sub_group.layout is None for sub_group in order) else len(self._slots)
         self._read_ahead()
 
     def step(self, sub_group: SubGroup, gradients: Callable[[], Gradients], groups: Sequence[dict[str, Any]]) -> None:
@@ -155,7 +155,7 @@ class Sweep:
         if held is not None:
             slot.content = self._laid_out(sub_group, slot, held)
             del held
-            give_back_heap()
+            give_back_freed()
         self.times.computing += time.perf_counter() - begun
         sub_group.current = 0 if sub_group.current is None else 1 - sub_group.current
         self._write(slot, block_name(sub_group), slot.content)
@@ -187,6 +187,8 @@ class Sweep:
         for slot in self._slots:
             if slot.holds is not None and not slot.holds.image().sections:
                 slot.image.release()
+        if self._usable < len(self._slots):
+            self._pool.trim()  # what was for images
 
     def undo(self) -> None:
         """Bring parameters and states back to where the last commit left them. Raises OSError if that cannot be read."""
@@ -348,6 +350,14 @@ class Sweep:
     def _look(self) -> None:
         self._reads.look()
         self._writes.look()
+
+
+def give_back_freed() -> None:
+    """Have malloc return what it keeps of the states that an optimizer made: the next are a little too large for the
+    holes, and the heap grew by all states. Of glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def block_name(sub_group: SubGroup) -> str:

@@ -55,10 +55,65 @@ def test_what_cuda_refuses_at_submission_leaves_file_and_tensor_alone(
         driver.fail(function)
         with pytest.raises(OSError, match=f"{function}: {REASON}") as caught:
             call()
-        assert caught.value.errno == errno.EIO
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
     assert (drive / "file").read_bytes() == OLD[:100]
     assert driver.content(tensor) == CONTENT
     assert_usable(driver, engine, drive)
+
+
+@pytest.mark.parametrize("function", AT_SUBMISSION)
+def test_what_cuda_refuses_at_submission_creates_no_file(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path, function: str
+) -> None:
+    driver.fail(function)
+    with pytest.raises(OSError, match=f"write of {len(CONTENT)} bytes at offset 5: {function}: {REASON}"):
+        engine.write(driver.tensor(CONTENT), drive / "new", 5)
+    assert not (drive / "new").exists()
+
+
+@pytest.mark.parametrize("function", AT_SUBMISSION)
+@pytest.mark.parametrize("target", ["open file", "descriptor"])
+def test_what_cuda_refuses_for_an_open_file_names_it(
+    driver: StandIn, op: ModuleType, drive: Path, function: str, target: str
+) -> None:
+    tensor = driver.tensor(CONTENT)
+    with deepnvme.Engine() as engine, engine.open(drive / "file", "w") as file, (drive / "file").open("rb+") as descriptor:
+        handle = op.aio_handle()
+        driver.fail(function)
+        with pytest.raises(OSError, match=f"{function}: {REASON}") as caught:
+            engine.write(tensor, file) if target == "open file" else handle.async_pwrite(tensor, descriptor.fileno())
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+    assert (drive / "file").read_bytes() == b""
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["to watch the stream", "to wait for copies"])
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(
+    interpreters: Any, libcuda: Path, drive: Path, late: bool
+) -> None:
+    interpreters.run(f"""
+        import errno, re, resource
+        import deepnvme
+        from tests.device.stand_in import StandIn
+        driver = StandIn({str(libcuda)!r})
+        torch.cuda.current_stream = driver.current_stream
+        engine, tensor, stream = deepnvme.Engine(), driver.tensor(b"x" * 4096), driver.stream()
+        engine.write(torch.ones(4096), {str(drive / "other")!r}).result()
+        path = {str(drive / "file")!r}
+        with driver.using(stream):
+            stream.pause({0.3 if late else 0})
+            used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+            resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))  # a thread's stack is larger
+            try:
+                engine.write(tensor, path).result(20)
+            except OSError as error:
+                assert (error.errno, error.filename) == (errno.EAGAIN, path), error
+                assert "write of 4096 bytes at offset 0: " in str(error) and "starting a thread" in str(error), error
+            else:
+                raise AssertionError("a thread was started")
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            engine.write(tensor, path).result(20)
+        assert open(path, "rb").read() == b"x" * 4096
+    """).check()
 
 
 def test_a_context_that_cannot_be_had_is_an_error_and_asked_for_again(

@@ -319,7 +319,7 @@ def test_a_block_within_registered_memory_goes_by_its_base_and_an_offset(
     assert cufile.calls_on_registered_memory == before + 8
 
 
-@pytest.mark.parametrize("registered", [4096, 65536, 100_000])
+@pytest.mark.parametrize("registered", [4096, 5000, 65536, 100_000])
 def test_a_block_of_which_only_the_beginning_is_registered(
     gds: ModuleType, driver: StandIn, cufile: CuFile, path: str, registered: int
 ) -> None:
@@ -332,6 +332,21 @@ def test_a_block_of_which_only_the_beginning_is_registered(
     for tensor in (source, target):
         assert handle.unpin_device_tensor(tensor[:registered])
     assert Path(path).read_bytes() == driver.content(target) == CONTENT
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 4095])
+def test_a_tensor_that_holds_no_sector_is_not_registered_and_what_goes_on_behind_it_is_transferred(
+    handle: Any, driver: StandIn, cufile: CuFile, path: str, size: int
+) -> None:
+    """cuFile would take its address for the whole of the block's memory."""
+    source, target = driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))
+    for tensor in (source, target):
+        assert not handle.pin_device_tensor(tensor[:size])
+    assert cufile.tensors == 0
+    handle.sync_pwrite(source, path)
+    handle.sync_pread(target, path)
+    assert Path(path).read_bytes() == driver.content(target) == CONTENT
+    assert not handle.unpin_device_tensor(source[:size])
 
 
 def test_what_one_handle_registers_serves_the_others(gds: ModuleType, driver: StandIn, cufile: CuFile, path: str) -> None:
@@ -364,8 +379,24 @@ def test_what_is_not_registered_is_not_unregistered(handle: Any, driver: StandIn
     assert handle.unpin_device_tensor(tensor)
 
 
-def test_a_tensor_without_elements_is_not_registered(handle: Any, driver: StandIn, cufile: CuFile) -> None:
-    assert not handle.pin_device_tensor(driver.tensor(b""))
+def test_memory_that_cannot_be_unregistered_now_can_be_later(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
+    tensor, before = driver.tensor(CONTENT), cufile.calls_on_registered_memory
+    assert handle.pin_device_tensor(tensor)
+    driver.fail("cuCtxPushCurrent")
+    with pytest.raises(OSError, match="cuCtxPushCurrent"):
+        handle.unpin_device_tensor(tensor)
+    assert cufile.tensors == 1
+    handle.sync_pwrite(tensor, path)
+    assert cufile.calls_on_registered_memory > before
+    assert handle.unpin_device_tensor(tensor)
+    assert cufile.tensors == 0
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+def test_a_tensor_laid_out_otherwise_cannot_be_registered(handle: Any, driver: StandIn, cufile: CuFile, verb: str) -> None:
+    strided = driver.tensor(CONTENT)[::2]
+    with pytest.raises(ValueError, match=f"^cannot {verb} a tensor that is not contiguous; {verb} a contiguous one and copy it$"):
+        getattr(handle, f"{verb}_device_tensor")(strided)
     assert cufile.tensors == 0
 
 

@@ -37,11 +37,13 @@ class gds_handle(aio_handle):
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Register a tensor's memory with cuFile, which then needs no buffer of its own for it. Kept alive until unregistered.
 
-        False where transfers do not go by cuFile anyway, and for a tensor without elements. Raises ValueError for a tensor on the
-        CPU, OSError for what cuFile refuses (EEXIST for memory registered already).
+        False where transfers do not go by cuFile anyway, and for a tensor of less than 4096 bytes, which never does. Raises
+        ValueError for a tensor on the CPU or one that is not contiguous, OSError for what cuFile refuses (EEXIST for memory
+        registered already).
         """
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """False for what is not registered. Not while a transfer of it is under way."""
+        """False for what is not registered. Not while a transfer of it is under way. Raises OSError where the device's context
+        cannot be had; the tensor is registered still."""
 
 def adopt_pinned_ranges(shared: object) -> None:
     """Have this op and ``async_io`` know the same pinned memory; ``GDSBuilder.load`` does it."""

@@ -1,0 +1,140 @@
+"""`make gpu-check`: both ops are built, tests/gpu run, and gpu_io.py measured; one table of it all in the end.
+
+The table alone goes to stdout; what the steps say goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.tables import size_text, spread_text, table
+
+from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
+from deepnvme.tune.arguments import size
+from deepnvme.tune.figures import Spread
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TESTS = REPOSITORY / "tests" / "gpu"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. One that ``failed`` fails the check; a target that is missed does not."""
+
+    what: str
+    figure: str
+    target: str = ""
+    result: str = ""
+    failed: bool = False
+
+    def cells(self) -> list[str]:
+        return [self.what, self.figure, self.target, self.result]
+
+
+# -- the steps ---------------------------------------------------------------------------------------------------------
+
+
+def build(builder: OpBuilder) -> Row:
+    what, started = f"{builder.name} op", time.monotonic()
+    try:
+        builder.load()
+    except (OSError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return Row(what, "-", "built", f"FAILED: {str(error).strip().splitlines()[0]}", failed=True)
+    return Row(what, f"{time.monotonic() - started:.1f} s", "built", "met")
+
+
+def run_tests(tests: Path, directory: Path) -> Row:
+    """With their files in ``directory``."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as name:
+        report = Path(name, "report.xml")
+        command = [sys.executable, "-m", "pytest", str(tests), "--io-dir", str(directory), f"--junitxml={report}"]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=sys.stderr)
+        if not report.exists():
+            return Row("tests/gpu", "-", "no failure", f"FAILED: pytest ended with {done.returncode}", failed=True)
+        suites = ElementTree.parse(report).getroot().iter("testsuite")
+        counts = [{key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")} for suite in suites]
+    total = {key: sum(count[key] for count in counts) for key in ("tests", "failures", "errors", "skipped")}
+    failed = total["failures"] + total["errors"]
+    passed = total["tests"] - failed - total["skipped"]
+    wrong = failed > 0 or passed == 0 or done.returncode != 0
+    figure = f"{passed} passed, {failed} failed, {total['skipped']} skipped"
+    return Row("tests/gpu", figure, "no failure", "FAILED" if wrong else "met", failed=wrong)
+
+
+def run_benchmark(directory: Path, nbytes: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as name:
+        report = Path(name, "gpu_io.json")
+        program = str(REPOSITORY / "benchmarks" / "gpu_io.py")
+        command = [sys.executable, program, "--dir", str(directory), "--size", str(nbytes), "--json", str(report)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if not report.exists():
+            return [Row("gpu_io.py", "-", "", f"FAILED: it ended with {done.returncode}", failed=True)]
+        return list(rows_of(json.loads(report.read_text())))
+
+
+def rows_of(document: dict[str, Any]) -> Iterator[Row]:
+    """What gpu_io.py has found."""
+    nbytes = size_text(document["settings"]["size"])
+    for workload in document["workloads"]:
+        for series in workload["series"]:
+            what = f"{nbytes} {workload['name']}, GB/s: {series['contender']}, {series['memory']}"
+            if series["failure"]:
+                yield Row(what, "-", "", f"FAILED: {series['failure']}", failed=True)
+            else:
+                yield Row(what, spread_text(Spread(**series["gb_per_second"])))
+    for name, seconds in document["first_request_seconds"].items():
+        yield Row(f"first read after start-up, s: {name}", f"{seconds:.3f}")
+    if document["gds"]:
+        yield Row("bytes that gds moved directly", f"{document['gds']['bytes_gds']} of {document['gds']['bytes_direct']}")
+    for target in document["targets"]:
+        bound = f"{target['sense']} {target['bound']:g}"
+        if target["figure"] is None:
+            yield Row(target["what"], "-", bound, f"not measured: {target['note']}")
+        else:
+            yield Row(target["what"], spread_text(Spread(**target["figure"])), bound, "met" if target["met"] else "MISSED")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def check(directory: Path, nbytes: int) -> list[Row]:
+    """Every step, whatever became of the one before."""
+    return [build(AsyncIOBuilder()), build(GDSBuilder()), run_tests(TESTS, directory), *run_benchmark(directory, nbytes)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive (default: the current one)")
+    parser.add_argument("--size", type=size, default=1 << 30, help="bytes of the benchmark's tensor (default: 1G)")
+    given = parser.parse_args(arguments)
+    if not given.dir.is_dir():
+        parser.error(f"--dir: '{given.dir}' is not a directory")
+    if not torch.cuda.is_available():
+        print(f"gpu-check: needs a CUDA device, and PyTorch {torch.__version__} sees none", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        rows = check(given.dir.resolve(), given.size)
+    except KeyboardInterrupt:
+        print("gpu-check: interrupted", file=sys.stderr)
+        return 130
+    title = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, PyTorch {torch.__version__}"
+    print(table(title, ["", "median (quartiles)", "target", ""], [row.cells() for row in rows], left=1))
+    return 1 if any(row.failed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

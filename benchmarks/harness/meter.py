@@ -1,0 +1,47 @@
+"""What a transfer takes: time, processor time of all threads, and memory beyond the tensors.
+
+Standard library only: it runs in the interpreter of every contender.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable
+
+
+def measure(transfer: Callable[[], None]) -> dict[str, float | int | None]:
+    """The fields of a Sample, but for its bytes."""
+    gc.collect()
+    can_see_peak = _forget_peak()
+    resident = _resident("VmRSS")
+    cpu, clock = _cpu_seconds(), time.perf_counter()
+    transfer()
+    seconds, cpu_seconds = time.perf_counter() - clock, _cpu_seconds() - cpu
+    growth = max(0, _resident("VmHWM") - resident) if can_see_peak else None
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_growth": growth}
+
+
+def _resident(field: str) -> int:
+    """``VmRSS``, or ``VmHWM``, its highest value since ``_forget_peak``; bytes."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def _forget_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as clear_refs:
+            clear_refs.write("5")
+        return True
+    except OSError:
+        return False
+
+
+def _cpu_seconds() -> float:
+    # All threads, the kernel's io_uring workers included: those belong to this process.
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

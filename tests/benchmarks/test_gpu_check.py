@@ -1,0 +1,140 @@
+"""make gpu-check's table: everything that was done is in it, and what failed fails the whole. No GPU is needed for that."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+FIGURE = {"median": 2.0, "low": 1.5, "high": 2.5}
+DOCUMENT: dict[str, Any] = {
+    "settings": {"size": 1 << 30, "rounds": 7},
+    "workloads": [
+        {
+            "name": "read",
+            "series": [
+                {"contender": "host", "memory": "pinned", "failure": "", "gb_per_second": FIGURE},
+                {"contender": "aio", "memory": "device", "failure": "", "gb_per_second": FIGURE},
+            ],
+        }
+    ],
+    "first_request_seconds": {"host": 0.5, "aio": 0.75},
+    "gds": {"bytes_gds": 0, "bytes_direct": 4096},
+    "targets": [
+        {"what": "aio / host", "figure": FIGURE, "sense": "at least", "bound": 0.9, "met": True, "note": ""},
+        {"what": "other / host", "figure": FIGURE, "sense": "at least", "bound": 3, "met": False, "note": ""},
+        {"what": "gds / aio", "figure": None, "sense": "at least", "bound": 1.0, "met": None, "note": "no driver"},
+    ],
+}
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    return importlib.import_module("gpu_check")
+
+
+@pytest.fixture
+def on_a_gpu(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Its status and what it prints, where the steps end with these rows."""
+
+    def run(tests: Any, benchmark: list[Any]) -> tuple[int, str]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+        monkeypatch.setattr(gpu_check, "build", lambda builder: gpu_check.Row(f"{builder.name} op", "1.0 s", "built", "met"))
+        monkeypatch.setattr(gpu_check, "run_tests", lambda *_: tests)
+        monkeypatch.setattr(gpu_check, "run_benchmark", lambda *_: benchmark)
+        return gpu_check.main([]), capsys.readouterr().out
+
+    return run
+
+
+def test_everything_is_in_one_table(gpu_check: ModuleType, on_a_gpu: Callable[..., Any]) -> None:
+    tests = gpu_check.Row("tests/gpu", "300 passed, 0 failed, 4 skipped", "no failure", "met")
+    status, out = on_a_gpu(tests, list(gpu_check.rows_of(DOCUMENT)))
+    assert status == 0  # a target that is missed is no failure
+    lines = out.splitlines()
+    assert lines[0].startswith("A GPU, CUDA ")
+    for parts in (
+        ("async_io op", "1.0 s", "met"), ("gds op", "1.0 s", "met"), ("tests/gpu", "300 passed, 0 failed, 4 skipped", "met"),
+        ("1 GiB read, GB/s: host, pinned", "2.00 (1.50 - 2.50)"), ("1 GiB read, GB/s: aio, device", "2.00"),
+        ("first read after start-up, s: aio", "0.750"), ("bytes that gds moved directly", "0 of 4096"),
+        ("aio / host", "at least 0.9", "met"), ("other / host", "at least 3", "MISSED"),
+        ("gds / aio", "-", "not measured: no driver"),
+    ):  # fmt: skip
+        assert any(line.startswith(parts[0]) and all(part in line for part in parts) for line in lines), (parts, out)
+
+
+def test_what_failed_fails_the_check_and_is_in_the_table(gpu_check: ModuleType, on_a_gpu: Callable[..., Any]) -> None:
+    status, out = on_a_gpu(gpu_check.Row("tests/gpu", "1 failed", "no failure", "FAILED", failed=True), [])
+    assert status == 1
+    assert "FAILED" in out
+    series = {"contender": "gds", "memory": "device", "failure": "the device is gone", "gb_per_second": None}
+    (row, *_) = gpu_check.rows_of({**DOCUMENT, "workloads": [{"name": "read", "series": [series]}]})
+    assert (row.failed, row.result) == (True, "FAILED: the device is gone")
+
+
+@pytest.mark.parametrize(
+    ("body", "figure", "failed"),
+    [
+        ("def test_a(): pass\ndef test_b(): pass", "2 passed, 0 failed, 0 skipped", False),
+        ("def test_a(): pass\ndef test_b(): assert False", "1 passed, 1 failed, 0 skipped", True),
+        ("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')", "1 passed, 0 failed, 1 skipped", False),
+        ("import pytest\ndef test_b(): pytest.skip('no')", "0 passed, 0 failed, 1 skipped", True),
+        ("import nothing_of_that_name", "0 passed, 1 failed, 0 skipped", True),
+    ],
+)
+def test_tests_are_counted(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, figure: str, failed: bool
+) -> None:
+    monkeypatch.setattr(gpu_check, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)  # of this process, where the tests' output goes
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--io-dir')")
+    (tmp_path / "test_it.py").write_text(body)
+    row = gpu_check.run_tests(tmp_path, tmp_path)
+    assert (row.figure, row.failed) == (figure, failed)
+
+
+def test_an_op_that_cannot_be_built_is_told_with_its_reason(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    class Builder:
+        name = "gds"
+
+        def load(self) -> None:
+            raise RuntimeError("gds cannot be used: there is no libcufile\nand more")
+
+    row = gpu_check.build(Builder())
+    assert (row.what, row.result, row.failed) == ("gds op", "FAILED: gds cannot be used: there is no libcufile", True)
+    assert "and more" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_ends_early_is_told(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu_io.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(gpu_check, "REPOSITORY", tmp_path)
+    (row,) = gpu_check.run_benchmark(tmp_path, 4096)
+    assert (row.failed, row.result) == (True, "FAILED: it ended with 3")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "benchmarks/gpu_check.py"], ["make", "gpu-check", f"PYTHON={sys.executable}"]], ids=str
+)
+def test_without_a_gpu_it_says_so_in_one_line(command: list[str]) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]}")
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("gpu-check: needs a CUDA device, and ")
+    assert all(line.startswith("make") for line in rest)
