@@ -136,13 +136,16 @@ class OffloadedGradients:
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
         for sub_group in self._of:
             for index, gradient in self.take(sub_group).items():
-                by_param.setdefault(sub_group.pieces[index].param, []).append(torch.linalg.vector_norm(gradient, norm_type))
+                piece = sub_group.pieces[index]
+                whole = piece.whole or gradient.dtype == torch.float64
+                norm = torch.linalg.vector_norm(gradient, norm_type, dtype=None if whole else torch.float32)
+                by_param.setdefault(piece.param, []).append(norm)
         norms = []
         for param in params:
             parts = by_param.get(param)
             if parts is None:
                 continue
-            norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type)
+            norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type).to(param.dtype)
             if norm_type == 2.0 and self._scale is None:
                 norm = self._norms.get(param, norm)
             norms.append(_over_ranks(param, norm, norm_type))

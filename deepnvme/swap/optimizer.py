@@ -354,12 +354,10 @@ class OffloadedOptimizer(Optimizer):
             sub_group.pull(self.param_groups)
         self._last_early, self._early = self._early, []
         self._arrived.clear()
-        if self._step_in_backward:
-            for sub_group in stepped:
-                for piece in sub_group.pieces:
-                    piece.param.grad = None
         if self._gradients is not None:
             self._gradients.clear()
+        if self._step_in_backward:
+            super().zero_grad()  # also those of what stays in memory, which was stepped last
         self._remember_versions()
         self._steps += 1
 
@@ -367,9 +365,7 @@ class OffloadedOptimizer(Optimizer):
         """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
         with held_back():
             under_way = self._sweep.under_way
-            self._early = []
-            self._arrived.clear()
-            if under_way and self._step_in_backward:
+            if self._step_in_backward and (under_way or self._arrived):
                 self._gradients_lost = True
                 super().zero_grad()
             try:
@@ -377,6 +373,9 @@ class OffloadedOptimizer(Optimizer):
             except (OSError, MemoryError) as error:
                 self._broken = self._broken or f"step {self._steps + 1} could not be undone ({error}): load a checkpoint"
                 raise
+            finally:
+                self._early = []
+                self._arrived.clear()
             if under_way:
                 self._remember_versions()
 
