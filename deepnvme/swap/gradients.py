@@ -54,19 +54,29 @@ class OffloadedGradients:
         """Take over a parameter's gradient: a copy, or the sum with what was there. Raises OSError from the drive."""
         import torch
 
-        assert param.grad is not None
+        gradient = param.grad
+        if gradient is None:  # another hook has taken it
+            return
+        if self._scale is not None:
+            raise RuntimeError("the gradients kept so far were clipped: step() before the next backward, or clip after it")
         first = not any(index in self._of[sub_group].present for sub_group, index in pieces if sub_group in self._of)
         self._norms.pop(param, None)
         if first and len(pieces) > 1:  # of the whole, which rounds otherwise than from the norms of its pieces
-            self._norms[param] = torch.linalg.vector_norm(local_of(param.grad))
-        for sub_group, index in pieces:
-            self._add_piece(sub_group, index)
+            self._norms[param] = torch.linalg.vector_norm(local_of(gradient)).cpu()
+        taken: list[torch.Tensor] = []
+        try:
+            for sub_group, index in pieces:
+                self._add_piece(sub_group, index, taken)
+        except BaseException:
+            for part in taken:
+                part.zero_()  # it stays where it is and will be added once more
+            self._norms.pop(param, None)
+            raise
 
-    def _add_piece(self, sub_group: SubGroup, index: int) -> None:
+    def _add_piece(self, sub_group: SubGroup, index: int, taken: list[torch.Tensor]) -> None:
         import torch
 
-        piece = sub_group.pieces[index]
-        gradient = piece.gradient
+        gradient = sub_group.pieces[index].gradient
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise TypeError(f"a gradient of layout {gradient.layout} cannot be offloaded: set offload_gradients to False")
@@ -77,9 +87,10 @@ class OffloadedGradients:
             )
         view = kept.layout.sections[index].of(self._in_memory(kept))
         if index in kept.present:
-            view.add_(gradient)
+            view.add_(gradient.to("cpu"))
         else:
             view.copy_(gradient)
+        taken.append(gradient)
         kept.present.add(index)
         kept.added.add(index)
         if len(kept.added) == sum(each.param.requires_grad for each in sub_group.pieces):
@@ -202,10 +213,11 @@ def _over_ranks(param: torch.Tensor, norm: torch.Tensor, norm_type: float) -> to
 
     if local_of(param) is param:
         return norm
-    power = norm.clone() if norm_type == float("inf") else norm**norm_type
+    power = (norm.clone() if norm_type == float("inf") else norm**norm_type).to(param.device)  # where its ranks can meet
     for dimension, placement in enumerate(param.placements):  # type: ignore[attr-defined]
         if not placement.is_shard():
             continue
         group = param.device_mesh.get_group(dimension)  # type: ignore[attr-defined]
         dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
+    power = power.cpu()
     return power if norm_type == float("inf") else torch.pow(power, 1 / norm_type)

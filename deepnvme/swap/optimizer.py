@@ -20,12 +20,13 @@ from .block import PAGE, dense_strides
 from .buffers import BufferPool, OutOfBuffers, buffer_pool
 from .gradients import OPEN, OffloadedGradients
 from .interrupts import held_back
+from .memory import give_back_heap
 from .states import States, opaque, spill, take_over
 from .step_report import StepReport
 from .store import TensorStore
 from .sub_group import NOT_OPTIONS, Gradients, Held, SubGroup
 from .sub_groups import Piece, local_of, partition
-from .sweep import Room, Sweep, give_back_freed
+from .sweep import Room, Sweep
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
@@ -204,6 +205,7 @@ class OffloadedOptimizer(Optimizer):
         self._check_process()
         if self._sweep.under_way:
             self._take_back()
+        self._arrived.clear()
         super().zero_grad(set_to_none)
         self._gradients_lost = False
         if self._gradients is not None:
@@ -242,8 +244,8 @@ class OffloadedOptimizer(Optimizer):
         if not hasattr(self, "_store"):
             return
         self._check_process()
-        if self._sweep.under_way and self._broken is None:
-            with contextlib.suppress(OSError):
+        if self._sweep.under_way:
+            with contextlib.suppress(OSError, MemoryError):
                 self._take_back()
         self._closed = True
         for hook in self._hooks.values():
@@ -369,7 +371,7 @@ class OffloadedOptimizer(Optimizer):
             try:
                 self._sweep.undo()
             except (OSError, MemoryError) as error:
-                self._broken = f"step {self._steps + 1} could not be undone ({error}): load a checkpoint"
+                self._broken = self._broken or f"step {self._steps + 1} could not be undone ({error}): load a checkpoint"
                 raise
             finally:
                 self._early = []
@@ -379,9 +381,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _undo(self, error: BaseException) -> None:
         with held_back():
-            if self._broken is None:
-                with contextlib.suppress(OSError, MemoryError):
-                    self._take_back()
+            with contextlib.suppress(OSError, MemoryError):
+                self._take_back()  # also where it is broken: what is on the drive must not be undone later, over what was loaded
             said = self._broken or f"the optimizer and its parameters are as after step {self._steps}"
             if self._gradients_lost:
                 said += ", the gradients are gone: run backward again"
@@ -397,7 +398,7 @@ class OffloadedOptimizer(Optimizer):
             if held is not None:
                 self._settle_resident(sub_group, held)
                 del held
-                give_back_freed()
+                give_back_heap()
         except BaseException:
             self._broken = (
                 f"step {self._steps + 1} failed in sub-group {sub_group.index}, which dram_budget keeps in memory only, and"
@@ -412,8 +413,6 @@ class OffloadedOptimizer(Optimizer):
         sub_group.resident = self._pool.lease(max(layout.nbytes, 1))
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
             section.of(sub_group.resident.buffer).copy_(tensor)
-        held.clear()
-        give_back_freed()
         sub_group.spilled = False
         if old is not None:
             old.release()

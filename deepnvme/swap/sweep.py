@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .block import Layout
+from .memory import give_back_heap
 from .sub_group import MASTER, Gradients, Held, SubGroup
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Sweep:
         if held is not None:
             slot.content = self._laid_out(sub_group, slot, held)
             del held
-            give_back_freed()
+            give_back_heap()
         self.times.computing += time.perf_counter() - begun
         sub_group.current = 0 if sub_group.current is None else 1 - sub_group.current
         self._write(slot, block_name(sub_group), slot.content)
@@ -191,24 +191,28 @@ class Sweep:
             self._pool.trim()  # what was for images
 
     def undo(self) -> None:
-        """Bring parameters and states back to where the last commit left them. Raises OSError if that cannot be read."""
+        """Bring parameters and states back to where the last commit left them.
+
+        Raises OSError or MemoryError, when all has been tried, if some could not be read.
+        """
         with contextlib.suppress(OSError):
             self.drain()
         self._upcoming.clear()
         images = {slot.holds.index: slot.image for slot in self._slots if slot.holds is not None}
         self.forget()
-        failed: OSError | None = None
+        for slot in self._slots:  # undoing takes no more memory than stepping
+            slot.block.release()
+        failed: OSError | MemoryError | None = None
         while self._log:
             sub_group, forget, taken = self._log[-1]
             forget()
             try:
                 self._restore(sub_group, taken, images.get(sub_group.index))
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 failed = failed or error
             self._log.pop()
         self._read_only.release()
         for slot in self._slots:  # a transfer that was interrupted before it was noted still has the memory
-            slot.block.release()
             slot.image.release()
         if failed is not None:
             raise failed
@@ -350,14 +354,6 @@ class Sweep:
     def _look(self) -> None:
         self._reads.look()
         self._writes.look()
-
-
-def give_back_freed() -> None:
-    """Have malloc return what it keeps of the states that an optimizer made: the next are a little too large for the
-    holes, and the heap grew by all states. Of glibc only."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def block_name(sub_group: SubGroup) -> str:
