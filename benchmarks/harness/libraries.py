@@ -2,102 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from harness import drive
+from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed, Memory, Sample, Workload
 
-_BENCHMARKS = Path(__file__).resolve().parent.parent
 
-
-class LibraryProcess:
-    """A ``transfer_worker`` and the two pipes to it. ``described`` is what it said of itself: versions and defaults."""
+class LibraryProcess(WorkerProcess):
+    """A ``transfer_worker``. ``described``: versions and defaults."""
 
     def __init__(self, python: str, library: Literal["deepnvme", "deepspeed"], directory: Path, backend: str) -> None:
-        request_read, request_write = os.pipe()
-        reply_read, reply_write = os.pipe()
-        # Libraries print; what they say is shown only if they fail.
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
-        try:
-            self._process = subprocess.Popen(
-                [python, "-m", "harness.transfer_worker", library, backend, str(request_read), str(reply_write)],
-                pass_fds=(request_read, reply_write),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                cwd=directory,
-                env=_environment(python, library),
-                # Ctrl-C is for the benchmark, which then ends this process itself.
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(request_write)
-            os.close(reply_read)
-            self._log.close()
-            raise
-        finally:
-            os.close(request_read)
-            os.close(reply_write)
-        self._requests = os.fdopen(request_write, "w")
-        self._replies = os.fdopen(reply_read)
-        try:
-            self.described = self._reply()
-        except BaseException:
-            self.close()
-            raise
-
-    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Have the worker do it and wait. Raises ContenderFailed with what the worker said."""
-        # One that has died gives no reply, and its last words say why.
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
-            self._requests.flush()
-        return self._reply()
-
-    def close(self) -> None:
-        """End the worker, and the compilers it may have started."""
-        # A worker that is idle ends when its requests do. One that is compiling is interrupted: torch's build, if killed,
-        # leaves a lock behind that the next one waits for without end.
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        for stop in (None, signal.SIGINT, signal.SIGKILL):
-            if stop is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, stop)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)
-                break
-        self._replies.close()
-        self._log.close()
-
-    def __enter__(self) -> LibraryProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _reply(self) -> dict[str, Any]:
-        line = self._replies.readline()
-        if not line:
-            status = self._process.wait()
-            self._log.seek(0)
-            last_words = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise ContenderFailed(f"its process ended with {status}: {''.join(last_words) or 'no message'}")
-        reply = json.loads(line)
-        if "failed" in reply:
-            raise ContenderFailed(reply["failed"])
-        done: dict[str, Any] = reply["done"]
-        return done
+        super().__init__(python, "harness.transfer_worker", [library, backend], directory)
 
 
 @dataclass(frozen=True)
@@ -139,15 +58,3 @@ class LibraryContender:
             check=check,
         )
         return Sample(workload.total_bytes, **measured)
-
-
-def _environment(python: str, library: str) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BENCHMARKS), environment.get("PYTHONPATH")]))
-    # Its own ninja where there is no other, for a library that compiles when loaded. Last, because another ninja than the
-    # user's reads the log of an earlier build as none and compiles anew.
-    environment["PATH"] = os.pathsep.join([environment.get("PATH", os.defpath), str(Path(python).parent)])
-    if library == "deepspeed":
-        # Host memory is all that is measured; a GPU would only make DeepSpeed's build need nvcc.
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    return environment

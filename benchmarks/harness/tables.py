@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from deepnvme.tune.figures import Spread
 from harness.figures import Verdict
 from harness.interleave import Result
+from harness.turns import Turns
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
@@ -61,6 +62,18 @@ def rate_table(result: Result) -> str:
     state = "new" if workload.state == "absent" else workload.state
     files = "file" if workload.files == 1 else "files"
     return table(f"{workload.operation} {workload.files} x {size_text(workload.nbytes)}, {state} {files}", header, rows, left=2)
+
+
+def turns_table(title: str, turns: Turns) -> str:
+    rows = [
+        [
+            name,
+            spread_text(Spread.of([sample["seconds"] for sample in samples]), 3) if samples else "-",
+            turns.absent.get(name, ""),
+        ]
+        for name, samples in turns.samples.items()
+    ]
+    return table(title, ["contender", "s, median (quartiles)", ""], rows, left=1)
 
 
 def size_text(nbytes: int) -> str:

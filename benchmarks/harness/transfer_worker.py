@@ -1,8 +1,7 @@
 """The process in which a library moves tensors: ``python -m harness.transfer_worker LIBRARY REQUESTS REPLIES``.
 
 Runs in the interpreter that has the library, ours or DeepSpeed's, and stays, so that neither imports nor allocations nor
-page faults of the tensors are ever measured. Requests and replies are JSON lines on two descriptors of their own, because
-libraries print.
+page faults of the tensors are ever measured.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import json
-import os
 import resource
 import sys
-import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from harness.meter import measure
+from harness.serving import serve
 from harness.tensors import fill_with, holds
 
 Transfer = Callable[[], None]
@@ -176,33 +173,9 @@ class Worker:
         return through_engine
 
 
-def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
-    methods: dict[str, Callable[..., dict[str, Any]]] = {
-        "transfer": worker.transfer,
-        "footprint": worker.footprint,
-    }
-    for line in requests:
-        request = json.loads(line)
-        try:
-            reply: dict[str, Any] = {"done": methods[request["method"]](**request["arguments"])}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 def main() -> None:
     library, backend, request_fd, reply_fd = sys.argv[1:]
-    with os.fdopen(int(request_fd)) as requests, os.fdopen(int(reply_fd), "w") as replies:
-        try:
-            worker = Worker(library, backend)
-            hello = {"done": worker.describe()}
-        except Exception as error:
-            traceback.print_exc()
-            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=replies, flush=True)
-            return
-        print(json.dumps(hello), file=replies, flush=True)
-        _serve(worker, requests, replies)
+    serve(lambda: Worker(library, backend), ("transfer", "footprint"), int(request_fd), int(reply_fd))
 
 
 if __name__ == "__main__":

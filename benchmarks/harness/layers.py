@@ -1,0 +1,28 @@
+"""The model whose optimizer is measured: square matrices, which every library groups alike.
+
+Runs in interpreters that have DeepSpeed and not this package.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Layers(torch.nn.Module):
+    """``count`` matrices of ``width`` x ``width`` in bfloat16. Its output does not fade with depth, nor do its gradients."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def loss_of(model: torch.nn.Module, width: int) -> torch.Tensor:
+    """Of one row: all weights get gradients, in the least time."""
+    row = torch.linspace(-1, 1, width).to(torch.bfloat16)[None]
+    return model(row).float().square().mean()

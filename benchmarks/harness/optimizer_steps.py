@@ -1,0 +1,114 @@
+"""Optimizers and the drive itself as contenders: each step of each in its turn, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import deepnvme
+from deepnvme import AioConfig
+from deepnvme.tune.crew import Crew, crew
+from deepnvme.tune.folder import drop_pages, settle
+from deepnvme.tune.job import OPERATIONS, Job, Operation, Place
+from harness.turns import Sample
+from harness.worker_process import WorkerProcess
+
+Library = Literal["deepspeed", "deepnvme"]
+
+STATE_BYTES = 12
+"""Of an element: its master weight in float32 and AdamW's two averages."""
+_DS_IO = AioConfig(queue_depth=32)
+"""What ds_io measures with by default."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """``layers`` matrices of ``width`` x ``width``, in bfloat16."""
+
+    width: int
+    layers: int
+
+    @property
+    def elements(self) -> int:
+        return self.width * self.width * self.layers
+
+    @property
+    def state_bytes(self) -> int:
+        return self.elements * STATE_BYTES
+
+
+def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Sample]:
+    """A contender that steps once. It starts from a quiet drive, with nothing of ``directory`` in the page cache."""
+
+    def step() -> Sample:
+        prepared = process.call("prepare")
+        quieten(directory)
+        return {**prepared, **process.call("step")}
+
+    return step
+
+
+def quieten(directory: Path) -> None:
+    drop_pages(path for path in directory.rglob("*") if path.is_file())
+    settle(directory)
+
+
+def start_optimizer(directory: Path, model: Model, sub_group: int, dram_budget: int = 0, peak: bool = False) -> WorkerProcess:
+    """``sub_group``: elements; 0 for the optimizer in memory."""
+    directory.mkdir()
+    settings = {**vars(model), "sub_group": sub_group, "dram_budget": dram_budget, "directory": str(directory), "peak": peak}
+    return WorkerProcess(sys.executable, "harness.optimizer_worker", [json.dumps(settings)], directory)
+
+
+def start_deepspeed(
+    python: str,
+    directory: Path,
+    model: Model,
+    sub_group: int,
+    buffers: int,
+    pipelined: bool,
+    op: Library = "deepspeed",
+    classes: Library = "deepspeed",
+) -> WorkerProcess:
+    directory.mkdir()
+    settings = {
+        **vars(model),
+        "sub_group": sub_group,
+        "buffers": buffers,
+        "pipelined": pipelined,
+        "directory": str(directory),
+        "op": op,
+        "classes": classes,
+        "package_at": str(Path(deepnvme.__file__).resolve().parent.parent),
+    }
+    return WorkerProcess(python, "harness.deepspeed_worker", [json.dumps(settings)], directory)
+
+
+@contextlib.contextmanager
+def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable[[], Sample]]:
+    """A contender that says what the drive reads and overwrites in a second, as ds_io measures it."""
+    directory.mkdir()
+    with contextlib.ExitStack() as stack:
+        crews: dict[Operation, Crew] = {}
+        for operation in OPERATIONS:
+            job = Job((Place(directory, 0),), operation, nbytes, _DS_IO, loops=rounds)
+            crews[operation] = stack.enter_context(crew(job, [directory]))
+            if operation == "read":
+                crews[operation].call("lay_out")
+            crews[operation].call("loop", 0)  # allocates the file, and touches the tensor
+
+        def measure() -> Sample:
+            sample: Sample = {"seconds": 0.0}
+            for operation in OPERATIONS:
+                quieten(directory)
+                (loop,) = crews[operation].call("loop", 1)
+                sample[operation] = loop.nbytes / loop.seconds
+                sample["seconds"] += loop.seconds
+            return sample
+
+        yield measure

@@ -1,0 +1,64 @@
+"""Contenders that do one thing in turns, A B C, C B A, A B C: neighbours in time meet the same drive and the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deepnvme.tune.figures import Spread
+from harness.figures import Verdict
+from harness.workloads import ContenderFailed
+
+Sample = dict[str, Any]
+"""What one turn took: ``seconds``, and whatever else its contender counts."""
+
+
+@dataclass
+class Turns:
+    """Samples round by round, by contender; of those who took no part or fell out, why in ``absent``."""
+
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"samples": self.samples, "absent": self.absent}
+
+
+def take_turns(contenders: Mapping[str, Callable[[], Sample]], rounds: int, progress: Callable[[str], None]) -> Turns:
+    """Have each do its thing ``rounds`` times. One that raises ContenderFailed is left out from there on."""
+    turns = Turns({name: [] for name in contenders})
+    for number in range(rounds):
+        progress(f"{', '.join(name for name in contenders if name not in turns.absent)}: round {number + 1} of {rounds}")
+        # Back and forth, so that nobody always follows the same predecessor and a steady drift cancels.
+        for name in list(contenders) if number % 2 == 0 else reversed(contenders):
+            if name in turns.absent:
+                continue
+            try:
+                turns.samples[name].append(contenders[name]())
+            except ContenderFailed as error:
+                turns.absent[name] = str(error)
+    return turns
+
+
+def judge(
+    turns: Turns,
+    what: str,
+    who: tuple[str, ...],
+    figure: Callable[..., float],
+    sense: Literal["at least", "at most"],
+    bound: float,
+    absence: str = "took no part",
+) -> Verdict:
+    """``figure`` of the samples of ``who``, round by round. Where one of them is missing the verdict says why; it is for
+    ``absence`` if no turn was ever to be taken."""
+    for name in who:
+        if name in turns.absent or not turns.samples.get(name):
+            return Verdict(what, None, sense, bound, note=f"{name}: {turns.absent.get(name, absence)}")
+    figures = [figure(*samples) for samples in zip(*(turns.samples[name] for name in who), strict=True)]
+    return Verdict(what, Spread.of(figures), sense, bound)
+
+
+def times_as_fast(ours: Sample, theirs: Sample) -> float:
+    seconds: float = theirs["seconds"] / ours["seconds"]
+    return seconds

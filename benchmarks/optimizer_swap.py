@@ -1,0 +1,324 @@
+"""Optimizers with their states on the drive: against the same in memory, the drive's own limits, and DeepSpeed's.
+
+    python benchmarks/optimizer_swap.py --dir /mnt/nvme --json optimizer_swap.json --deepspeed-python ~/deepspeed/bin/python
+
+Each contender has a process of its own and steps in its turn: a ratio is taken round by round, between neighbours in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import drive, identity, machine, small_tensors
+from harness.figures import Verdict
+from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
+from harness.tables import turns_table, verdict_table
+from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
+from harness.worker_process import WorkerProcess
+from harness.workloads import ContenderFailed
+
+from deepnvme.tune.figures import Spread
+from deepnvme.tune.folder import Unsuitable
+from deepnvme.tune.room import check_memory
+
+MIB = 1 << 20
+RING = 3
+BUFFERS, BUFFERS_IN_TURN = 16, 5
+PARTS = ("identity", "limits", "deepspeed", "classes", "memory", "small")
+ABSENT = "give --deepspeed-python"
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: Path
+    deepspeed_python: str | None
+    rounds: int
+    model: Model
+    sub_group: int
+    """Matrices, where DeepSpeed is compared with and memory is measured."""
+    steps: int
+    small_tensors: int
+    only: tuple[str, ...]
+
+    @property
+    def sub_group_elements(self) -> int:
+        return self.sub_group * self.model.width**2
+
+    @property
+    def ring_bytes(self) -> int:
+        return RING * self.sub_group_elements * STATE_BYTES
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of DeepSpeed's: each holds one tensor of a sub-group in float32."""
+        return BUFFERS * self.sub_group_elements * 4
+
+
+@dataclass
+class Measurements:
+    verdicts: list[Verdict] = field(default_factory=list)
+    turns: dict[str, Turns] = field(default_factory=dict)
+    described: dict[str, Any] = field(default_factory=dict)
+
+
+Progress = Callable[[str], None]
+Starts = Mapping[str, Callable[[], WorkerProcess]]
+
+
+def measure(settings: Settings, progress: Progress) -> Measurements:
+    """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
+    # At most four optimizers at a time. Their files are two copies of the states, or one and gradients; their memory is less.
+    check_memory(4 * 2 * settings.model.state_bytes, "give fewer --layers")
+    drive.check(settings.directory, 4 * 2 * settings.model.state_bytes)
+    measurements = Measurements()
+    parts = {
+        "identity": compare_bits,
+        "limits": compare_with_limits,
+        "deepspeed": compare_with_deepspeed,
+        "classes": compare_classes,
+        "memory": compare_memory,
+        "small": compare_small_tensors,
+    }
+    for name in settings.only:
+        with tempfile.TemporaryDirectory(prefix="optimizer_swap-", dir=settings.directory) as directory:
+            parts[name](settings, Path(directory), measurements, progress)
+    return measurements
+
+
+def compare_bits(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    measurements.verdicts += identity.compare(directory, settings.steps, progress)
+
+
+def compare_with_limits(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """With sub-groups as the optimizer makes them by default."""
+    model = settings.model
+    default = min(1 << 22, model.elements // 8)
+    with contextlib.ExitStack() as stack:
+        progress("starting optimizers")
+        limits = stack.enter_context(drive_limits(directory / "limits", min(model.state_bytes, 1 << 30), settings.rounds))
+        memory = stack.enter_context(start_optimizer(directory / "memory", model, 0))
+        offloaded = stack.enter_context(start_optimizer(directory / "offloaded", model, default))
+        half = stack.enter_context(start_optimizer(directory / "half", model, default, model.state_bytes // 2))
+        # The drive's limits next to the step that is compared with them, whichever way round.
+        contenders = {
+            "in memory": stepper(memory, directory),
+            "limits": limits,
+            "offloaded": stepper(offloaded, directory),
+            "offloaded, half in memory": stepper(half, directory),
+        }
+        turns = measurements.turns["limits"] = take_turns(contenders, settings.rounds, progress)
+    measurements.verdicts += [
+        judge(
+            turns,
+            f"step of {model.elements / 1e6:.0f} M parameters: time / that of the drive's limits, or in memory",
+            ("offloaded", "limits", "in memory"),
+            over_limit,
+            "at most",
+            1.15,
+        ),
+        judge(
+            turns,
+            "the same, dram_budget of half the states: times as fast as with none",
+            ("offloaded, half in memory", "offloaded"),
+            times_as_fast,
+            "at least",
+            1.6,
+        ),
+    ]
+
+
+def over_limit(offloaded: Sample, limits: Sample, in_memory: Sample) -> float:
+    drives = offloaded["bytes_read"] / limits["read"] + offloaded["bytes_written"] / limits["write"]
+    ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
+    return ratio
+
+
+def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """With DeepSpeed's classes and its op."""
+    model, sub_group = settings.model, settings.sub_group_elements
+    as_much = max(0, settings.buffer_bytes - settings.ring_bytes)
+    turns = Turns()
+    if settings.deepspeed_python is not None:
+        deepspeed = partial(start_deepspeed, settings.deepspeed_python)
+        starts: Starts = {
+            "ring": lambda: start_optimizer(directory / "ring", model, sub_group),
+            "as much memory": lambda: start_optimizer(directory / "as_much", model, sub_group, as_much),
+            "pipelined": lambda: deepspeed(directory / "pipelined", model, sub_group, BUFFERS, True),
+            "in turn": lambda: deepspeed(directory / "in_turn", model, sub_group, BUFFERS_IN_TURN, False),
+        }
+        turns = measurements.turns["deepspeed"] = step_in_turns(starts, settings, directory, measurements, progress)
+    rows: tuple[tuple[str, tuple[str, str], float], ...] = (
+        (f"memory of the ring / DeepSpeed's, pipelined, {BUFFERS} buffers", ("ring", "pipelined"), 1.4),
+        (f"memory of the ring / DeepSpeed's, not pipelined, {BUFFERS_IN_TURN} buffers", ("ring", "in turn"), 1.8),
+        (f"memory of {BUFFERS} buffers / DeepSpeed's, pipelined", ("as much memory", "pipelined"), 3),
+    )
+    for what, pair, bound in rows:
+        verdict = judge(turns, f"step, times as fast: {what}", pair, times_as_fast, "at least", bound, ABSENT)
+        measurements.verdicts.append(verdict)
+
+
+def compare_classes(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """DeepSpeed's stage 3 with our swappers and with its own, on our op."""
+    libraries: tuple[Library, ...] = ("deepnvme", "deepspeed")
+    for way, buffers, pipelined in (("pipelined", BUFFERS, True), ("not pipelined", BUFFERS_IN_TURN, False)):
+        turns = Turns()
+        if settings.deepspeed_python is not None:
+            start = partial(start_deepspeed, settings.deepspeed_python, op="deepnvme", model=settings.model)
+            starts: Starts = {
+                f"{library}'s classes, {way}": partial(
+                    start,
+                    directory / f"{library}, {way}",
+                    sub_group=settings.sub_group_elements,
+                    buffers=buffers,
+                    pipelined=pipelined,
+                    classes=library,
+                )
+                for library in libraries
+            }
+            turns = step_in_turns(starts, settings, directory, measurements, progress)
+            measurements.turns[f"classes, {way}"] = turns
+        pair = (f"deepnvme's classes, {way}", f"deepspeed's classes, {way}")
+        what = f"in DeepSpeed's stage 3, our op, {way}, {buffers} buffers: our classes / DeepSpeed's"
+        measurements.verdicts += [
+            judge(turns, f"{what}, times as fast", pair, times_as_fast, "at least", 1.5, ABSENT),
+            judge(turns, f"{what}, losses that differ", pair, losses_that_differ, "at most", 0, ABSENT),
+        ]
+
+
+def step_in_turns(starts: Starts, settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> Turns:
+    """Optimizers each in a process. One that cannot start takes no part."""
+    contenders, absent = {}, {}
+    with contextlib.ExitStack() as stack:
+        progress("starting optimizers (DeepSpeed compiles its ops on first use: minutes)")
+        for name, start in starts.items():
+            try:
+                process = stack.enter_context(start())
+            except ContenderFailed as error:
+                absent[name] = str(error)
+                continue
+            measurements.described[name] = process.described
+            contenders[name] = stepper(process, directory)
+        turns = take_turns(contenders, settings.rounds, progress)
+    turns.absent |= absent
+    return turns
+
+
+def losses_that_differ(ours: Sample, theirs: Sample) -> float:
+    return float(ours["loss"] != theirs["loss"])
+
+
+def compare_memory(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    for name, budget in (("no dram_budget", 0), ("dram_budget of half the states", settings.model.state_bytes // 2)):
+        progress(f"peak memory, {name}")
+        allowed = budget + settings.ring_bytes + 64 * MIB
+        what = f"peak memory beyond parameters and gradients, {name}"
+        with start_optimizer(directory / str(budget), settings.model, settings.sub_group_elements, budget, peak=True) as process:
+            growth = process.call("peak", steps=4)["growth"]
+        note = "" if growth is not None else "the kernel does not let peak memory be reset (/proc/self/clear_refs)"
+        figure = None if growth is None else Spread.of([growth / MIB])
+        measurements.verdicts.append(Verdict(what, figure, "at most", round(allowed / MIB, 1), "MiB", note))
+
+
+def compare_small_tensors(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    verdicts, measurements.turns["small"] = small_tensors.measure(directory, settings.small_tensors, settings.rounds, progress)
+    measurements.verdicts += verdicts
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
+    return {
+        "benchmark": "optimizer_swap",
+        "started": started,
+        "machine": machine.described(settings.directory),
+        "settings": {**asdict(settings), "directory": None, "deepspeed_python": None},
+        "contenders": measurements.described,
+        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
+        "targets": [verdict.as_json() for verdict in measurements.verdicts],
+    }
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a positive number, got '{text}'")
+    return int(text)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument(
+        "--dir", type=Path, default=Path.cwd(), help="a directory on the drive to measure (default: the current one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
+    parser.add_argument("--rounds", type=positive, help="steps of each contender (default: 15)")
+    parser.add_argument("--width", type=positive, help="of the model's square matrices (default: 2048)")
+    parser.add_argument("--layers", type=positive, help="how many matrices (default: 32, with 134 M parameters)")
+    parser.add_argument(
+        "--sub-group", type=positive, metavar="N", help="matrices in a sub-group of ours and of DeepSpeed's (default: 4)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
+    given = parser.parse_args(arguments)
+    if not given.dir.is_dir():
+        parser.error(f"--dir: '{given.dir}' is not a directory")
+    if given.deepspeed_python is not None:
+        # Absolute, because it is started elsewhere; a link is not followed, because a virtual environment's interpreter is one.
+        found = shutil.which(given.deepspeed_python)
+        if found is None:
+            parser.error(f"--deepspeed-python: '{given.deepspeed_python}' cannot be run")
+        given.deepspeed_python = os.path.abspath(found)
+    if given.json and not given.json.resolve().parent.is_dir():
+        parser.error(f"--json: '{given.json.parent}' is not a directory")
+    settings = Settings(
+        directory=given.dir.resolve(),
+        deepspeed_python=given.deepspeed_python,
+        rounds=given.rounds or (2 if given.quick else 15),
+        model=Model(given.width or (512 if given.quick else 2048), given.layers or (8 if given.quick else 32)),
+        sub_group=given.sub_group or (1 if given.quick else 4),
+        steps=5 if given.quick else 50,
+        small_tensors=200 if given.quick else 10000,
+        only=tuple(given.only or PARTS),
+    )
+    if settings.model.layers < 2 * settings.sub_group:
+        parser.error(f"--sub-group: {settings.sub_group} of {settings.model.layers} matrices leave nothing to alternate with")
+    return settings, given.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, json_path = parse_arguments(arguments)
+    # A terminated run removes its files as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    try:
+        measurements = measure(settings, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
+    except (Unsuitable, ContenderFailed) as error:
+        print(f"optimizer_swap: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("optimizer_swap: interrupted; its files are removed", file=sys.stderr)
+        return 130
+    for title, turns in measurements.turns.items():
+        print(turns_table(title, turns))
+    print(verdict_table(measurements.verdicts))
+    if json_path:
+        json_path.write_text(json.dumps(as_json(settings, measurements, started), indent=1) + "\n")
+    return 1 if any(turns.absent for turns in measurements.turns.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,428 @@
+"""Pinned memory for transfers: leases from a pool that keeps to a budget."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import math
+import operator
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from deepnvme._available_memory import available_memory
+
+from .lease import Ending, Lease
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
+
+_PAGE = 4096
+_SLACK = 8
+"""A free chunk serves a request that is smaller than it by up to an eighth of the request."""
+_LINGER_SECONDS = 1.0
+"""How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
+_POLL_SECONDS = 0.001
+"""How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
+
+
+class OutOfBuffers(MemoryError):
+    """The budget does not allow a lease, and nothing that others do would change that."""
+
+
+def _nobody() -> None:
+    """What holds a chunk that is free."""
+
+
+def _lender() -> object:
+    """What holds a chunk between its being chosen and its being lent."""
+    return _lender
+
+
+class _Chunk:
+    """Pinned memory, as large as it was first asked for."""
+
+    __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory: Any = None
+        """The op's buffer; None until it is pinned."""
+        self.owner: threading.Thread | None = None
+        """The thread that leased it."""
+        self.holder: Callable[[], object] = _nobody
+        """Refers to the memoryview that every tensor over the lease holds; returns None when that is gone, and they with it."""
+        self.returned = 0.0
+        """When it became free."""
+
+
+class _Lingering:
+    """Awaited where a lease has ended, or the future that it was to end after, and somebody still holds a tensor over it.
+
+    That may be the thread that worked on it or that set the future's result, on its way out: it is given time.
+    """
+
+    __slots__ = ("_holder", "_until")
+
+    def __init__(self, holder: Callable[[], object]) -> None:
+        self._holder = holder
+        self._until = time.monotonic() + _LINGER_SECONDS
+
+    def done(self) -> bool:
+        return self._holder() is None or time.monotonic() >= self._until
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+
+class _Waiter:
+    """A thread's place in the queue."""
+
+    __slots__ = ("nbytes", "thread", "wake")
+
+    def __init__(self, nbytes: int, thread: threading.Thread) -> None:
+        self.nbytes = nbytes
+        self.thread = thread
+        # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+
+class BufferPool:
+    """Leases of pinned memory, of which never more than a budget is in use or kept for reuse.
+
+    ``budget``: bytes; None for half of what the machine and the process's control groups have available now. A lease takes whole
+    pages of 4096 bytes out of it, and up to an eighth more where memory of that size was free. Memory beyond RLIMIT_MEMLOCK
+    serves as well, but the system may swap it out: a RuntimeWarning says so once, when it is pinned.
+
+    Pinning takes about 0.3 s for each GB, so memory given back is kept for requests of about the same size, and unpinned when
+    its room is needed for others, or by :meth:`trim`.
+
+    Thread-safe. A process forked from this one must make its own: there every method raises RuntimeError, except that the leases
+    it inherited can be released, which has no effect.
+    """
+
+    # Leases end anywhere, also in finalizers that the garbage collector runs in the midst of anything here. So an end takes no
+    # lock: it is noted in _awaited and _ended, each in one step of the interpreter, and whoever waits is woken. All else is
+    # changed with the lock held, by threads that want something; they begin with _settle, which asks the futures, and
+    # _take_back.
+
+    def __init__(self, budget: int | None = None) -> None:
+        self._budget = available_memory() // 2 if budget is None else _natural(budget, "budget")
+        self._generation = _generation
+        self._lock = threading.Lock()
+        self._awaited: dict[_Chunk, Ending] = {}  # of those lent
+        self._ended: deque[_Chunk] = deque()  # to be looked at: nothing awaited any more, or no view left
+        self._lent: set[_Chunk] = set()
+        self._lent_bytes = 0
+        self._free: list[_Chunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
+        self._free_bytes = 0
+        self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        return self._budget
+
+    def set_budget(self, nbytes: int) -> None:
+        """Change the budget. Leases stay when it falls below what is in use: nothing new is leased until enough is given back."""
+        nbytes = _natural(nbytes, "budget")
+        self._settle()
+        with self._lock:
+            self._take_back()
+            self._budget = nbytes
+            self._unpin_down_to(nbytes)
+        self._wake()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that are leased, or seen by tensors over leases that have ended."""
+        self._settle()
+        with self._lock:
+            self._take_back()
+            return self._lent_bytes
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are pinned, in use or kept for reuse: never more than the budget, except after that was lowered."""
+        self._settle()
+        with self._lock:
+            self._take_back()
+            return self._lent_bytes + self._free_bytes
+
+    def trim(self) -> None:
+        """Unpin what is not in use."""
+        self._settle()
+        with self._lock:
+            self._take_back()
+            self._unpin_down_to(0)
+
+    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+        """``nbytes`` bytes of pinned memory, after waiting until there is room for them in the budget.
+
+        First come, first served, except that where all that is in use belongs to threads that wait here, the first of them that
+        can go on does. ``timeout``: seconds; None waits for as long as it takes. Ctrl-C interrupts the waiting.
+
+        Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
+        has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
+        to be released after a future. (Tensors over leases that have ended are given a second to go.) Memory counts as leased by
+        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``.
+        """
+        nbytes = _natural(nbytes, "nbytes")
+        lease = self.try_lease(nbytes)
+        return self._wait(nbytes, timeout) if lease is None else lease
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """Like :meth:`lease`, but None where that would wait, or raise because of the budget. Pinning still takes its time."""
+        nbytes = _natural(nbytes, "nbytes")
+        self._settle()
+        if nbytes == 0:
+            return Lease(_no_bytes(), _forget)
+        size = _whole_pages(nbytes)
+        with self._lock:
+            self._take_back()
+            if self._waiting or not self._fits(size):
+                return None
+            chunk = self._choose(size)
+        return self._lend(chunk, nbytes)
+
+    def _wait(self, nbytes: int, timeout: float | None) -> Lease:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        waiter = _Waiter(_whole_pages(nbytes), threading.current_thread())
+        with self._lock:
+            self._waiting += (waiter,)
+        try:
+            while True:
+                self._settle()
+                with self._lock:
+                    self._take_back()
+                    following = self._following()
+                    if following is waiter:
+                        chunk = self._choose(waiter.nbytes)
+                        self._leave(waiter)  # at once: a thread that has memory does not wait
+                        break
+                    if waiter.nbytes > self._budget:
+                        raise OutOfBuffers(self._shortage(nbytes))
+                    if following is None and self._stuck():
+                        raise OutOfBuffers(self._shortage(nbytes, ", all leased by this thread or by others that wait here"))
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
+                    pause = min(left, _POLL_SECONDS if self._awaited else threading.TIMEOUT_MAX)
+                if following is not None:
+                    following.wake.put(None)  # that this one waits may have made it that one's turn
+                with contextlib.suppress(queue.Empty):
+                    waiter.wake.get(timeout=pause)
+        finally:
+            with self._lock:
+                self._leave(waiter)
+            self._wake()
+        return self._lend(chunk, nbytes)
+
+    def _lend(self, chunk: _Chunk, nbytes: int) -> Lease:
+        import torch
+
+        try:
+            if chunk.memory is None:
+                chunk.memory = self._pin(chunk.nbytes)
+            view = memoryview(chunk.memory)
+            buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
+            holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
+            return Lease(buffer, functools.partial(self._give_back, chunk, holder))
+        except BaseException:
+            chunk.holder = _nobody
+            self._end(chunk)
+            raise
+
+    def _pin(self, nbytes: int) -> Any:
+        try:
+            return _op().empty_pinned(nbytes)
+        except MemoryError:
+            self.trim()
+        try:
+            return _op().empty_pinned(nbytes)
+        except MemoryError as error:
+            raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+
+    def _settle(self) -> None:
+        """Ask what is awaited. Not with the lock held: who knows what futures do when they are asked."""
+        if self._generation != _generation:
+            raise RuntimeError("the buffer pool is the parent process's: use this process's buffer_pool(), or make another one")
+        if self._awaited and self._ask():
+            self._ask()  # some have let go of futures, which may have been what held tensors
+
+    def _ask(self) -> bool:
+        """Whether any future had ended."""
+        ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
+        with self._lock:
+            for chunk, after in ended:
+                if self._awaited.get(chunk) is not after:
+                    continue  # another thread was here, and the chunk may have gone round meanwhile
+                if chunk.holder() is not None and not isinstance(after, _Lingering):
+                    self._awaited[chunk] = _Lingering(chunk.holder)
+                else:
+                    del self._awaited[chunk]
+                    self._ended.append(chunk)
+        return bool(ended)
+
+    # Without the lock, from anywhere.
+
+    def _give_back(self, chunk: _Chunk, holder: Callable[[], object], after: Ending | None) -> None:
+        """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
+        if after is not None:
+            self._awaited[chunk] = after
+        elif holder() is not None:
+            self._awaited.setdefault(chunk, _Lingering(holder))
+        self._wake()
+
+    def _end(self, chunk: _Chunk) -> None:
+        self._ended.append(chunk)
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            waiter.wake.put(None)
+
+    # With the lock held.
+
+    def _take_back(self) -> None:
+        """Let what has ended be free."""
+        while self._ended:
+            chunk = self._ended.popleft()
+            if chunk.holder() is not None or chunk in self._awaited or chunk not in self._lent:
+                continue  # it is still to end otherwise, or has before, and may have been lent again
+            self._lent.remove(chunk)
+            self._lent_bytes -= chunk.nbytes
+            if chunk.memory is None or self._lent_bytes + self._free_bytes + chunk.nbytes > self._budget:
+                continue  # it could not be pinned, or the budget was lowered
+            chunk.holder, chunk.owner = _nobody, None
+            chunk.returned = time.monotonic()
+            self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
+            self._free_bytes += chunk.nbytes
+
+    def _leave(self, waiter: _Waiter) -> None:
+        self._waiting = tuple(other for other in self._waiting if other is not waiter)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._lent_bytes + nbytes <= self._budget
+
+    def _stuck(self) -> bool:
+        """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
+        waiting = {waiter.thread for waiter in self._waiting}
+        return not self._awaited and all(chunk.owner in waiting and chunk.holder() for chunk in self._lent)
+
+    def _following(self) -> _Waiter | None:
+        """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
+        candidates = self._waiting if self._stuck() else self._waiting[:1]
+        return next((waiter for waiter in candidates if self._fits(waiter.nbytes)), None)
+
+    def _choose(self, nbytes: int) -> _Chunk:
+        """A chunk for a request that fits, to be pinned where none of those that are free is of its size."""
+        at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
+        if at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK:
+            chunk = self._free.pop(at)
+            self._free_bytes -= chunk.nbytes
+        else:
+            self._unpin_down_to(self._budget - nbytes)
+            chunk = _Chunk(nbytes)
+        chunk.holder, chunk.owner = _lender, threading.current_thread()
+        self._lent.add(chunk)
+        self._lent_bytes += chunk.nbytes
+        return chunk
+
+    def _unpin_down_to(self, nbytes: int) -> None:
+        """Unpin what has been free for longest, until ``nbytes`` are allocated, or only what is in use."""
+        while self._free and self._lent_bytes + self._free_bytes > nbytes:
+            chunk = min(self._free, key=_returned)
+            self._free.remove(chunk)
+            self._free_bytes -= chunk.nbytes
+
+    def _shortage(self, nbytes: int, circumstances: str = "") -> str:
+        size = _whole_pages(nbytes)
+        enough = size if size > self._budget else size + self._lent_bytes
+        return (
+            f"{nbytes} bytes of buffers are wanted; of the budget of {self._budget} bytes, {self._lent_bytes} are in use"
+            f"{circumstances}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
+            "or release leases and drop the tensors over them"
+        )
+
+
+_nbytes = operator.attrgetter("nbytes")
+_returned = operator.attrgetter("returned")
+
+
+@functools.cache  # to load takes a lock, which a forked child would find as it was at the fork
+def _op() -> ModuleType:
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load()
+
+
+def _natural(value: int, name: str) -> int:
+    value = operator.index(value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _forget(after: Ending | None) -> None:
+    """Of a lease without memory there is nothing to give back."""
+
+
+def _no_bytes() -> torch.Tensor:
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _has_ended(chunk: _Chunk, after: Ending) -> bool:
+    """Whether a future has. One that cannot say so has, too: the tensors of its transfer keep the memory for it."""
+    try:
+        if not after.done():
+            return False
+        if chunk.holder() is not None:
+            after.exception()  # an engine lets go of a transfer's tensor when its future is asked
+    except Exception:
+        pass
+    return True
+
+
+_pool: BufferPool | None = None
+_pool_lock = threading.Lock()
+_generation = 0  # how many forks lie between this process and the one that imported this
+
+
+def buffer_pool() -> BufferPool:
+    """The process's pool, made on first use. A forked child has one of its own, empty, with its parent's budget."""
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = BufferPool()
+        return _pool
+
+
+def set_buffer_budget(nbytes: int) -> None:
+    """Set the budget of the process's pool: see :meth:`BufferPool.set_budget`."""
+    buffer_pool().set_budget(nbytes)
+
+
+def _after_fork() -> None:
+    global _pool, _pool_lock, _generation
+    _generation += 1
+    _pool_lock = threading.Lock()
+    _pool = _pool and BufferPool(_pool.budget)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,110 @@
+"""A store's directories: locked, with a file open in each, and a manifest in the first if they persist."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deepnvme.engine import Engine
+
+from . import data_file, manifest
+from .data_file import DataFile
+from .manifest import Manifest, Membership, Stored
+from .membership import recognise
+from .owner import Ownership
+
+Directory = str | os.PathLike[str]
+
+
+def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
+    """By absolute path. Raises ValueError for none, one given twice, or a weight that is none."""
+    if isinstance(directories, str | os.PathLike):
+        directories = [directories]
+    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
+    weights: dict[Path, float] = {}
+    for directory, weight in given:
+        path = Path(directory).resolve()
+        if path in weights:
+            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
+        weights[path] = weight
+    if not weights:
+        raise ValueError("a store needs at least one directory, got none")
+    return weights
+
+
+class Directories:
+    """Taken from construction to :meth:`leave`, which happens at exit at the latest, and when this is dropped.
+
+    What a dead owner left is removed, unless it persists: then ``known`` is its manifest. ``files`` are in the order of the store
+    that was found, else as given. Raises as :class:`deepnvme.swap.TensorStore` does.
+    """
+
+    def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> None:
+        self._owners: list[Ownership] = []
+        self.files: list[DataFile] = []
+        self._published = threading.Event()  # a flag that the finalizer can see
+        self.leave = weakref.finalize(self, _leave, os.getpid(), self._published, self._owners, self.files)
+        try:
+            for directory in weights:
+                self._owners.append(Ownership(directory))
+            self.known = self._recognise(list(weights), persist)
+            if self.known is not None:
+                self._published.set()
+            for owner in self._owners:
+                self.files.append(DataFile(owner, engine, weights[owner.directory]))
+            self._identity = uuid.uuid4().hex if self.known is None else self.known.store
+            if persist and self.known is None:
+                self._join()
+        except BaseException:
+            self.leave()
+            raise
+
+    def publish(self, tensors: Mapping[str, Stored]) -> None:
+        """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
+        for owner in self._owners:
+            owner.check()
+        self._published.set()
+        manifest.publish(self._owners[0].directory, Manifest(self._identity, len(self._owners), tensors))
+
+    def corrupt(self, why: str) -> manifest.CorruptManifest:
+        """The error that says so of the manifest."""
+        return manifest.CorruptManifest(self._owners[0].directory / manifest.MANIFEST_NAME, why)
+
+    def _recognise(self, directories: Sequence[Path], persist: bool) -> Manifest | None:
+        known, order = recognise(directories)
+        self._owners[:] = [self._owners[index] for index in order]
+        if known is None:
+            for directory in directories:
+                data_file.remove(directory)
+                manifest.remove(directory)
+        elif not persist:
+            text = f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files"
+            raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
+        return known
+
+    def _join(self) -> None:
+        first = str(self._owners[0].directory)
+        for index, owner in enumerate(self._owners[1:], 1):
+            manifest.join(owner.directory, Membership(self._identity, index, first))
+
+
+def _leave(process: int, published: threading.Event, owners: Sequence[Ownership], files: Sequence[DataFile]) -> None:
+    """Close and unlock everything; remove what was not published. Nothing in a forked child: all is the parent's there."""
+    if os.getpid() != process:
+        return
+    for file in files:
+        if not published.is_set():
+            file.remove()
+            if file.owner.intact():
+                manifest.remove(file.directory)
+        file.close()
+    for owner in reversed(owners):
+        owner.release()

@@ -1,0 +1,156 @@
+"""What a persisted store knows of its tensors, as a file that is replaced as a whole or not at all.
+
+Two lines of JSON: what the file is, with the CRC-32 of the other line; and the tensors. It lies in the store's first directory.
+The others hold a membership each, a line of JSON that names that directory, so that none is taken for a store of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST_NAME = "deepnvme-store.json"
+MEMBERSHIP_NAME = "deepnvme-store.member.json"
+_FORMAT = "deepnvme tensor store"
+_VERSION = 1
+
+
+class CorruptManifest(OSError):
+    """A manifest or a membership cannot be what was written (EBADMSG), or not by this version of the package."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        text = f"this is not a whole manifest of a tensor store: {why}; restore it, or remove it with the data beside it"
+        super().__init__(errno.EBADMSG, text, str(path))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor."""
+
+    dtype: str
+    """As torch names it, without "torch."."""
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, int, int], ...]
+    """(directory, offset, length) of each, in the tensor's order; the directory as an index into the store's."""
+    checksums: tuple[int, ...] | None
+    """The CRC-32 of the first part, of the first two, and so on."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    store: str
+    """The store's identity."""
+    directories: int
+    """How many the store has."""
+    tensors: Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class Membership:
+    store: str
+    index: int
+    """Of the directory that holds this, among the store's."""
+    first: str
+    """The directory with the manifest, when this was written."""
+
+
+def publish(directory: Path, manifest: Manifest) -> None:
+    """Replace the directory's manifest. After a crash at any point the old one is there, or the new one; both are whole."""
+    # Names may hold surrogates, which ASCII JSON keeps.
+    tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
+    body = json.dumps({"store": manifest.store, "directories": manifest.directories, "tensors": tensors}, separators=(",", ":"))
+    head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
+    _replace(directory / MANIFEST_NAME, f"{head}\n{body}\n".encode())
+
+
+def load(directory: Path) -> Manifest | None:
+    """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
+    path = directory / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    head, _, body = data.partition(b"\n")
+    facts = _parsed(path, head)
+    kind = facts.get("format"), facts.get("version")
+    if kind != (_FORMAT, _VERSION):
+        raise CorruptManifest(path, f"expected format and version {(_FORMAT, _VERSION)}, got {kind}")
+    body = body.rstrip(b"\n")
+    if facts.get("crc32") != zlib.crc32(body):
+        raise CorruptManifest(path, f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
+    try:
+        fields = json.loads(body)
+        tensors = {name: _stored(*each) for name, each in fields["tensors"].items()}
+        return Manifest(fields["store"], fields["directories"], tensors)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
+
+
+def join(directory: Path, membership: Membership) -> None:
+    """Write the directory's membership."""
+    _replace(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
+
+
+def membership(directory: Path) -> Membership | None:
+    """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
+    path = directory / MEMBERSHIP_NAME
+    try:
+        fields = _parsed(path, path.read_bytes())
+        return Membership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
+
+
+def remove(directory: Path) -> None:
+    """Remove the manifest, the membership and what an interrupted replacement has left, as far as they are there."""
+    for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
+        for path in (directory / name, directory / (name + ".new")):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _stored(dtype: Any, shape: Any, parts: Any, checksums: Any) -> Stored:
+    return Stored(
+        str(dtype),
+        tuple(map(int, shape)),
+        tuple((int(directory), int(offset), int(length)) for directory, offset, length in parts),
+        None if checksums is None else tuple(map(int, checksums)),
+    )
+
+
+def _parsed(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise CorruptManifest(path, str(error)) from error
+    if not isinstance(fields, dict):
+        raise CorruptManifest(path, "expected an object")
+    return fields
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(path.name + ".new")
+    try:
+        with open(new, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)  # the name is the directory's data
+    finally:
+        os.close(directory)

@@ -1,0 +1,176 @@
+"""A directory belongs to one owner at a time: a lock that the kernel releases when its holder dies, and that names the holder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOCK_NAME = "deepnvme-store.lock"
+_NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has the lock
+
+
+class StoreLocked(OSError):
+    """The directory has an owner (EBUSY); the message names it."""
+
+
+@dataclass(frozen=True)
+class OwnerFacts:
+    """Who holds a lock."""
+
+    pid: int
+    host: str
+    started: str
+    """When the lock was taken: local time."""
+    command: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.started} ({self.command})"
+
+
+class Ownership:
+    """A directory's lock, held from construction to :meth:`release`; the directory is made if it is missing.
+
+    Raises StoreLocked if another owner, of this process or any other, has it; OSError if the directory or the lock cannot be
+    made. A child forked meanwhile does not share it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._pid = os.getpid()
+        self._made = _make(directory)
+        self._descriptor = -1
+        try:
+            self._descriptor = _lock(directory)
+        except BaseException:
+            self._remove_made()
+            raise
+        _owners.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether it has been neither released nor left to the parent of this process."""
+        return self._descriptor >= 0 and os.getpid() == self._pid
+
+    def intact(self) -> bool:
+        """Whether the lock is held, and the directory and the lock in it have been neither removed nor replaced."""
+        return self.held and _is(self._descriptor, self.directory / LOCK_NAME)
+
+    def check(self) -> None:
+        """Raise FileNotFoundError unless intact."""
+        if not self.intact():
+            raise FileNotFoundError(
+                errno.ENOENT, "the store's directory, or the lock in it, was removed while in use", str(self.directory)
+            )
+
+    def release(self) -> None:
+        """Give the lock back and remove it, and the directory if this made it and it is empty. Idempotent; nothing in a child."""
+        if not self.held:
+            return
+        # Unlinked while it is still held: whoever waits at the old file sees that it is not the directory's any more.
+        if self.intact():
+            with contextlib.suppress(OSError):
+                os.unlink(self.directory / LOCK_NAME)
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._remove_made()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close what it inherited, or the lock would outlive the parent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _remove_made(self) -> None:
+        for directory in reversed(self._made):
+            with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+                os.rmdir(directory)
+
+
+_owners: weakref.WeakSet[Ownership] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for owner in list(_owners):
+        owner.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _make(directory: Path) -> list[Path]:
+    """Make the directory and its parents; return those that were missing, outermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _lock(directory: Path) -> int:
+    """The descriptor that holds the lock, which goes with it."""
+    path = directory / LOCK_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _locked(directory, descriptor) from None
+            except OSError as error:
+                text = f"{error.strerror}: files cannot be locked here; choose a directory on another file system"
+                raise OSError(error.errno, text, str(path)) from error
+            if not _is(descriptor, path):
+                continue  # its owner has just removed it
+            _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
+            undo.pop_all()
+            return descriptor
+
+
+def _locked(directory: Path, descriptor: int) -> StoreLocked:
+    owner = next(filter(None, _reads(descriptor)), None)
+    named = str(owner) if owner is not None else "a process that has not said its name"
+    if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
+        named = f"another store of this process ({owner.pid}) since {owner.started}"
+    text = f"the directory is in use by {named}; close that store, or choose another directory"
+    return StoreLocked(errno.EBUSY, text, str(directory))
+
+
+def _reads(descriptor: int) -> Iterator[OwnerFacts | None]:
+    deadline = time.monotonic() + _NAMED_WITHIN
+    while time.monotonic() < deadline:
+        try:
+            yield OwnerFacts(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+        except (ValueError, TypeError):
+            yield None  # not, or half written
+            time.sleep(0.01)
+
+
+def _this_process() -> OwnerFacts:
+    command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
+    return OwnerFacts(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
+
+
+def _write_all(descriptor: int, text: bytes) -> None:
+    os.ftruncate(descriptor, 0)
+    with contextlib.suppress(OSError):  # a full disk does not keep anybody from owning a directory, it keeps the name out
+        os.pwrite(descriptor, text, 0)
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        there = os.stat(path)
+    except OSError:
+        return False
+    return os.path.samestat(there, os.fstat(descriptor))

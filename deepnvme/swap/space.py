@@ -1,0 +1,105 @@
+"""A store's files together: where a new tensor is laid, and what is left for more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .data_file import DataFile
+from .extents import padded
+from .striping import STRIPED_FROM, emptiest, shares
+
+_RUN = 4 << 20
+"""Bytes of small tensors that are laid side by side in one directory before the next one has its turn."""
+
+
+class Part(NamedTuple):
+    """Where some of a tensor's bytes lie."""
+
+    file: int
+    """An index into the store's files."""
+    offset: int
+    nbytes: int
+
+
+Parts = tuple[Part, ...]
+"""A tensor's, in the order of its bytes; none if it has no bytes."""
+
+
+class Space:
+    """Not thread-safe."""
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self.files = files
+        self._weights = [file.weight for file in files]
+
+    def lengths(self, nbytes: int) -> list[int]:
+        """Of the parts that a new tensor would have."""
+        if self._is_striped(nbytes):
+            return [share for share in shares(nbytes, self._weights) if share]
+        return [nbytes] if nbytes else []
+
+    def allocate(self, sizes: Sequence[int]) -> list[Parts]:
+        """Parts for a new tensor of each size, neighbours where possible. Raises OSError (ENOSPC), and has taken nothing then."""
+        placed: list[Parts] = [()] * len(sizes)
+        try:
+            run: list[int] = []
+            length = 0
+            for index, nbytes in enumerate(sizes):
+                if self._is_striped(nbytes):
+                    placed[index] = self._take_striped(nbytes)
+                elif nbytes:
+                    run.append(index)
+                    length += nbytes
+                    if length >= _RUN:
+                        self._take_run(run, sizes, placed)
+                        run, length = [], 0
+            self._take_run(run, sizes, placed)
+            for file in self.files:
+                file.grow_to(file.extents.end)
+        except BaseException:
+            for parts in placed:
+                self.give_back(parts)
+            raise
+        return placed
+
+    def take(self, parts: Iterable[Part]) -> None:
+        """Take just these. Raises ValueError where that is taken, or not in the file."""
+        for part in parts:
+            if not 0 <= part.file < len(self.files):
+                raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
+            if part.offset + part.nbytes > self.files[part.file].capacity:
+                raise ValueError(f"{part.nbytes} bytes at {part.offset} are past the end of '{self.files[part.file].path}'")
+            self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
+
+    def give_back(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self.files[part.file].extents.give_back(part.offset, padded(part.nbytes))
+
+    def reserve(self, nbytes: int) -> None:
+        """Preallocate, for tensors of ``nbytes`` bytes in all. Raises OSError (ENOSPC)."""
+        for file, share in zip(self.files, shares(nbytes, self._weights), strict=True):
+            if padded(share) > file.capacity:
+                file.allocate(padded(share))
+
+    def trim(self) -> None:
+        """Give back what lies past the last tensor of each file."""
+        for file in self.files:
+            file.trim(file.extents.end)
+
+    def _is_striped(self, nbytes: int) -> bool:
+        return nbytes >= STRIPED_FROM and len(self.files) > 1
+
+    def _take_striped(self, nbytes: int) -> Parts:
+        return tuple(
+            Part(index, self.files[index].extents.take(padded(share)), share)
+            for index, share in enumerate(shares(nbytes, self._weights))
+            if share
+        )
+
+    def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
+        if run:
+            chosen = emptiest([file.extents.used for file in self.files], self._weights)
+            offsets = self.files[chosen].extents.take_run([padded(sizes[index]) for index in run])
+            for index, offset in zip(run, offsets, strict=True):
+                placed[index] = (Part(chosen, offset, sizes[index]),)

@@ -1,0 +1,241 @@
+"""A sub-group of an optimizer's parameters: stepped by an optimizer of its own, on tensors that lie in a block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .block import Layout, Section, lay_out
+
+if TYPE_CHECKING:
+    import torch
+
+    from .buffers import Lease
+    from .sub_groups import Piece
+
+NOT_OPTIONS = ("params", "param_names")
+"""Keys of a group that say what it is of."""
+MASTER = "master_weight"
+"""Key, beside those of the optimizer's state, of the weights in full precision."""
+
+Gradients = Sequence["torch.Tensor | None"]
+Held = list[tuple[int, str, "torch.Tensor"]]
+"""(piece, key, tensor): what a block is to hold."""
+
+
+class SubGroup:
+    """The tensors of ``pieces`` that an optimizer keeps: large ones in a block that is here only while it is needed, the
+    others in memory."""
+
+    def __init__(
+        self,
+        index: int,
+        pieces: Sequence[Piece],
+        has_master: Callable[[Piece], bool],
+        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ) -> None:
+        self.index = index
+        self.pieces = tuple(pieces)
+        self.masters = tuple(has_master(piece) for piece in pieces)
+        self.layout: Layout | None = None
+        self.small: list[dict[str, Any]] = [{} for _ in pieces]
+        self.current: int | None = None
+        """Which of its two blocks on the drive is the last whole step's; None if there is none yet."""
+        self.in_memory: bool | None = None
+        """Whether its block stays there; None until that is decided."""
+        self.resident: Lease | None = None
+        """Its block, if it stays."""
+        self.spilled = False
+        """Whether the drive has a copy of that as well."""
+        self.stale: set[int] = set()
+        """Pieces whose parameter was changed by others: their master weight is to follow."""
+        self._make_optimizer = make_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._stand_ins: list[torch.nn.Parameter] = []
+        self._pushed: dict[int, dict[str, Any]] = {}
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return sum(piece.numel for piece in self.pieces)
+
+    def lay_out(self, held: Held) -> Layout:
+        """Give all that is held its place in the block, from now on."""
+        cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}  # to be mapped as one with the others
+        self.layout = lay_out(held, cut)
+        return self.layout
+
+    def pull(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what the optimizer has changed in its groups: some count steps there."""
+        for (group, pushed), own in zip(self._pushed.items(), self._groups(), strict=True):
+            for key, value in own.items():
+                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
+                    groups[group][key] = pushed[key] = value
+
+    def sections(self, piece: int) -> Iterator[Section]:
+        """Of one piece."""
+        return (section for section in (self.layout.sections if self.layout else ()) if section.piece == piece)
+
+    def image(self) -> Layout:
+        """For copies of the parameters that the block alone could not bring back."""
+        return lay_out(
+            [
+                (index, "image", piece.of(piece.param))
+                for index, piece in enumerate(self.pieces)
+                if not self.masters[index] or self.current is None or index in self.stale
+            ]
+        )
+
+    def step(self, block: torch.Tensor | None, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> Held | None:
+        """Step the parameters, and what of their state lies in ``block``, in place.
+
+        None if ``block`` holds it all then; otherwise what a block has to hold from now on: the first time, and when the
+        optimizer's state has changed its form. Pieces without a gradient stay as they are.
+        """
+        views = self._views(block)
+        try:
+            optimizer = self._bind(views, gradients, groups)
+            optimizer.step()
+            held = self._settle(block, self._held(optimizer))
+            self.stale.clear()
+            return held
+        finally:
+            self._unbind()
+
+    def _belongs_in_block(self, piece: int, value: Any) -> bool:
+        """Whether this is kept there, of a piece's state: tensors of some size, and all that are cut like the parameter."""
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return False
+        return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
+
+    def remember(self) -> Callable[[], None]:
+        """What undoes the changes that a step makes to what is kept in memory."""
+        small = [{key: _copied(value) for key, value in values.items()} for values in self.small]
+        layout, current, stale = self.layout, self.current, set(self.stale)
+        options = [dict(group) for group in self._groups()]
+        pushed = {group: dict(values) for group, values in self._pushed.items()}
+
+        def undo() -> None:
+            self.small, self.layout, self.current, self.stale, self._pushed = small, layout, current, stale, pushed
+            if options:
+                for group, values in zip(self._groups(), options, strict=True):
+                    group.clear()
+                    group.update(values)
+            else:
+                self._optimizer = None
+
+        return undo
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    def _views(self, block: torch.Tensor | None) -> list[dict[str, torch.Tensor]]:
+        views: list[dict[str, torch.Tensor]] = [{} for _ in self.pieces]
+        if block is not None and self.layout is not None:
+            for section in self.layout.sections:
+                views[section.piece][section.key] = section.of(block)
+        return views
+
+    def _bind(
+        self, views: list[dict[str, torch.Tensor]], gradients: Gradients, groups: Sequence[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        import torch
+
+        first = self._optimizer is None
+        if first:
+            self._stand_ins = [
+                torch.nn.Parameter(torch.empty(0), requires_grad=piece.param.is_floating_point()) for piece in self.pieces
+            ]
+        for index, (piece, stand_in, gradient) in enumerate(zip(self.pieces, self._stand_ins, gradients, strict=True)):
+            work = piece.of(piece.param)
+            if self.masters[index]:
+                if MASTER not in views[index]:
+                    views[index][MASTER] = work.to("cpu", torch.float32, copy=True)
+                elif index in self.stale:  # or only loaded again, which must not round it
+                    master = views[index][MASTER]
+                    master.copy_(torch.where(master.to(work.dtype) == work.to("cpu"), master, work.to("cpu", torch.float32)))
+                work = views[index][MASTER]
+            stand_in.data = work
+            stand_in.grad = gradient
+        if first:
+            wanted = sorted({piece.group for piece in self.pieces})
+            self._optimizer = self._make_optimizer(
+                [
+                    {
+                        **{k: v for k, v in groups[group].items() if k not in NOT_OPTIONS},
+                        "params": [s for s, piece in zip(self._stand_ins, self.pieces, strict=True) if piece.group == group],
+                    }
+                    for group in wanted
+                ]
+            )
+            self._pushed = {group: {} for group in wanted}
+        optimizer = self._optimizer
+        assert optimizer is not None
+        for (group, pushed), own in zip(self._pushed.items(), optimizer.param_groups, strict=True):
+            for key, value in groups[group].items():
+                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
+                    own[key] = pushed[key] = value
+        for index, stand_in in enumerate(self._stand_ins):
+            state = {**self.small[index], **{key: view for key, view in views[index].items() if key != MASTER}}
+            if state:
+                optimizer.state[stand_in] = state
+        return optimizer
+
+    def _held(self, optimizer: torch.optim.Optimizer) -> Held:
+        held: Held = []
+        for index, stand_in in enumerate(self._stand_ins):
+            if self.masters[index]:
+                held.append((index, MASTER, stand_in.data))
+            small = {}
+            for key, value in optimizer.state.get(stand_in, {}).items():
+                if self._belongs_in_block(index, value):
+                    held.append((index, key, value))
+                else:
+                    small[key] = value
+            self.small[index] = small
+        return held
+
+    def _settle(self, block: torch.Tensor | None, held: Held) -> Held | None:
+        for index, piece in enumerate(self.pieces):
+            if self.masters[index] and self._stand_ins[index].grad is not None:
+                piece.of(piece.param).copy_(self._stand_ins[index].data)
+        if block is None or self.layout is None or not _fits(self.layout, held):
+            return held
+        for section, (_, _, tensor) in zip(self.layout.sections, held, strict=True):
+            view = section.of(block)
+            if view.data_ptr() != tensor.data_ptr():  # an optimizer that makes new tensors rather than change its own
+                view.copy_(tensor)
+        return None
+
+    def _unbind(self) -> None:
+        import torch
+
+        for stand_in in self._stand_ins:
+            stand_in.grad = None
+            stand_in.data = torch.empty(0)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+
+
+def _fits(layout: Layout, held: Held) -> bool:
+    return len(layout.sections) == len(held) and all(
+        (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
+        for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)
+    )
+
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b  # its content is the optimizer's to read
+    return bool(a == b)

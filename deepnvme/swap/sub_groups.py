@@ -1,0 +1,95 @@
+"""How the parameters of an optimizer are cut into sub-groups, the units that are read, stepped and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+CUT = 4096
+"""Elements: parameters are cut at multiples of this. Every element's bytes then begin a page in whatever dtype, so that cut
+states can be mapped as one; and vectors of the kernels are not cut, so that they round like those of the whole tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A parameter, or a run of its elements."""
+
+    param: torch.Tensor
+    group: int
+    """Of ``param_groups``."""
+    begin: int
+    end: int
+    whole: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.end - self.begin
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This piece of a tensor that is shaped like the parameter: a view. What is held here, of a DTensor."""
+        tensor = local_of(tensor).detach()
+        return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This piece of the parameter's."""
+        import torch
+
+        gradient = self.param.grad
+        if gradient is None or self.whole:
+            return None if gradient is None else self.of(gradient)
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"a gradient of layout {gradient.layout} cannot be cut like its parameter, of shape {tuple(self.param.shape)}:"
+                f" set sub_group_size to {self.param.numel()} or more"
+            )
+        local = local_of(gradient)
+        return self.of(local if local.is_contiguous() else local.contiguous())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a DTensor's shard that this process holds."""
+    import torch
+
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
+def partition(
+    param_groups: Sequence[dict[str, Any]], size: int, may_be_cut: Callable[[torch.Tensor], bool], first_group: int = 0
+) -> list[list[Piece]]:
+    """Sub-groups of at most ``size`` elements (a multiple of CUT; rounded down, but to no less than one), in the order of the
+    parameters; larger where one that may not be cut is larger."""
+    size = max(CUT, size // CUT * CUT)
+    found: list[list[Piece]] = []
+    filled = size
+    for group, options in enumerate(param_groups, first_group):
+        for param in options["params"]:
+            numel = local_of(param).numel()
+            begin = 0
+            while begin < numel or begin == 0:
+                room = size - filled
+                rest = numel - begin
+                if rest > room:
+                    room = room // CUT * CUT
+                    if not may_be_cut(param) or room < max(1, min(rest, size) // 4):  # rather than many small pieces
+                        found.append([])
+                        filled = 0
+                        room = size if may_be_cut(param) else rest
+                if not found:
+                    found.append([])
+                end = begin + min(rest, room)
+                found[-1].append(Piece(param, group, begin, end, whole=end - begin == numel))
+                filled += end - begin
+                begin = end
+                if numel == 0:
+                    break
+    return found

@@ -1,0 +1,55 @@
+"""Low-precision partitions of parameters, some of them in files, put together to one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepnvme.engine import Future
+
+from .tile_cache import Transfers
+
+PartitionInfo = tuple[torch.Tensor, int, str | None]
+"""A partition: its tensor, its elements, and its file if it is in one and not in the tensor."""
+_Reading = tuple[Future, torch.Tensor, torch.Tensor]
+
+
+def read_partitions(
+    engine: Transfers, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
+) -> None:
+    """Fill ``target`` (one dimension, any dtype) with the partitions, one after the other, converted.
+
+    ``buffers``: of the files' dtype, one dimension, to read into. A partition that fits into none of them is read into memory of
+    its own. Raises OSError, after which ``target`` is undefined.
+    """
+    numels = [numel for _, numel, _ in partitions]
+    if sum(numels) != target.numel():
+        raise ValueError(f"the partitions have {sum(numels)} elements in all, the parameter {target.numel()}")
+    free = list(buffers)
+    reading: list[_Reading] = []
+    start = 0
+    for tensor, numel, path in partitions:
+        part = target[start : start + numel]
+        start += numel
+        if path is None:
+            part.copy_(tensor.detach().reshape(-1))
+            continue
+        fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
+        if fits is None and reading:
+            _convert(reading)
+            free = list(buffers)
+            fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
+        if fits is None:
+            staging = torch.empty(numel, dtype=tensor.dtype)
+        else:
+            staging, free[fits] = free[fits][:numel], free[fits][numel:]
+        reading.append((engine.read(staging, path), staging, part))
+    _convert(reading)
+
+
+def _convert(reading: list[_Reading]) -> None:
+    for future, staging, part in reading:
+        future.result()
+        part.copy_(staging)
+    reading.clear()

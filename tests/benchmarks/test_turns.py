@@ -1,0 +1,65 @@
+"""Contenders in turns, and what is said of those who could not take theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
+from harness.workloads import ContenderFailed
+
+
+def silent(step: str) -> None:
+    pass
+
+
+@pytest.fixture
+def order() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def contender(order: list[str]) -> Callable[[str, float], Callable[[], Sample]]:
+    def make(name: str, seconds: float) -> Callable[[], Sample]:
+        def turn() -> Sample:
+            order.append(name)
+            return {"seconds": seconds}
+
+        return turn
+
+    return make
+
+
+def test_every_second_round_goes_backwards(order: list[str], contender: Callable[[str, float], Callable[[], Sample]]) -> None:
+    take_turns({name: contender(name, 1) for name in "abc"}, 3, silent)
+    assert "".join(order) == "abccbaabc"
+
+
+def test_one_that_fails_is_left_out_from_there_on_and_the_verdict_says_why(
+    order: list[str], contender: Callable[[str, float], Callable[[], Sample]]
+) -> None:
+    def broken() -> Sample:
+        order.append("broken")
+        raise ContenderFailed("its drive is gone")
+
+    turns = take_turns({"ours": contender("ours", 1), "broken": broken}, 3, silent)
+    assert order.count("broken") == 1
+    assert order.count("ours") == 3
+    verdict = judge(turns, "a row", ("ours", "broken"), times_as_fast, "at least", 2)
+    assert verdict.met is None
+    assert verdict.note == "broken: its drive is gone"
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # The drive became ten times as slow after the first round; ours was always twice as fast.
+    turns = Turns({"ours": [{"seconds": 1}, {"seconds": 10}], "theirs": [{"seconds": 2}, {"seconds": 20}]})
+    verdict = judge(turns, "a row", ("ours", "theirs"), times_as_fast, "at least", 2)
+    assert verdict.figure is not None
+    assert (verdict.figure.low, verdict.figure.median, verdict.figure.high) == (2, 2, 2)
+    assert verdict.met is True
+
+
+def test_a_figure_may_need_three_contenders() -> None:
+    turns = Turns({name: [{"seconds": seconds}] for name, seconds in (("a", 1), ("b", 2), ("c", 4))})
+    verdict = judge(turns, "a row", ("a", "b", "c"), lambda a, b, c: sum(each["seconds"] for each in (a, b, c)), "at most", 6)
+    assert verdict.met is False

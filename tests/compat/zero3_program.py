@@ -1,0 +1,154 @@
+"""ZeRO stage 3 in earnest, for an interpreter that has DeepSpeed: reads cases from standard input, prints what came of each.
+
+    python -m tests.compat.zero3_program < cases.json
+
+DeepSpeed's own swapper classes or ours are put where stage 3 looks for them, in this process only, and both on our op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"]
+)
+
+import deepspeed
+import torch
+from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper
+from deepspeed.runtime.zero import partition_parameters, stage3
+
+from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.swap import zero
+
+WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
+LAYERS = 6
+
+
+@contextlib.contextmanager
+def swappers(ours: bool) -> Iterator[None]:
+    """Whose classes stage 3 finds."""
+    places = {
+        stage3: ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"),
+        partition_parameters: ("AsyncPartitionedParameterSwapper",),
+    }
+    before = {(module, name): getattr(module, name) for module, names in places.items() for name in names}
+    if ours:
+        for module, name in before:
+            setattr(module, name, getattr(zero, name))
+    try:
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
+
+
+def engine(case: dict[str, Any], directory: str) -> Any:
+    torch.manual_seed(1)
+    partition_parameters.Init.param_id = 0  # which names the files, and begins anew in another process
+    layers: list[torch.nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [torch.nn.Linear(WIDTH, WIDTH, bias="resume" not in case), torch.nn.GELU()]
+    model = torch.nn.Sequential(*layers)
+    optimizers = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    }
+    pipelined = case.get("pipelined", True)
+    offload: dict[str, Any] = {
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": directory,
+            "buffer_count": case.get("buffer_count", 16),
+            "pipeline_read": pipelined,
+            "pipeline_write": pipelined,
+            "fast_init": case.get("fast_init", False),
+        }
+    }
+    if case.get("offload_param"):
+        offload["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": directory,
+            "buffer_count": case["offload_param"],
+            "buffer_size": WIDTH * (WIDTH + 1),
+            "max_in_cpu": 0,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.get("accumulate", 1),
+        "gradient_clipping": case.get("clip", 0.0),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": WIDTH * WIDTH,
+            "stage3_param_persistence_threshold": 0,
+            **({"stage3_prefetch_bucket_size": case["prefetch"]} if "prefetch" in case else {}),
+            **offload,
+        },
+        "bf16": {"enabled": case.get("dtype") == "bf16"},
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizers[case.get("optimizer", "adamw")](), config=config)[0]
+
+
+def train(engine: Any, batches: range) -> list[str]:
+    """The losses, exactly."""
+    losses = []
+    for number in batches:
+        torch.manual_seed(number)
+        batch = torch.randn(4, WIDTH, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
+        loss = (engine(batch).float() - batch.float().roll(1)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def digests(folder: str) -> dict[str, str]:
+    """Of what a checkpoint would have of the swap files."""
+    files = [file for file in Path(folder).iterdir() if file.suffix == ".swp" and "gradient" not in file.name]
+    return {file.name: hashlib.sha256(file.read_bytes()[: WIDTH * WIDTH * 4]).hexdigest() for file in sorted(files)}
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
+    try:
+        with swappers(case["swappers"] == "ours"):
+            trained = engine(case, directory)
+            result: dict[str, Any] = {"losses": train(trained, range(case["steps"]))}
+            if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
+                trained.save_checkpoint(directory, tag="saved")
+                again = range(case["steps"], case["steps"] + case["resume"])
+                result["continued"] = train(trained, again)
+                loaded = engine(case, os.path.join(directory, "anew"))
+                loaded.load_checkpoint(directory, tag="saved")
+                result["resumed"] = train(loaded, again)
+                trained.load_checkpoint(directory, tag="saved")
+                result["rewound"] = train(trained, again)
+            else:
+                result["files"] = digests(trained.optimizer.optimizer_swapper.swap_folder)
+            swapper = trained.optimizer.optimizer_swapper
+            result["class"] = f"{type(swapper).__module__}.{type(swapper).__name__}"
+            result["groups"] = len(trained.optimizer.fp16_groups)
+            return result
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper, partitioned_param_swapper):
+        module.AsyncIOBuilder = AsyncIOBuilder
+    results = [run(case) for case in json.load(sys.stdin)]
+    print("RESULTS " + json.dumps(results))

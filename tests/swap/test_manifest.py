@@ -1,0 +1,131 @@
+"""The persisted form: replaced as a whole or not at all, and never believed when it is not whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deepnvme.swap import manifest
+from deepnvme.swap.manifest import MANIFEST_NAME, CorruptManifest, Manifest, Membership, Stored
+from deepnvme.swap.membership import recognise
+
+ONE = Manifest("store", 1, {"a": Stored("float32", (2, 3), ((0, 4096, 24),), (123,))})
+
+names = st.text(st.characters(codec=None)) | st.sampled_from(["\ud800", "\0", "", "a\nb", "é", '"'])
+stored = st.builds(
+    Stored,
+    st.sampled_from(["float32", "bfloat16"]),
+    st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 50), st.integers(1, 1 << 50)), max_size=3).map(tuple),
+    st.none() | st.lists(st.integers(0, (1 << 32) - 1), max_size=3).map(tuple),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(st.dictionaries(names, stored, max_size=5))
+def test_what_was_published_is_loaded(tmp_path, tensors):
+    published = Manifest("identity", 4, tensors)
+    manifest.publish(tmp_path, published)
+    loaded = manifest.load(tmp_path)
+    assert loaded == published
+    assert list(loaded.tensors) == list(tensors)
+
+
+def test_no_manifest_is_none(tmp_path):
+    assert manifest.load(tmp_path) is None
+    assert manifest.membership(tmp_path) is None
+
+
+def test_any_byte_that_is_not_what_was_written_is_noticed(tmp_path):
+    manifest.publish(tmp_path, ONE)
+    path = tmp_path / MANIFEST_NAME
+    whole = path.read_bytes()
+    for place in range(len(whole) - 1):  # but the newline at the end, which says nothing
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CorruptManifest) as refused:
+            manifest.load(tmp_path)
+        assert (refused.value.errno, refused.value.filename) == (errno.EBADMSG, str(path))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, 80, -1, -20])
+def test_a_manifest_cut_short_is_noticed(tmp_path, keep):
+    manifest.publish(tmp_path, ONE)
+    path = tmp_path / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().rstrip(b"\n")[:keep])
+    with pytest.raises(CorruptManifest):
+        manifest.load(tmp_path)
+
+
+def test_another_version_is_refused_with_both_versions_named(tmp_path):
+    manifest.publish(tmp_path, ONE)
+    path = tmp_path / MANIFEST_NAME
+    head, body = path.read_bytes().splitlines()
+    path.write_bytes(json.dumps({**json.loads(head), "version": 7}).encode() + b"\n" + body)
+    with pytest.raises(CorruptManifest, match=r", 1\).*, 7\)"):
+        manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_publication_that_fails_leaves_the_old_manifest_and_nothing_else(tmp_path, monkeypatch, call):
+    manifest.publish(tmp_path, ONE)
+
+    def fails(*arguments):
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(manifest.os, call, fails)
+    with pytest.raises(OSError, match="no"):
+        manifest.publish(tmp_path, Manifest("store", 1, {}))
+    monkeypatch.undo()
+    assert manifest.load(tmp_path) == ONE
+    assert os.listdir(tmp_path) == [MANIFEST_NAME]
+
+
+class TestRecognise:
+    @pytest.fixture
+    def directories(self, tmp_path):
+        made = [tmp_path / name for name in "abc"]
+        for index, directory in enumerate(made):
+            directory.mkdir()
+            if index:
+                manifest.join(directory, Membership("store", index, str(made[0])))
+        manifest.publish(made[0], Manifest("store", 3, {}))
+        return made
+
+    def test_directories_without_a_store(self, tmp_path):
+        assert recognise([tmp_path]) == (None, [0])
+
+    def test_the_order_is_the_store_s(self, directories):
+        a, b, c = directories
+        assert recognise([c, a, b])[1] == [1, 2, 0]
+
+    def test_a_directory_too_few(self, directories):
+        with pytest.raises(ValueError, match="has 3 directories, got 2"):
+            recognise(directories[:2])
+
+    def test_a_directory_of_another_store(self, directories):
+        manifest.join(directories[2], Membership("another", 2, str(directories[0])))
+        with pytest.raises(ValueError, match="directory 2 "):
+            recognise(directories)
+
+    def test_two_stores(self, directories):
+        manifest.publish(directories[1], ONE)
+        with pytest.raises(ValueError, match="hold a store each"):
+            recognise(directories)
+
+    def test_a_member_without_the_first_directory(self, directories):
+        with pytest.raises(ValueError, match=str(directories[0])):
+            recognise([directories[1]])
+
+    def test_members_of_a_store_that_never_committed_mean_nothing(self, directories):
+        (directories[0] / MANIFEST_NAME).unlink()
+        assert recognise(directories) == (None, [0, 1, 2])
+
+    def test_a_membership_that_is_not_whole(self, directories):
+        (directories[1] / manifest.MEMBERSHIP_NAME).write_text('{"store": 1}')
+        with pytest.raises(CorruptManifest):
+            recognise(directories)

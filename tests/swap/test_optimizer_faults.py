@@ -1,0 +1,610 @@
+"""OffloadedOptimizer where something goes wrong: it is at one step or at the next, says at which, and goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import linecache
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.swap.owner import StoreLocked
+from deepnvme.swap.store import CorruptTensor
+
+from ..disks import MIB, Disk, loop_disk
+from ..interpreters import Interpreters
+from .training import (
+    InMemory,
+    Lion,
+    assert_same,
+    assert_same_state,
+    copied,
+    failing,
+    give_gradients,
+    parameters,
+    snapshot,
+)
+
+ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
+SWAP = str(Path(deepnvme.__file__).parent / "swap")
+PRECISIONS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "masters": (torch.bfloat16, True)}
+
+
+class Pair:
+    """An offloaded optimizer, and the one in memory that it has to be the same as."""
+
+    def __init__(
+        self, drive: Path, precision: str = "float32", optimizer_class: Any = torch.optim.AdamW, options: Any = ADAM, **more: Any
+    ) -> None:
+        dtype, masters = PRECISIONS[precision]
+        self.plain, self.params = parameters(dtype), parameters(dtype)
+        self.reference = InMemory(self.plain, optimizer_class, **options) if masters else optimizer_class(self.plain, **options)
+        more.setdefault("nvme_path", drive / "states")
+        self.optimizer = deepnvme.OffloadedOptimizer(
+            self.params, optimizer_class, master_weights=masters, sub_group_size=4096, **more, **options
+        )
+        self.steps = 0
+
+    def give_gradients(self) -> None:
+        give_gradients(self.plain, self.steps)
+        give_gradients(self.params, self.steps)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.give_gradients()
+            self.reference.step()
+            self.optimizer.step()
+            self.steps += 1
+
+    def check(self) -> None:
+        assert_same(self.params, self.plain)
+        expected = self.reference.optimizer if isinstance(self.reference, InMemory) else self.reference
+        assert_same_state(self.optimizer.state_dict(), expected.state_dict())
+
+    def is_as_before(self, error: BaseException) -> None:
+        """At the step before, which the error says; and the step can be made yet."""
+        said = str(error) + "".join(getattr(error, "__notes__", []))
+        assert f"as after step {self.steps}" in said
+        assert self.optimizer.steps == self.steps
+        self.check()
+        self.reference.step()
+        self.optimizer.step()
+        self.steps += 1
+        self.check()
+
+
+@pytest.fixture(params=["float32", "masters"])
+def pair(request: pytest.FixtureRequest, drive: Path) -> Iterator[Pair]:
+    made = Pair(drive, request.param)
+    with made.optimizer:
+        yield made
+
+
+# The drive.
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_whichever_transfer_fails_leaves_the_step_before(pair: Pair, before: int, operation: str) -> None:
+    pair.step(before)
+    number = 0
+    while True:
+        pair.give_gradients()
+        with failing(pair.optimizer, operation, number) as engine:
+            try:
+                pair.optimizer.step()
+            except OSError as caught:
+                error: OSError | None = caught
+            else:
+                error = None
+        if error is None:
+            assert not engine.failed
+            break
+        assert error.errno == errno.EIO
+        pair.is_as_before(error)
+        number += 1
+    assert number >= (4 if operation == "write" else 1 if before else 0)
+
+
+def test_a_step_that_cannot_be_undone_is_said_and_a_checkpoint_mends_it(pair: Pair) -> None:
+    pair.step(2)
+    states, weights, at = copied(pair.optimizer.state_dict()), snapshot(pair.params), pair.steps
+    pair.step(2)
+    pair.give_gradients()
+    last = 3 if isinstance(pair.reference, InMemory) else 7  # blocks, or blocks and images of parameters
+    with (
+        failing(pair.optimizer, "write", last),
+        failing(pair.optimizer, "read", 1, 1000),
+        pytest.raises(OSError, match="step 5 could not be undone"),
+    ):
+        pair.optimizer.step()
+    for use in (pair.optimizer.step, pair.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="cannot go on: step 5 could not be undone"):
+            use()
+    pair.optimizer.load_state_dict(states)
+    with torch.no_grad():
+        for param, weight in zip(pair.params, weights, strict=True):
+            param.copy_(weight)
+    for step in range(at, 6):
+        give_gradients(pair.params, step)
+        pair.optimizer.step()
+    pair.steps = 4
+    for step in (4, 5):
+        give_gradients(pair.plain, step)
+        pair.reference.step()
+    pair.check()
+
+
+def test_a_full_disk_leaves_the_step_before_and_room_lets_it_go_on(drive: Path) -> None:
+    with loop_disk(drive, "ext4", 32 * MIB) as disk:
+        pair = Pair(drive, nvme_path=disk / "states")
+        fill(disk, leave=2 * MIB)
+        filler = disk / "filler"
+        with pair.optimizer as optimizer:
+            for param in (*pair.plain, *pair.params):
+                param.grad = None
+            large = [torch.nn.Parameter(torch.ones(200_000)) for _ in range(2)]
+            optimizer.add_param_group({"params": [large[0]]})
+            pair.reference.add_param_group({"params": [large[1]]})
+            pair.params.append(large[0])
+            pair.plain.append(large[1])
+            pair.give_gradients()
+            with pytest.raises(OSError, match="as after step 0") as caught:
+                optimizer.step()
+            assert caught.value.errno == errno.ENOSPC
+            filler.unlink()
+            pair.is_as_before(caught.value)
+
+
+def fill(disk: Disk, leave: int) -> None:
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, disk.bytes_free() - 2 * leave)
+    with (disk / "filler").open("ab") as file, contextlib.suppress(OSError):
+        while os.statvfs(disk.path).f_bavail * os.statvfs(disk.path).f_frsize > leave:
+            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, MIB // 2)
+
+
+def test_corrupt_bytes_are_named(drive: Path) -> None:
+    pair = Pair(drive, checksum=True)
+    with pair.optimizer:
+        pair.step(2)
+        data = drive / "states" / "deepnvme-store.data"
+        content = data.read_bytes()
+        with data.open("r+b") as file:
+            for offset in range(0, len(content), 4096):
+                file.seek(offset + 100)
+                file.write(b"corrupt")
+            os.fsync(file.fileno())
+        pair.give_gradients()
+        before = snapshot(pair.params)
+        with pytest.raises(CorruptTensor, match="as after step 2") as caught:
+            pair.optimizer.step()
+        assert caught.value.filename == str(data)
+        assert "CRC-32" in str(caught.value)
+        assert_same(pair.params, before)
+        with data.open("r+b") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        pair.is_as_before(caught.value)
+
+
+def test_a_checkpoint_is_not_made_of_corrupt_bytes(drive: Path) -> None:
+    pair = Pair(drive, checksum=True)
+    with pair.optimizer:
+        pair.step(2)
+        data = drive / "states" / "deepnvme-store.data"
+        with data.open("r+b") as file:
+            for offset in range(0, data.stat().st_size, 4096):
+                file.seek(offset + 100)
+                file.write(b"corrupt")
+            os.fsync(file.fileno())
+        with pytest.raises(CorruptTensor):
+            pair.optimizer.state_dict()
+
+
+def test_a_directory_that_is_removed_is_missed_by_nobody(pair: Pair, drive: Path) -> None:
+    pair.step(2)
+    shutil.rmtree(drive / "states")
+    pair.step(2)
+    pair.check()
+
+
+# Interrupts.
+
+
+class Failing(Lion):
+    """Raises in the midst of a step, at the parameter that is next when ``left`` is 0."""
+
+    left = 1 << 30
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                Failing.left -= 1
+                if Failing.left < 0:
+                    raise FloatingPointError("as optimizers do")
+                param.sub_(param.grad, alpha=group["lr"])
+                state = self.state[param]
+                state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                state["count"] = state.get("count", 0) + 1
+            group["steps"] = group.get("steps", 0) + 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "masters"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_an_exception_of_the_optimizer_itself_leaves_the_step_before(drive: Path, precision: str, before: int) -> None:
+    Failing.left = 1 << 30
+    pair = Pair(drive, precision, Failing, {"lr": 1e-3})
+    with pair.optimizer:
+        pair.step(before)
+        for left in range(0, 7):
+            pair.give_gradients()
+            Failing.left = left
+            with pytest.raises(FloatingPointError) as caught:
+                pair.optimizer.step()
+            Failing.left = 1 << 30
+            pair.is_as_before(caught.value)
+
+
+def test_an_exception_of_the_optimizer_among_states_in_memory_is_said(drive: Path) -> None:
+    Failing.left = 1 << 30
+    pair = Pair(drive, "float32", Failing, {"lr": 1e-3}, dram_budget=1 << 40)
+    with pair.optimizer:
+        pair.step(2)
+        saved, weights = copied(pair.optimizer.state_dict()), snapshot(pair.params)
+        pair.give_gradients()
+        Failing.left = 4
+        with pytest.raises(FloatingPointError):
+            pair.optimizer.step()
+        Failing.left = 1 << 30
+        with pytest.raises(RuntimeError, match="could not be undone: load a checkpoint"):
+            pair.optimizer.step()
+        pair.optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for param, weight in zip(pair.params, weights, strict=True):
+                param.copy_(weight)
+        pair.step(2)
+        pair.check()
+
+
+INTERRUPTED = [
+    ("float32", {}),
+    ("masters", {}),
+    ("masters", {"dram_budget": 60_000}),
+    ("float32", {"offload_gradients": True, "dram_budget": 60_000}),
+]
+
+
+# One that comes in a callback of the garbage collector is Python's to report.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("precision", "options"), INTERRUPTED)
+def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
+    pair = Pair(drive, precision, **options)
+    dice = random.Random(precision)
+    with pair.optimizer:
+        pair.step(2)
+        pair.give_gradients()
+        with interrupt_at(1 << 30) as lines:
+            pair.optimizer.step()
+        pair.reference.step()
+        pair.steps += 1
+        undone = 0
+        for _ in range(50):
+            pair.give_gradients()
+            interrupt: KeyboardInterrupt | None = None
+            try:
+                with interrupt_at(dice.randrange(lines.passed)):
+                    pair.optimizer.step()
+            except KeyboardInterrupt as error:
+                interrupt = error
+            notes = "".join(getattr(interrupt, "__notes__", []))
+            if interrupt is not None and pair.optimizer.steps == pair.steps:
+                if notes:
+                    undone += 1
+                    pair.is_as_before(interrupt)
+                    continue
+                pair.optimizer.step()  # nothing had begun
+            elif interrupt is not None:
+                assert f"as after step {pair.steps + 1}" in notes
+            pair.reference.step()
+            pair.steps += 1
+            assert pair.optimizer.steps == pair.steps
+            assert_same(pair.params, pair.plain)
+        pair.check()
+    assert undone > 20
+
+
+class interrupt_at:
+    """Ctrl-C where the package's code under swap/ begins a line for the n-th time. Lines of ``with`` are left out: there is such
+    a moment between the end of the block and its being left, in which the interpreter never is interrupted."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.passed = 0
+
+    def __enter__(self) -> interrupt_at:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(SWAP):
+            return None
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            self.passed += 1
+            if self.passed == self._left:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+@pytest.mark.parametrize(("precision", "options"), INTERRUPTED[:2])
+def test_ctrl_c_at_any_time_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
+    """At those too at which no line of the package begins: while it waits, and in torch."""
+    pair = Pair(drive, precision, **options)
+    dice = random.Random(precision)
+    with pair.optimizer:
+        pair.step(2)
+        begun = time.perf_counter()
+        pair.step(3)
+        usual = (time.perf_counter() - begun) / 3
+        for _ in range(20):
+            pair.give_gradients()
+            timer = threading.Timer(dice.uniform(0, usual), signal.raise_signal, [signal.SIGINT])
+            with contextlib.suppress(KeyboardInterrupt):
+                timer.start()
+                pair.optimizer.step()
+                timer.join()
+                time.sleep(1)
+            timer.join()
+            torch.set_grad_enabled(True)  # which torch's own decorators may not have come to
+            if pair.optimizer.steps == pair.steps:
+                pair.optimizer.step()
+            pair.reference.step()
+            pair.steps += 1
+            assert pair.optimizer.steps == pair.steps
+            assert_same(pair.params, pair.plain)
+        pair.check()
+
+
+# Gradients and parameters.
+
+
+def test_nan_gradients_do_what_they_do_in_memory(pair: Pair) -> None:
+    pair.step(1)
+    pair.give_gradients()
+    for params in (pair.plain, pair.params):
+        for param in (params[0], params[2]):
+            assert param.grad is not None
+            param.grad.view(-1)[::3] = torch.nan
+    pair.reference.step()
+    pair.optimizer.step()
+    pair.steps += 1
+    pair.step(2)
+    pair.check()
+
+
+def test_parameters_without_gradients_stay_as_they_are(pair: Pair) -> None:
+    for step in range(6):
+        for params in (pair.plain, pair.params):
+            give_gradients(params, step, missing=lambda index, step=step: (index + step) % 3 == 0 or index == 4)  # type: ignore[misc]
+        pair.reference.step()
+        pair.optimizer.step()
+    pair.check()
+
+
+def test_a_step_without_any_gradient_changes_nothing(pair: Pair) -> None:
+    pair.step(2)
+    before = snapshot(pair.params)
+    pair.optimizer.zero_grad()
+    pair.optimizer.step()
+    assert_same(pair.params, before)
+    assert pair.optimizer.report().bytes_written == 0
+    pair.step(1)
+    pair.check()
+
+
+def test_parameters_that_are_frozen_or_thawed_midway(pair: Pair) -> None:
+    for params in (pair.plain, pair.params):
+        params[3].requires_grad_(False)
+    for step in range(6):
+        frozen = {0: {3}, 1: {3}, 2: {0, 3}, 3: {0}, 4: {0}, 5: set()}[step]
+        for params in (pair.plain, pair.params):
+            for index, param in enumerate(params):
+                param.requires_grad_(index not in frozen)
+            give_gradients(params, step, missing=lambda index, frozen=frozen: index in frozen)  # type: ignore[misc]
+        pair.reference.step()
+        pair.optimizer.step()
+    pair.check()
+
+
+def test_a_parameter_that_is_given_twice_is_refused(drive: Path) -> None:
+    param = parameters()[0]
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
+        deepnvme.OffloadedOptimizer([param, param], torch.optim.Adam, nvme_path=drive / "states")
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        deepnvme.OffloadedOptimizer([{"params": [param]}, {"params": [param]}], torch.optim.Adam, nvme_path=drive / "states")
+    assert not (drive / "states").exists()
+
+
+def test_tied_weights_are_one_parameter(drive: Path) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 64, bias=False))
+        model[2].weight = model[0].weight
+        models.append(model)
+    plain = torch.optim.AdamW(models[0].parameters())
+    with deepnvme.OffloadedOptimizer(models[1].parameters(), torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
+        for step in range(3):
+            for each, model in zip((plain, optimizer), models, strict=True):
+                torch.manual_seed(step)
+                each.zero_grad()
+                model(torch.randn(4, 64)).square().sum().backward()
+                each.step()
+        assert_same(models[1].parameters(), models[0].parameters())
+
+
+@pytest.mark.usefixtures("checked_sparse_tensors")
+def test_sparse_gradients_are_stepped_whole_and_refused_where_cut(drive: Path) -> None:
+    def gradient() -> torch.Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 41), (300, 41))
+
+    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
+    reference = torch.optim.Adagrad(plain)
+    with deepnvme.OffloadedOptimizer(params, torch.optim.Adagrad, nvme_path=drive / "whole") as optimizer:
+        for _ in range(3):
+            plain[0].grad, params[0].grad = gradient(), gradient()
+            reference.step()
+            optimizer.step()
+        assert_same(params, plain)
+    with deepnvme.OffloadedOptimizer(
+        params, torch.optim.Adagrad, nvme_path=drive / "cut", sub_group_size=4096
+    ) as optimizer:
+        with pytest.raises(TypeError, match="set sub_group_size to 12300 or more"):
+            optimizer.step()
+        assert_same(params, plain)
+
+
+@pytest.fixture
+def checked_sparse_tensors() -> Iterator[None]:
+    """Which torch warns of not being asked for."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
+
+
+# Directories, memory, processes.
+
+
+def test_another_process_in_the_directory_is_refused_and_told_whose_it_is(drive: Path, interpreters: Interpreters) -> None:
+    with Pair(drive).optimizer:
+        said = interpreters.run(
+            f"""
+            import deepnvme
+            params = [torch.nn.Parameter(torch.ones(3))]
+            try:
+                deepnvme.OffloadedOptimizer(params, torch.optim.Adam, nvme_path={str(drive / "states")!r})
+            except OSError as error:
+                print(type(error).__name__, error)
+            """
+        ).check()
+        assert said.startswith("StoreLocked")
+        assert str(os.getpid()) in said
+        with pytest.raises(StoreLocked):
+            Pair(drive)
+
+
+def test_a_budget_that_is_too_small_is_said_before_training_and_leaves_nothing(drive: Path) -> None:
+    with pytest.raises(OutOfBuffers, match="give a smaller sub_group_size"):
+        Pair(drive, pool=BufferPool(4096 * 10))
+    assert not (drive / "states").exists()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
+def test_the_smallest_budget_that_is_taken_is_enough(drive: Path, precision: str, options: dict[str, Any]) -> None:
+    low, high = 0, 1 << 22
+    while high - low > 4096:
+        middle = (low + high) // 2 // 4096 * 4096
+        try:
+            Pair(drive, precision, pool=BufferPool(middle), **options).optimizer.close()
+            high = middle
+        except OutOfBuffers:
+            low = middle
+    pair = Pair(drive, precision, pool=BufferPool(high), **options)
+    with pair.optimizer:
+        pair.step(3)
+        states = copied(pair.optimizer.state_dict())
+        pair.check()
+        pair.optimizer.load_state_dict(states)
+        pair.step(2)
+        pair.check()
+
+
+def test_workers_of_a_data_loader_leave_the_optimizer_alone(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(
+        f"""
+        import os, deepnvme
+        from pathlib import Path
+        from torch.utils.data import DataLoader
+
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(100, 100)
+        optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path={str(drive / "states")!r})
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                if index == 3:
+                    try:
+                        model.weight.grad = torch.ones(100, 100)
+                        before = model.weight.detach().clone()
+                        optimizer.step()
+                    except RuntimeError as error:
+                        assert "fork" in str(error), error
+                        assert torch.equal(before, model.weight)
+                    else:
+                        raise AssertionError("a child has stepped its parent's states")
+                return torch.full((100,), float(index))
+
+        for _ in range(2):
+            for batch in DataLoader(Data(), batch_size=2, num_workers=2):
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+        assert Path({str(drive / "states" / "deepnvme-store.data")!r}).exists()
+        optimizer.state_dict()
+        optimizer.close()
+        assert not Path({str(drive / "states")!r}).exists()
+        """,
+        timeout=60,
+    ).check()
+
+
+def test_what_a_child_does_with_its_parents_optimizer_says_so(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(
+        f"""
+        import os, deepnvme
+        model = torch.nn.Linear(100, 100)
+        torch.set_num_threads(1)
+        optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path={str(drive / "states")!r})
+        model(torch.ones(100)).sum().backward()
+        optimizer.step()
+        before = model.weight.detach().clone()
+        child = os.fork()
+        if child == 0:
+            for use in (optimizer.step, optimizer.state_dict, optimizer.zero_grad, optimizer.close):
+                try:
+                    use()
+                except RuntimeError as error:
+                    assert "forked child" in str(error), error
+                else:
+                    os._exit(3)
+            assert torch.equal(model.weight, before)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        optimizer.step()
+        optimizer.close()
+        """,
+        timeout=60,
+    ).check()

@@ -1,0 +1,208 @@
+"""FSDP2 in two processes: each rank has the states of its shards, and the losses are those with states in memory."""
+
+from __future__ import annotations
+
+import socket
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ..interpreters import Interpreters
+
+PRELUDE = """
+import copy, os, warnings
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import deepnvme
+
+warnings.simplefilter("default")  # torch's own
+torch.set_num_threads(1)
+other_rank = os.fork()
+rank = 0 if other_rank else 1
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+ADAM = {"lr": 1e-2, "fused": True}
+
+
+def sharded(dtype=torch.float32):
+    torch.manual_seed(0)
+    # rows that two ranks cannot share evenly, a parameter of one element and one that only the first rank has
+    model = torch.nn.Sequential(
+        torch.nn.Linear(63, 301), torch.nn.Tanh(), torch.nn.Linear(301, 63), torch.nn.LayerNorm(63), torch.nn.Linear(63, 1)
+    ).to(dtype)
+    for layer in model:
+        if not isinstance(layer, torch.nn.Tanh):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model, optimizer, steps, clip=None):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 63, generator=torch.Generator().manual_seed(2 * step + rank)).to(next(model.parameters()).dtype)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        if clip is not None:
+            clip(model, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def offloaded(model, name="states", **options):
+    return deepnvme.OffloadedOptimizer(
+        model.parameters(), torch.optim.AdamW, nvme_path=os.path.join(drive, name), sub_group_size=4096, **ADAM, **options
+    )
+
+
+def assert_same(model, other):
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.to_local(), two.to_local())
+
+
+def assert_same_states(found, expected):
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_states(found[key], value)
+        elif isinstance(value, DTensor):
+            assert isinstance(found[key], DTensor), key
+            assert found[key].placements == value.placements and found[key].shape == value.shape, key
+            assert torch.equal(found[key].to_local(), value.to_local()), key
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+        elif key != "param_groups":
+            assert found[key] == value, key
+"""
+
+
+CLOSING = """
+dist.barrier()
+dist.destroy_process_group()
+assert rank == 1 or os.waitpid(other_rank, 0)[1] == 0
+"""
+
+
+def run_two(program: str, drive: Path, interpreters: Interpreters) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    opening = f"drive, port = {str(drive)!r}, {port}\n"
+    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
+
+
+@pytest.fixture(autouse=True)
+def gloo() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+
+
+def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+        )
+        import torch.distributed.checkpoint as dcp
+
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        optimizer = offloaded(other, dram_budget=50_000)
+        assert train(other, optimizer, range(10)) == train(model, plain, range(10))
+        assert_same(other, model)
+        assert os.listdir(os.path.join(drive, "states", f"rank{rank}"))
+
+        # each rank has the states of its shards
+        assert_same_states(optimizer.state_dict(), plain.state_dict())
+        own = sum(param.to_local().numel() for param in other.parameters())
+        assert optimizer.report().bytes_written < 4 * 4 * own
+
+        # by names, as torch.distributed.checkpoint wants them, and in one piece
+        expected = get_optimizer_state_dict(model, plain)
+        assert_same_states(get_optimizer_state_dict(other, optimizer), expected)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        complete = get_optimizer_state_dict(other, optimizer, options=whole)
+        assert_same_states(complete, get_optimizer_state_dict(model, plain, options=whole))
+
+        # saved by one, loaded by the other, both ways
+        folder = os.path.join(drive, "checkpoint")
+        dcp.save({"optimizer": get_optimizer_state_dict(other, optimizer)}, checkpoint_id=folder)
+        for use_offloaded in (True, False):
+            third = sharded()
+            again = offloaded(third, "again") if use_offloaded else torch.optim.AdamW(third.parameters(), **ADAM)
+            states = {"optimizer": get_optimizer_state_dict(third, again)}
+            dcp.load(states, checkpoint_id=folder)
+            set_optimizer_state_dict(third, again, states["optimizer"])
+            assert_same_states(get_optimizer_state_dict(third, again), expected)
+            if use_offloaded:
+                broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(third, again, complete, options=broadcast)
+                assert_same_states(get_optimizer_state_dict(third, again), expected)
+            third.load_state_dict(model.state_dict())
+            fourth = sharded()
+            fourth.load_state_dict(model.state_dict())
+            reference = torch.optim.AdamW(fourth.parameters(), **ADAM)
+            reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+            assert train(third, again, range(10, 13)) == train(fourth, reference, range(10, 13))
+            assert_same(third, fourth)
+            if use_offloaded:
+                again.close()
+        optimizer.close()
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        model = sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        expected = train(model, plain, range(5))
+        for options in ({"offload_gradients": True}, {"step_in_backward": True}):
+            other = sharded()
+            with offloaded(other, dram_budget=30_000, **options) as optimizer:
+                assert train(other, optimizer, range(5)) == expected, options
+                assert_same(other, model)
+
+        norms = [[], []]
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+        expected = train(model, plain, range(4), clip)
+        with offloaded(other, offload_gradients=True) as optimizer:
+            found = train(other, optimizer, range(4), lambda _, optimizer: norms[1].append(optimizer.clip_grad_norm_(1.0)))
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+        # what a model in float32 does whose weights are rounded for forward and backward
+        other, masters = sharded(torch.bfloat16), sharded(torch.bfloat16)
+        full = [torch.nn.Parameter(param.to_local().detach().float()) for param in masters.parameters()]
+        plain = torch.optim.AdamW(full, **ADAM)
+        class Rounded:
+            def zero_grad(self):
+                masters.zero_grad()
+            @torch.no_grad()
+            def step(self):
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    master.grad = param.grad.to_local().float()
+                plain.step()
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    param.to_local().copy_(master)
+        with offloaded(other, master_weights=True) as optimizer:
+            assert train(other, optimizer, range(5)) == train(masters, Rounded(), range(5))
+            assert_same(other, masters)
+            assert not any(sub_group.stale for sub_group in optimizer._sub_groups)
+        """,
+        drive,
+        interpreters,
+    )

@@ -1,0 +1,134 @@
+"""A directory belongs to one owner at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+
+from deepnvme.swap.owner import LOCK_NAME, Ownership, StoreLocked
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from deepnvme.swap.owner import Ownership
+owner = Ownership(Path({path!r}))
+print("holds", flush=True)
+{then}
+"""
+
+
+def wait_for(interpreters, text):
+    deadline = time.monotonic() + 30
+    while text not in interpreters.stdout().read_text():
+        assert time.monotonic() < deadline, f"the program has not said '{text}'"
+        time.sleep(0.01)
+
+
+def test_another_owner_in_this_process_is_refused_and_named(drive):
+    owner = Ownership(drive)
+    with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)") as refused:
+        Ownership(drive)
+    assert (refused.value.errno, refused.value.filename) == (errno.EBUSY, str(drive))
+    owner.release()
+    Ownership(drive).release()
+
+
+def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
+    interpreters.stdout().write_text("")
+    child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(60)"))
+    try:
+        wait_for(interpreters, "holds")
+        with pytest.raises(StoreLocked, match=f"in use by process {child} on "):
+            Ownership(drive)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        interpreters.wait(child)
+    Ownership(drive).release()
+
+
+def test_a_lock_whose_holder_has_not_said_its_name_is_refused_all_the_same(drive):
+    with (drive / LOCK_NAME).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StoreLocked, match="has not said its name"):
+            Ownership(drive)
+
+
+def test_a_lock_file_left_behind_is_nobody_s(drive):
+    (drive / LOCK_NAME).write_text('{"pid": 1, "host": "x", "started": "then", "command": "gone"}')
+    owner = Ownership(drive)
+    assert str(os.getpid()) in (drive / LOCK_NAME).read_text()
+    owner.release()
+
+
+def test_what_was_made_is_removed_and_what_was_there_stays(drive):
+    Ownership(drive / "a" / "b").release()
+    assert list(drive.iterdir()) == []
+    owner = Ownership(drive / "a" / "b")
+    (drive / "a" / "kept").touch()
+    owner.release()
+    assert list(drive.rglob("*")) == [drive / "a", drive / "a" / "kept"]
+
+
+def test_release_twice_leaves_the_next_owner_alone(drive):
+    first = Ownership(drive)
+    first.release()
+    second = Ownership(drive)
+    first.release()
+    assert second.intact()
+    with pytest.raises(StoreLocked):
+        Ownership(drive)
+    second.release()
+
+
+def test_an_owner_whose_directory_was_replaced_removes_nothing_of_the_new_owner(drive):
+    place = drive / "place"
+    first = Ownership(place)
+    place.rename(drive / "elsewhere")
+    second = Ownership(place)
+    with pytest.raises(FileNotFoundError, match="removed while in use"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+
+
+def test_a_file_where_the_directory_should_be(drive):
+    (drive / "file").touch()
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        Ownership(drive / "file")
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_dead_parent(drive, interpreters):
+    then = """
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print("forked", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    # The child of a killed program outlives it: it is found and ended through its parent's process group.
+    program = "import os\nos.setpgid(0, 0)\n" + HOLDER.format(path=str(drive), then=then)
+    child = interpreters.start(program)
+    try:
+        assert interpreters.wait(child).returncode == -signal.SIGKILL
+        Ownership(drive).release()
+    finally:
+        os.killpg(child, signal.SIGKILL)
+
+
+def test_a_child_that_ends_releases_nothing(drive):
+    owner = Ownership(drive)
+    child = os.fork()
+    if child == 0:
+        owner.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert owner.intact()
+    with pytest.raises(StoreLocked):
+        Ownership(drive)
+    owner.release()

@@ -1,0 +1,178 @@
+"""step_in_backward: a sub-group is stepped when its gradients are complete, and they are freed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from .test_offloaded_gradients import ADAM, SHAPES, backward
+from .training import InMemory, assert_same, assert_same_state, copied, failing, parameters, snapshot
+
+
+def optimizer_in(drive: Path, params: Any, **options: Any) -> deepnvme.OffloadedOptimizer:
+    return deepnvme.OffloadedOptimizer(
+        params,
+        torch.optim.AdamW,
+        nvme_path=drive / "states",
+        sub_group_size=4096,
+        step_in_backward=True,
+        **ADAM,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dram_budget", [0, 100_000, 1 << 40])
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_same_bits(masters: bool, dram_budget: int, drive: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    reference = InMemory(plain, torch.optim.AdamW, **ADAM) if masters else torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
+        for step in range(8):
+            for param in plain:
+                param.grad = None
+            optimizer.zero_grad()
+            missing = (1, 3) if step > 4 else ()
+            backward(plain, step, missing)
+            backward(params, step, missing)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+            assert optimizer.steps == optimizer.report().step == step + 1
+        expected = reference.optimizer if isinstance(reference, InMemory) else reference
+        assert_same_state(optimizer.state_dict(), expected.state_dict())
+
+
+def test_gradients_are_freed_as_they_are_used(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 12)
+    with optimizer_in(drive, params) as optimizer:
+        most = 0
+
+        def look(_: torch.Tensor) -> None:
+            nonlocal most
+            most = max(most, sum(param.grad is not None for param in params))
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(look)
+        before = snapshot(params)
+        backward(params, 0)
+        assert most == 0
+        assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("missing", [(), (1,)])
+def test_a_second_backward_is_refused_and_the_step_before_is_back(missing: tuple[int, ...], drive: Path) -> None:
+    """Also where the first has left a sub-group incomplete."""
+    plain, params = parameters(shapes=[(3000,), (900,)]), parameters(shapes=[(3000,), (900,)])
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0, missing)
+        with pytest.raises(RuntimeError, match="one backward for each step"):
+            backward(params, 1, missing)
+        assert_same(params, plain)
+        backward(plain, 2)
+        backward(params, 2)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def test_zero_grad_takes_back_what_backward_has_stepped(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        for step in range(3):
+            backward(params, 100 + step)  # of which the loss was not a number, say
+            optimizer.zero_grad()
+            assert_same(params, plain)
+            backward(plain, step)
+            backward(params, step)
+            reference.step()
+            reference.zero_grad()
+            optimizer.step()
+            assert_same(params, plain)
+            assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_closing_between_backward_and_step_leaves_the_step_before(drive: Path) -> None:
+    params = parameters(shapes=SHAPES)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        before = snapshot(params)
+        backward(params, 1)
+    assert_same(params, before)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operation: str, masters: bool, drive: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    reference = InMemory(plain, torch.optim.AdamW, **ADAM) if masters else torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, master_weights=masters, dram_budget=30_000) as optimizer:
+        for step in range(2):
+            backward(plain, step)
+            backward(params, step)
+            reference.step()
+            optimizer.step()
+            for param in plain:
+                param.grad = None
+        number = 0
+        step = 2
+        while True:
+            error: OSError | None = None
+            with failing(optimizer, operation, number) as engine:
+                try:
+                    backward(params, step)
+                    optimizer.step()
+                except OSError as caught:
+                    error = caught
+            if error is not None:
+                said = str(error)
+                assert f"as after step {step}" in said
+                assert "run backward again" in said
+                assert_same(params, plain)
+                with pytest.raises(RuntimeError, match="run backward again"):
+                    optimizer.step()
+                backward(params, step)
+                optimizer.step()
+            backward(plain, step)
+            reference.step()
+            for param in plain:
+                param.grad = None
+            assert_same(params, plain)
+            if not engine.failed:
+                break
+            number += 1
+            step += 1
+        assert number > 2
+
+
+def test_a_model_whose_backward_fails_midway_can_go_back(drive: Path) -> None:
+    params = parameters(shapes=SHAPES)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        before, states = snapshot(params), copied(optimizer.state_dict())
+
+        def fail(_: torch.Tensor) -> None:
+            raise FloatingPointError("the model's own")
+
+        params[1].register_post_accumulate_grad_hook(fail)
+        with pytest.raises(FloatingPointError):
+            backward(params, 1)
+        optimizer.zero_grad()
+        assert_same(params, before)
+        assert_same_state(optimizer.state_dict(), states)
+
+
+def test_clipping_is_refused(drive: Path) -> None:
+    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(RuntimeError, match="to clip, set it to False"):
+        optimizer.clip_grad_norm_(1.0)

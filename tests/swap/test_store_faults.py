@@ -1,0 +1,590 @@
+"""What can go wrong with a store, and what it says and leaves then."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepnvme.swap import manifest
+from deepnvme.swap.buffers import BufferPool
+from deepnvme.swap.data_file import DATA_NAME
+from deepnvme.swap.manifest import CorruptManifest
+from deepnvme.swap.owner import LOCK_NAME, StoreLocked
+from deepnvme.swap.store import CorruptTensor, TensorStore
+
+from .test_store import MIB, numbered
+
+
+@pytest.fixture
+def store(drive, engine):
+    with TensorStore(drive / "store", engine=engine) as store:
+        yield store
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("tensor", "match"),
+        [
+            ([1, 2], "must be a tensor, got list"),
+            (torch.ones(3).to_sparse(), "dense tensor, got torch.sparse_coo"),
+            (torch.empty(3, device="meta"), "meta device"),
+        ],
+        ids=["no tensor", "sparse", "meta"],
+    )
+    def test_what_has_no_bytes_to_store(self, store, tensor, match):
+        store.put("there", torch.ones(3)).result()
+        for put in (lambda: store.put("name", tensor), lambda: store.put_many({"there": torch.zeros(3), "name": tensor})):
+            with pytest.raises(TypeError, match=match):
+                put()
+        assert store.names() == ["there"]
+        assert torch.equal(store.get("there").result(), torch.ones(3))
+
+    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+    @pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="needs a torch with quantized tensors")
+    def test_a_quantized_tensor_whose_scale_would_be_lost(self, store):
+        with pytest.raises(TypeError, match="quantized"):
+            store.put("name", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+    @pytest.mark.parametrize("name", [1, None, b"bytes"])
+    def test_a_name_that_is_no_string(self, store, name):
+        with pytest.raises(TypeError, match=re.escape(repr(name))):
+            store.put(name, torch.ones(3))
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda store, name: store.get(name),
+            lambda store, name: store.get(name, out=torch.empty(3)),
+            lambda store, name: store.get_many(["there", name]),
+            lambda store, name: store.delete(name),
+            lambda store, name: store.map(name),
+            lambda store, name: store.info(name),
+        ],
+    )
+    def test_a_name_that_is_not_there(self, store, call):
+        store.put_many({"there": torch.ones(3), "layer.10": torch.ones(3)}).result()
+        with pytest.raises(KeyError, match=r"no tensor 'layer.1'; there is 'layer.10'"):
+            call(store, "layer.1")
+        with pytest.raises(KeyError, match="nor anything like it among 2"):
+            call(store, "zzz")
+
+    def test_get_many_of_one_string(self, store):
+        with pytest.raises(TypeError, match="use get"):
+            store.get_many("name")
+
+    @pytest.mark.parametrize(
+        ("out", "error", "match"),
+        [
+            (torch.empty(2), ValueError, "of 12 bytes, got 8"),
+            (torch.empty(3, 2)[:, 0], ValueError, r"contiguous.*strides \(2,\)"),
+            (torch.empty(13, dtype=torch.uint8)[1:], ValueError, "multiple of 4 bytes"),
+            (bytearray(12), TypeError, "bytearray"),
+        ],
+        ids=["size", "strides", "address", "type"],
+    )
+    def test_an_out_that_cannot_be_read_into(self, store, out, error, match):
+        store.put("name", torch.ones(3)).result()
+        with pytest.raises(error, match=match):
+            store.get("name", out=out)
+
+    @pytest.mark.parametrize(
+        ("directories", "match"),
+        [([], "at least one"), ({"a": 0}, "0"), ({"a": -1}, "-1"), ({"a": float("nan")}, "nan"), (["a", "./a"], "twice")],
+    )
+    def test_directories_that_make_no_store(self, drive, monkeypatch, directories, match):
+        monkeypatch.chdir(drive)
+        with pytest.raises(ValueError, match=match):
+            TensorStore(directories)
+        assert list(drive.iterdir()) == []
+
+    def test_a_closed_store(self, store):
+        store.close()
+        for call in (store.names, store.commit, lambda: store.get("a"), lambda: store.put("a", torch.ones(3))):
+            with pytest.raises(ValueError, match=r"closed|persist"):
+                call()
+
+    def test_a_negative_reserve(self, store):
+        with pytest.raises(ValueError, match="-1"):
+            store.reserve(-1)
+
+
+PROGRAM = """
+import os, sys, time, random
+import torch
+import deepnvme
+from deepnvme.swap.store import TensorStore
+directory = {directory!r}
+{body}
+"""
+
+
+def program(directory: Path, body: str) -> str:
+    return PROGRAM.format(directory=str(directory), body=body)
+
+
+def start(interpreters, text: str) -> int:
+    interpreters.stdout().write_text("")  # what the one before has said
+    return interpreters.start(text)
+
+
+def said(interpreters, text: str) -> None:
+    deadline = time.monotonic() + 30
+    while text not in interpreters.stdout().read_text():
+        assert time.monotonic() < deadline, f"the program has not said '{text}'"
+        time.sleep(0.01)
+
+
+class TestOwners:
+    def test_a_second_store_is_refused_and_the_first_goes_on(self, store, drive):
+        store.put("name", torch.ones(3)).result()
+        for persist in (False, True):
+            with pytest.raises(StoreLocked, match="another store of this process"):
+                TensorStore([drive / "other", drive / "store"], persist=persist)
+        assert torch.equal(store.get("name").result(), torch.ones(3))
+        assert sorted(os.listdir(drive)) == ["store"]  # and what the refused one took before is given back
+
+    def test_a_killed_owner_s_files_are_reclaimed(self, drive, interpreters):
+        body = 's = TensorStore(directory)\ns.put("a", torch.ones(1 << 20)).result()\nprint("put", flush=True)\ntime.sleep(60)'
+        child = start(interpreters, program(drive / "store", body))
+        try:
+            said(interpreters, "put")
+            with pytest.raises(StoreLocked, match=f"process {child} on"):
+                TensorStore(drive / "store")
+        finally:
+            os.kill(child, signal.SIGKILL)
+            interpreters.wait(child)
+        assert sorted(os.listdir(drive / "store")) == [DATA_NAME, LOCK_NAME]
+        with TensorStore(drive / "store") as store:
+            assert (store.names(), store.allocated_bytes) == ([], 0)
+        assert os.listdir(drive / "store") == []
+
+    def test_a_persisted_store_is_not_opened_as_another(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", torch.ones(3))
+            store.commit()
+        with pytest.raises(FileExistsError, match=r"persisted store of 1 tensors.*persist=True"):
+            TensorStore(drive / "store")
+        with TensorStore(drive / "store", persist=True) as store:
+            assert torch.equal(store.get("name").result(), torch.ones(3))
+
+    def test_a_part_of_a_persisted_store_is_refused_and_kept(self, drive):
+        with TensorStore([drive / "a", drive / "b"], persist=True) as store:
+            store.put("name", numbered(5 * MIB))
+            store.commit()
+        for persist in (False, True):
+            for part in ("a", "b"):
+                with pytest.raises((ValueError, FileExistsError)):
+                    TensorStore(drive / part, persist=persist)
+        with TensorStore([drive / "b", drive / "a"], persist=True) as store:
+            assert torch.equal(store.get("name").result(), numbered(5 * MIB))
+
+
+class TestEndings:
+    def test_exit_without_close_removes_the_files(self, drive, interpreters):
+        body = 's = TensorStore(directory)\nf = s.put("a", torch.ones(1 << 22))\nt = s.get("a")'
+        interpreters.run(program(drive / "store", body)).check()
+        assert list(drive.iterdir()) == []
+
+    def test_an_exception_within_with_removes_the_files_and_comes_through(self, drive):
+        with pytest.raises(ZeroDivisionError), TensorStore(drive / "store") as store:
+            1 / store.put("name", torch.empty(0)).result()
+        assert list(drive.iterdir()) == []
+
+    def test_an_exception_within_with_is_not_replaced_by_that_of_a_transfer(self, drive, faulty):
+        with pytest.raises(ZeroDivisionError), TensorStore(drive / "store", engine=faulty("threads", error_every=1)) as store:
+            1 / (store.put("name", numbered(MIB)).nbytes - MIB)
+
+    def test_an_interrupt_while_closing_leaves_it_to_be_closed_again(self, drive, faulty, gate):
+        store = TensorStore(drive / "store", engine=faulty("threads", gate=gate))
+        store.put("name", numbered(MIB))
+        timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+        timer.join()
+        assert os.listdir(drive) == ["store"]
+        gate.release()
+        store.close()
+        assert list(drive.iterdir()) == []
+
+    def test_a_forked_child_is_told_and_harms_nothing(self, drive, interpreters):
+        body = """
+store = TensorStore(directory)
+store.put("a", torch.ones(1000)).result()
+future = store.put("b", torch.ones(1000))
+said = []
+child = os.fork()
+if child == 0:
+    for call in (store.names, store.commit, store.close, lambda: store.put("a", torch.ones(3)), lambda: store.get("a"),
+                 lambda: store.get_many(["a"]), lambda: store.delete("a"), lambda: store.map("a"), lambda: store.info("a"),
+                 lambda: store.reserve(1), lambda: store.nbytes, lambda: store.allocated_bytes, store.__enter__):
+        try:
+            call()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append("parent" in str(error))
+        except ValueError:
+            said.append("commit")
+    print(said, flush=True)
+    del store, future
+    sys.exit(0)
+os.waitpid(child, 0)
+future.result()
+assert torch.equal(store.get("a").result(), torch.ones(1000))
+try:
+    TensorStore(directory)
+except OSError as error:
+    print(type(error).__name__)
+print(sorted(os.listdir(directory)))
+"""
+        printed = interpreters.run(program(drive / "store", body)).check().splitlines()
+        assert printed == [
+            "[True, 'commit', True, True, True, True, True, True, True, True, True, True, True]",
+            "StoreLocked",
+            "['deepnvme-store.data', 'deepnvme-store.lock']",
+        ]
+        assert list(drive.iterdir()) == []
+
+
+class TestErrors:
+    """Of transfers; the engine's backend fails on command."""
+
+    def test_a_put_that_fails_damages_the_name_until_it_is_put_again(self, drive, faulty):
+        with TensorStore(drive / "store", engine=faulty("threads", error_every=1, error_limit=1)) as store:
+            with pytest.raises(OSError, match="write") as failed:
+                store.put("name", numbered(MIB)).result()
+            assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / DATA_NAME))
+            for call in (store.get, lambda name: store.get_many([name]), store.map):
+                with pytest.raises(OSError, match="'name' is damaged") as damaged:
+                    call("name")
+                assert damaged.value.errno == errno.EIO
+            store.put("name", numbered(MIB)).result()
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+
+    def test_a_damaged_name_can_be_deleted(self, drive, faulty):
+        with TensorStore(drive / "store", engine=faulty("threads", error_every=1, error_limit=1)) as store:
+            store.put("name", numbered(MIB)).exception()
+            store.delete("name").result()
+            assert store._space.files[0].extents.used == 0
+
+    def test_of_several_only_those_that_failed_are_damaged(self, drive, faulty):
+        tensors = {str(index): numbered(MIB, index) for index in range(8)}
+        with TensorStore(drive / "store", engine=faulty("threads", block_size=MIB, error_every=5)) as store:
+            assert store.put_many(tensors).exception().errno == errno.EIO
+            damaged = [name for name in tensors if store._entries[name].damage is not None]
+            assert len(damaged) == 1
+            with pytest.raises(OSError, match="is damaged"):
+                store.get(damaged[0])
+            for name in set(tensors) - set(damaged):
+                while (future := store.get(name)).exception() is not None:
+                    pass  # gets fail now and then as well
+                assert torch.equal(future.result(), tensors[name])
+
+    def test_a_failed_put_leaves_a_persisted_store_what_it_had(self, drive, faulty, engine):
+        with TensorStore(drive / "store", persist=True, engine=engine) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+        failing = faulty("threads", block_size=MIB, error_every=1, error_limit=2)
+        with TensorStore(drive / "store", persist=True, engine=failing) as store:
+            assert store.put("name", numbered(MIB, 1)).exception().errno == errno.EIO
+            assert store.put("new", numbered(MIB, 1)).exception().errno == errno.EIO
+            assert store.names() == ["name"]
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+            assert store._space.files[0].extents.used == MIB
+            store.commit()
+
+    def test_a_get_that_fails_can_be_repeated(self, drive, faulty):
+        with TensorStore(drive / "store", engine=faulty("threads", error_every=2, error_limit=1)) as store:
+            store.put("name", numbered(3000)).result()
+            with pytest.raises(OSError, match="read") as failed:
+                store.get("name").result()
+            assert failed.value.errno == errno.EIO
+            assert torch.equal(store.get("name").result(), numbered(3000))
+
+    @pytest.mark.parametrize("ending", ["close", "commit"])
+    def test_an_error_that_nobody_was_told_of_is_raised_in_the_end(self, drive, faulty, ending):
+        store = TensorStore(drive / "store", persist=True, engine=faulty("threads", error_every=1, error_limit=1))
+        store.put("name", numbered(MIB))
+        store.put("other", numbered(MIB)).result()
+        with pytest.raises(OSError, match="write"):
+            getattr(store, ending)()
+        store.close()
+        assert list(drive.iterdir()) == []
+
+    def test_an_error_that_somebody_was_told_of_is_not_raised_again(self, drive, faulty):
+        with TensorStore(drive / "store", persist=True, engine=faulty("threads", error_every=1, error_limit=1)) as store:
+            assert store.put("name", numbered(MIB)).exception() is not None
+            store.commit()
+
+    def test_an_error_is_not_told_to_a_pool_in_place_of_the_user(self, drive, faulty):
+        pool = BufferPool(2 * MIB)
+        store = TensorStore(drive / "store", engine=faulty("threads", error_every=1), pool=pool)
+        lease = pool.lease(2 * MIB)
+        lease.release(after=store.put("name", lease.buffer))
+        pool.lease(2 * MIB).release()
+        with pytest.raises(OSError, match="write"):
+            store.close()
+
+    def test_an_interrupted_put_is_no_put(self, drive, engine, monkeypatch):
+        with TensorStore(drive / "store", engine=engine) as store:
+            store.put_many({"a": numbered(MIB), "b": numbered(MIB)}).result()
+            write = engine.write
+            calls = []
+
+            def interrupted(*arguments):
+                calls.append(arguments)
+                if len(calls) == 2:
+                    raise KeyboardInterrupt
+                return write(*arguments)
+
+            monkeypatch.setattr(engine, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.put_many({"a": numbered(MIB, 1), "b": numbered(MIB, 1)})
+            monkeypatch.undo()
+            with pytest.raises(OSError, match="interrupted by KeyboardInterrupt"):
+                store.get("a")
+            store.put_many({"a": numbered(MIB, 2), "b": numbered(MIB, 2)}).result()
+            assert torch.equal(store.get("b").result(), numbered(MIB, 2))
+
+
+class TestChecksums:
+    @pytest.fixture
+    def checked(self, drive, engine):
+        with TensorStore([drive / "a", drive / "b"], checksum=True, engine=engine) as store:
+            store.put_many({"large": numbered(8 * MIB), "small": numbered(5000), "empty": torch.empty(0)}).result()
+            yield store
+
+    def corrupt(self, drive, part):
+        path = drive / "ab"[part.file] / DATA_NAME
+        with path.open("r+b") as file:
+            file.seek(part.offset + part.nbytes - 1)
+            byte = file.read(1)[0]
+            file.seek(part.offset + part.nbytes - 1)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
+    def test_what_is_sound_is_got(self, checked):
+        assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
+        assert list(checked.get_many(["small", "empty"]).result()) == ["small", "empty"]
+        assert checked.info("empty").checksum == 0
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_a_bit_that_flipped_is_named_with_its_tensor_file_and_place(self, checked, drive, index):
+        version = checked._entries["large"].version
+        path = self.corrupt(drive, version.parts[index])
+        gets = (lambda: checked.get("large"), lambda: checked.get("large", out=torch.empty(MIB, dtype=torch.float64)))
+        for get in (*gets, lambda: checked.get_many(["small", "large"])):
+            with pytest.raises(CorruptTensor) as found:
+                get().result()
+            assert (found.value.errno, found.value.filename) == (errno.EBADMSG, str(path))
+            assert "'large'" in str(found.value)
+            assert f"at offset {version.parts[index].offset}:" in str(found.value)
+            assert f"{version.checksums[index]:#010x}" in str(found.value)
+        checked.put("large", numbered(8 * MIB)).result()
+        assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
+
+    def test_corruption_of_a_small_one_spares_its_neighbours(self, checked, drive):
+        self.corrupt(drive, checked._entries["small"].version.parts[0])
+        with pytest.raises(CorruptTensor, match="'small'"):
+            checked.get("small").result()
+        assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
+
+
+class TestSpace:
+    def test_a_full_disk_is_told_before_a_byte_is_written(self, small_disk):
+        with TensorStore(small_disk.path / "store") as store:
+            store.put("there", numbered(8 * MIB)).result()
+            free = small_disk.bytes_free()
+            for call in (
+                lambda: store.reserve(100 * MIB),
+                lambda: store.put("name", torch.empty(100 * MIB, dtype=torch.uint8)),
+                lambda: store.put_many({str(index): numbered(5 * MIB) for index in range(10)}),
+            ):
+                with pytest.raises(OSError, match="more bytes wanted") as full:
+                    call()
+                assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(small_disk.path / "store"))
+            assert store.names() == ["there"]
+            assert small_disk.bytes_free() == free
+            assert torch.equal(store.get("there").result(), numbered(8 * MIB))
+            assert store._space.files[0].extents.used == 8 * MIB
+
+    def test_all_of_a_disk_can_be_used(self, small_disk):
+        with TensorStore(small_disk.path / "store") as store:
+            count = 0
+            with contextlib.suppress(OSError):
+                while True:
+                    store.put(str(count), numbered(MIB, count)).result()
+                    count += 1
+            assert small_disk.bytes_free() < 4 * MIB
+            got = store.get_many(store.names()).result()
+            assert all(torch.equal(got[str(index)], numbered(MIB, index)) for index in range(count))
+
+    def test_replacing_on_a_full_disk_keeps_the_old_tensor(self, small_disk):
+        with TensorStore(small_disk.path / "store") as store:
+            store.put("name", numbered(16 * MIB)).result()
+            with pytest.raises(OSError, match="more bytes wanted"):
+                store.put("name", torch.empty(30 * MIB, dtype=torch.uint8))
+            assert torch.equal(store.get("name").result(), numbered(16 * MIB))
+
+    def test_a_disk_that_is_full_at_the_commit_keeps_the_last_one(self, small_disk):
+        with TensorStore(small_disk.path / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+            store.put_many({f"{index:0100d}": torch.tensor(index) for index in range(3000)}).result()
+            filler = small_disk / "filler"
+            with filler.open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, 4096)
+            with pytest.raises(OSError, match="No space") as full:
+                store.commit()
+            assert full.value.errno == errno.ENOSPC
+        filler.unlink()
+        with TensorStore(small_disk.path / "store", persist=True) as store:
+            assert store.names() == ["name"]
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+
+    def test_a_file_system_in_memory(self, tmpfs):
+        with TensorStore(tmpfs.path / "store", checksum=True) as store:
+            with pytest.warns(RuntimeWarning, match="page cache"):
+                store.put_many({"large": numbered(6 * MIB), "small": numbered(77)}).result()
+            assert torch.equal(store.get("large").result(), numbered(6 * MIB))
+            assert torch.equal(store.map("small"), numbered(77))
+            with pytest.raises(OSError, match="more bytes wanted"):
+                store.reserve(100 * MIB)
+
+    def test_a_directory_that_cannot_be_made(self, drive):
+        (drive / "file").touch()
+        with pytest.raises(NotADirectoryError):
+            TensorStore(drive / "file" / "store")
+
+
+class TestRemoved:
+    def test_the_store_works_on_without_its_directory(self, drive):
+        with TensorStore(drive / "store") as store:
+            store.put("name", numbered(MIB)).result()
+            shutil.rmtree(drive / "store")
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+            store.put("more", numbered(18 * MIB)).result()  # which takes new space
+            assert torch.equal(store.map("more"), numbered(18 * MIB))
+
+    def test_who_comes_after_is_left_alone(self, drive):
+        first = TensorStore(drive / "store")
+        first.put("name", torch.ones(3)).result()
+        shutil.rmtree(drive / "store")
+        with TensorStore(drive / "store") as second:
+            second.put("name", torch.zeros(3)).result()
+            first.close()
+            assert sorted(os.listdir(drive / "store")) == [DATA_NAME, LOCK_NAME]
+            with pytest.raises(StoreLocked):
+                TensorStore(drive / "store")
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_a_commit_says_that_its_directory_is_gone(self, drive, again):
+        with TensorStore([drive / "a", drive / "b"], persist=True) as store:
+            store.put("name", torch.ones(3)).result()
+            shutil.rmtree(drive / "b")
+            if again:
+                (drive / "b").mkdir()
+            with pytest.raises(FileNotFoundError, match="removed while in use") as gone:
+                store.commit()
+            assert gone.value.filename == str(drive / "b")
+
+    def test_a_persisted_store_whose_data_were_removed_is_refused(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+        os.truncate(drive / "store" / DATA_NAME, MIB // 2)
+        with pytest.raises(CorruptManifest, match=r"'name'.*past the end of"):
+            TensorStore(drive / "store", persist=True)
+        os.unlink(drive / "store" / DATA_NAME)
+        with pytest.raises(CorruptManifest, match=r"'name'.*past the end of"):
+            TensorStore(drive / "store", persist=True)
+
+    @pytest.mark.parametrize(
+        ("stored", "match"),
+        [
+            (["float31", [4], [[0, 0, 16]], None], "float31"),
+            (["float32", [5], [[0, 0, 16]], None], "20 bytes"),
+            (["float32", [4], [[1, 0, 16]], None], "index 1"),
+            (["float32", [4], [[0, 1, 16]], None], "multiple of"),
+            (["float32", [4], [[0, -4096, 16]], None], "multiple of"),
+        ],
+        ids=["dtype", "length", "directory", "offset", "before the file"],
+    )
+    def test_a_manifest_of_what_cannot_be(self, drive, stored, match):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+        odd = manifest.Manifest("store", 1, {"odd": manifest._stored(*stored)})
+        manifest.publish(drive / "store", odd)
+        for _ in range(2):  # the directory is not kept locked
+            with pytest.raises(CorruptManifest, match=match):
+                TensorStore(drive / "store", persist=True)
+        assert manifest.load(drive / "store") == odd
+
+    def test_tensors_that_overlap_in_a_manifest(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+        one = manifest.Stored("uint8", (5000,), ((0, 0, 5000),), None)
+        two = manifest.Stored("uint8", (10,), ((0, 4096, 10),), None)
+        manifest.publish(drive / "store", manifest.Manifest("store", 1, {"one": one, "two": two}))
+        with pytest.raises(CorruptManifest, match=r"'two'.*are taken"):
+            TensorStore(drive / "store", persist=True)
+
+
+WRITER = """
+# Tensor i of commit n holds n everywhere; every commit replaces, adds and deletes.
+store = TensorStore([directory + "/a", directory + "/b"], persist=True, checksum=True)
+n = int(store.get("n").result()) if "n" in store else 0
+while True:
+    n += 1
+    store.put("n", torch.tensor(n))
+    store.put_many({f"small {i}": torch.full((1000 + i,), n) for i in range(n % 7, 20)})
+    store.put("large", torch.full((700_000,), n))
+    for name in [name for name in store.names() if name.startswith("only ")]:
+        store.delete(name)
+    store.put(f"only {n}", torch.full((9000,), n))
+    store.commit()
+    print(n, flush=True)
+"""
+
+
+def test_a_crash_at_any_point_leaves_the_last_commit(drive, interpreters):
+    """A process is killed at random points of putting and committing; what is opened then is one commit, whole."""
+    random.seed(5)
+    committed = 0
+    for crash in range(28):
+        child = start(interpreters, program(drive, WRITER))
+        if crash % 4:
+            said(interpreters, "\n")  # else it is killed before or amid its first commit
+        time.sleep(random.uniform(0.0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        printed = interpreters.wait(child).stdout.split()
+        with TensorStore([drive / "a", drive / "b"], persist=True, checksum=True) as store:
+            if "n" not in store:
+                assert store.names() == []
+                assert not printed
+                continue
+            n = int(store.get("n").result())
+            assert n in (max([committed, *map(int, printed)]), max([committed, *map(int, printed)]) + 1)
+            committed = n
+            tensors = store.get_many(store.names()).result()
+            assert [name for name in tensors if name.startswith("only ")] == [f"only {n}"]
+            assert tensors["large"].eq(n).all()
+            assert all(tensors[f"small {index}"].eq(n).all() for index in range(n % 7, 20))
+            assert all((tensor == tensor.flatten()[0]).all() for tensor in tensors.values())
+    assert committed >= 21

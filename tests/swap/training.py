@@ -1,0 +1,168 @@
+"""Small trainings that an optimizer in memory and an offloaded one both do, to be compared bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepnvme.swap.sub_group import MASTER
+
+SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))
+"""One that is cut into sub-groups of 4096 elements, a scalar, one without elements, one of one element."""
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that torch does not have. Makes new state tensors in each step, and counts the steps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                average = self.state[param].get("average", torch.zeros_like(param))
+                update = torch.sign(average * group["betas"][0] + param.grad * (1 - group["betas"][0]))
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] / group["count"])
+                self.state[param]["average"] = average * group["betas"][1] + param.grad * (1 - group["betas"][1])
+        return loss
+
+
+def parameters(
+    dtype: torch.dtype = torch.float32, shapes: Iterable[Sequence[int]] = SHAPES, seed: int = 0
+) -> list[torch.nn.Parameter]:
+    """The same ones whenever they are asked for."""
+    random = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(tuple(shape), generator=random).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params: Iterable[torch.Tensor], step: int, missing: Callable[[int], bool] = lambda index: False) -> None:
+    """The gradients of that step."""
+    random = torch.Generator().manual_seed(1000 + step)
+    for index, param in enumerate(params):
+        gradient = torch.randn(param.shape, generator=random).to(param.dtype)
+        param.grad = None if missing(index) else gradient
+
+
+class InMemory:
+    """What ``OffloadedOptimizer(..., master_weights=True)`` is compared with: the optimizer on float32 copies."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], optimizer_class: type[torch.optim.Optimizer], **options: Any):
+        self.params = params
+        self.masters = [
+            torch.nn.Parameter(param.detach().float()) if param.dtype in (torch.bfloat16, torch.float16) else param
+            for param in params
+        ]
+        self.optimizer = optimizer_class(self.masters, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param.grad is not None:
+                master.grad = param.grad.float()
+        self.optimizer.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param.grad is not None and master is not param:
+                param.copy_(master)
+            master.grad = None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are the same: NaN is NaN, and 0.0 is not -0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    flat_a, flat_b = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(flat_a, flat_b)
+
+
+def assert_same(params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(params, others, strict=True)):
+        assert same_bits(one, other), f"parameter {index} of shape {tuple(one.shape)} differs"
+
+
+def assert_same_state(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Two results of state_dict(), but for master weights."""
+    assert found["param_groups"] == expected["param_groups"]
+    assert set(found["state"]) == set(expected["state"])
+    for number, state in expected["state"].items():
+        values = {key: value for key, value in found["state"][number].items() if key != MASTER}
+        assert set(values) == set(state), f"parameter {number}"
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert same_bits(values[key], value), f"{key} of parameter {number} differs"
+            else:
+                assert values[key] == value, f"{key} of parameter {number} differs"
+
+
+def snapshot(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """One that stays as it is when the optimizer goes on."""
+    import copy
+
+    return copy.deepcopy(dict(state_dict))
+
+
+class FailingEngine:
+    """An engine whose transfers fail with EIO, those named by how many came before, when they are asked how they ended."""
+
+    def __init__(self, engine: Any, operation: str, first: int, count: int = 1) -> None:
+        self._engine, self._operation, self._left, self._count = engine, operation, first, count
+        self.failed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def read(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
+        return self._transfer("read", tensor, file, offset)
+
+    def write(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
+        return self._transfer("write", tensor, file, offset)
+
+    def _transfer(self, operation: str, tensor: torch.Tensor, file: Any, offset: int) -> Any:
+        if operation == self._operation:
+            self._left -= 1
+            if -self._count <= self._left < 0:
+                self.failed += 1
+                if operation == "write":  # torn: something else is where it was to be
+                    self._engine.write(torch.zeros_like(tensor), file, offset).result()
+                else:
+                    tensor.view(-1).view(torch.uint8).zero_()
+                return _Failed(OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive"))
+        return getattr(self._engine, operation)(tensor, file, offset)
+
+
+class _Failed:
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self, timeout: float | None = None) -> OSError:
+        return self._error
+
+    def result(self, timeout: float | None = None) -> int:
+        raise self._error
+
+
+@contextlib.contextmanager
+def failing(optimizer: Any, operation: str, first: int, count: int = 1) -> Iterator[FailingEngine]:
+    """Its transfers of this kind fail from the ``first`` on."""
+    store = optimizer._store
+    engine = store._engine
+    store._engine = FailingEngine(engine, operation, first, count)
+    try:
+        yield store._engine
+    finally:
+        store._engine = engine

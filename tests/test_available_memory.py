@@ -1,0 +1,112 @@
+"""What is left of memory where control groups of either version limit it, as their files and mounts say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deepnvme import _available_memory
+from deepnvme._available_memory import available_memory
+
+GIB = 2**30
+
+
+@dataclass
+class System:
+    """Files in place of /proc/self and of the mounted control groups."""
+
+    directory: Path
+
+    def member_of(self, *memberships: str) -> None:
+        (self.directory / "cgroup").write_text("".join(f"{line}\n" for line in memberships))
+
+    def mount(self, kind: str, options: str = "rw", root: str = "/", name: str = "groups") -> Path:
+        place = self.directory / name
+        place.mkdir()
+        shown = str(place).replace(" ", "\\040")
+        with (self.directory / "mountinfo").open("a") as file:
+            file.write(f"31 23 0:28 {root} {shown} rw,relatime shared:9 - {kind} {kind} {options}\n")
+        return place
+
+
+def group(directory: Path, limit: int | str, usage: int = 0, cached: int = 0) -> None:
+    """Of version 2."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text(f"anon {usage}\nactive_file {cached // 4}\ninactive_file {cached - cached // 4}\n")
+
+
+def group_1(directory: Path, limit: int, usage: int = 0, cached: int = 0) -> None:
+    """Of version 1."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (directory / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text(f"active_file 7\ntotal_active_file {cached}\ntotal_inactive_file 0\n")
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+    """64 GiB are available; no control groups."""
+    directory = tmp_path / "a prøcess"
+    directory.mkdir()
+    monkeypatch.setattr(_available_memory, "_PROCESS", directory)
+    monkeypatch.setattr(_available_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)
+    return System(directory)
+
+
+def test_without_control_groups_it_is_what_the_machine_has(system: System) -> None:
+    assert available_memory() == 64 * GIB
+
+
+def test_a_limit_less_what_is_used_counts_and_cached_files_do_not_count_as_used(system: System) -> None:
+    system.member_of("0::/job")
+    group(system.mount("cgroup2") / "job", 8 * GIB, usage=5 * GIB, cached=2 * GIB)
+    assert available_memory() == 5 * GIB
+
+
+def test_no_limit_is_none(system: System) -> None:
+    system.member_of("0::/job")
+    group(system.mount("cgroup2") / "job", "max", usage=5 * GIB)
+    assert available_memory() == 64 * GIB
+
+
+@pytest.mark.parametrize("tightest", [0, 1, 2])
+def test_the_tightest_of_the_groups_around_counts(system: System, tightest: int) -> None:
+    system.member_of("0::/slice/job")
+    mount = system.mount("cgroup2")
+    for index, directory in enumerate((mount, mount / "slice", mount / "slice/job")):
+        group(directory, 3 * GIB if index == tightest else 8 * GIB, usage=GIB)
+    group(mount / "slice/job/inner", GIB)
+    group(mount / "slice/other", GIB)
+    assert available_memory() == 2 * GIB
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_left(system: System) -> None:
+    system.member_of("0::/job")
+    group(system.mount("cgroup2") / "job", GIB, usage=2 * GIB)
+    assert available_memory() == 0
+
+
+def test_version_1(system: System) -> None:
+    system.member_of("9:cpu:/other", "4:hugetlb,memory:/job", "0::/")
+    system.mount("cgroup", "rw,cpu", name="cpu")
+    mount = system.mount("cgroup", "rw,hugetlb,memory")
+    group_1(mount, 2**63 - 4096)
+    group_1(mount / "job", 8 * GIB, usage=5 * GIB, cached=GIB)
+    assert available_memory() == 4 * GIB
+
+
+@pytest.mark.parametrize("root", ["/docker/abc", "/another"])
+def test_in_a_container_the_mount_is_the_group(system: System, root: str) -> None:
+    """Version 1 without a namespace of its own names the group as the host does."""
+    system.member_of("4:memory:/docker/abc")
+    group_1(system.mount("cgroup", "rw,memory", root=root), 8 * GIB, usage=GIB)
+    assert available_memory() == 7 * GIB
+
+
+def test_the_group_of_this_process_can_be_read() -> None:
+    """Of whatever version, and without a limit as well as with one."""
+    assert 0 < available_memory() <= _available_memory.meminfo("MemAvailable") + GIB
