@@ -292,6 +292,8 @@ INTERRUPTED = [
 ]
 
 
+# Python drops what a weak reference's callback raises: an interrupt that comes in one, as any, is lost
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("precision", "options"), INTERRUPTED)
 def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
     pair = Pair(drive, precision, **options)
@@ -304,7 +306,7 @@ def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision:
         pair.reference.step()
         pair.steps += 1
         undone = 0
-        for _ in range(50):
+        for _ in range(40):
             pair.give_gradients()
             interrupt: KeyboardInterrupt | None = None
             try:
@@ -326,7 +328,7 @@ def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision:
             assert pair.optimizer.steps == pair.steps
             assert_same(pair.params, pair.plain)
         pair.check()
-    assert undone > 20
+    assert undone > 15
 
 
 class interrupt_at:
