@@ -26,8 +26,8 @@ COMPARED: dict[str, dict[str, Any]] = {
 COMPARED["accumulated-and-clipped"] = {"dtype": "bf16", "accumulate": 2, "clip": 0.05}
 COMPARED["momentum"] = {"dtype": "fp32", "optimizer": "sgd", "buffer_count": 12}
 COMPARED["parameters-too"] = {"dtype": "bf16", "offload_param": 12, "prefetch": 0}
-COMPARED["parameters-too-not-pipelined"] = {"dtype": "bf16", "offload_param": 12, "prefetch": 0, "pipelined": False, "buffer_count": 5}
-COMPARED["parameters-too-fast-init"] = {"dtype": "bf16", "offload_param": 12, "prefetch": 0, "fast_init": True}
+COMPARED["parameters-too-not-pipelined"] = {**COMPARED["parameters-too"], "pipelined": False, "buffer_count": 5}
+COMPARED["parameters-too-fast-init"] = {**COMPARED["parameters-too"], "fast_init": True}
 
 ALONE: dict[str, dict[str, Any]] = {
     "few-buffers": {"swappers": "ours", "dtype": "fp32", "buffer_count": 10},
@@ -37,8 +37,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "parameters-read-ahead-theirs": {"swappers": "theirs", "dtype": "bf16", "offload_param": 12},
     "few-parameter-buffers": {"swappers": "ours", "dtype": "bf16", "offload_param": 2},
     "checkpoint": {"swappers": "ours", "dtype": "fp32", "steps": 4, "resume": 3},
-    "checkpoint-not-pipelined": {"swappers": "ours", "dtype": "bf16", "steps": 4, "resume": 3, "pipelined": False, "buffer_count": 5},
 }
+ALONE["checkpoint-not-pipelined"] = {**ALONE["checkpoint"], "dtype": "bf16", "pipelined": False, "buffer_count": 5}
 
 
 @pytest.fixture(scope="module")

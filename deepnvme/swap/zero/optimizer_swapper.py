@@ -51,8 +51,8 @@ class OptimizerSwapper:
     that is not enough. What of it a step does not need to pass through holds a fixed set of sub-groups, whose files are
     outdated until :attr:`swap_folder` is asked for, :meth:`flush` is called, or the swapper ends.
     ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to its ``optimizer/rank<N>``. ``optimizer``: has
-    ``state``. ``device`` is not looked at: the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine``: one of its
-    own by default; ``pool``: the process's.
+    ``state``. ``device``: not looked at, as the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine`` and
+    ``pool``: one of its own, and the process's, by default.
 
     Errors are OSError, with the path. Nothing is lost by one: the call that raised it can be repeated. A write that failed is
     raised by the call after, before that does anything; its data stay in memory and are written again.

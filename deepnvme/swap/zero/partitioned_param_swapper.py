@@ -21,6 +21,7 @@ from .aio_config import (
     numel_alignment,
     round_up,
 )
+from .growth import lease_more
 from .partitioned_param_status import PartitionedParamStatus
 from .surroundings import describe, rank
 from .swap_buffers import SwapBufferPool, swap_in_tensors, swap_out_tensors
@@ -323,19 +324,15 @@ class AsyncPartitionedParameterSwapper:
         return self.param_id_to_swap_buffer[key]
 
     def _one_more(self, key: Any, numel: int) -> torch.Tensor:
+        shortage = (
+            f"parameter {key} needs a swap buffer of {numel} elements: none of the {self.param_buffer_count} of "
+            f"{self.elements_per_buffer} is free or large enough, with {len(self.available_params)} parameters in memory and "
+            f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger"
+        )
         if self.use_gds:  # leases are host memory
-            raise OutOfBuffers(
-                f"parameter {key} needs a swap buffer of {numel} elements: none of the {self.param_buffer_count} of "
-                f"{self.elements_per_buffer} is free or large enough; set offload_param.buffer_count or buffer_size larger"
-            )
-        try:
-            self._leases[key] = buffer_pool().lease(numel * self.swap_element_size)
-        except OutOfBuffers as error:
-            raise OutOfBuffers(
-                f"parameter {key} needs a swap buffer of {numel} elements: none of the {self.param_buffer_count} of "
-                f"{self.elements_per_buffer} is free or large enough, {len(self.available_params)} parameters are in memory and "
-                f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger; {error}"
-            ) from error
+            raise OutOfBuffers(shortage)
+        held = sum(lease.nbytes for lease in self._leases.values())
+        self._leases[key] = lease_more(buffer_pool(), numel * self.swap_element_size, held, shortage)
         return self._leases[key].tensor(numel, self.dtype)
 
     def _release_buffer(self, key: Any) -> None:

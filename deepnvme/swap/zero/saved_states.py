@@ -7,6 +7,7 @@ states there are at all would be lost with the process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 @dataclass
 class SavedStates:
-    """``kept``: states in memory, by name. ``swapped``: shape, stride and dtype of those in files. ``order``: of all their names."""
+    """``kept``: states in memory, by name. ``swapped``: shape, stride, dtype of those in files. ``order``: of all the names."""
 
     kept: dict[str, Any]
     swapped: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
@@ -55,4 +56,4 @@ def load(path: str) -> SavedStates | None:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(f"{path!r} is damaged, or not of this package: {error}") from error
+        raise OSError(errno.EIO, "is damaged, or not of this package", path) from error

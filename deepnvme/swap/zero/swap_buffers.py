@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepnvme.swap.buffers import Lease, OutOfBuffers, buffer_pool
+from deepnvme.swap.buffers import Lease, buffer_pool
 
+from .growth import lease_more
 from .surroundings import describe
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class SwapBufferPool:
     def __init__(self, buffers: Sequence[torch.Tensor], aio_handle: Any) -> None:
         pageable = sum(not aio_handle.is_pinned(buffer) for buffer in buffers)
         if pageable or not buffers:
-            raise ValueError(f"{pageable} of {len(buffers)} buffers are not pinned: make them with the handle (new_cpu_locked_tensor)")
+            raise ValueError(f"{pageable} of {len(buffers)} buffers are not pinned: make them with new_cpu_locked_tensor")
         self.buffers = [SwapBuffer(buffer) for buffer in buffers]
         self.current_index = 0
 
@@ -254,11 +255,9 @@ class SwapBufferManager:
                 self._free.append(memory)
 
     def _lease(self) -> Lease:
-        nbytes = self.num_elems * self.dtype.itemsize
-        try:
-            return buffer_pool().lease(nbytes)
-        except OutOfBuffers as error:
-            raise OutOfBuffers(f"all {self.count} swap buffers are in use, set a larger 'buffer_count'; {error}") from error
+        held = sum(memory.nbytes for _, memory in self._used.values() if isinstance(memory, Lease))
+        shortage = f"all {self.count} swap buffers are in use, set a larger 'buffer_count'"
+        return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)
 
     def __del__(self) -> None:
         # Page-locked memory lives as long as the handle's registry has it, not as long as the tensor.

@@ -55,10 +55,11 @@ class OptimizerStateSwapInfo:
         self._numel = numel
         self._folder = folder
         self._aligned_bytes = aligned_bytes
-        self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, numel * parameter.element_size()))
+        nbytes = numel * parameter.element_size()
+        self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, nbytes))
         self.states: dict[str, SwappedTensor] = {}
         """By their names in the optimizer's state."""
-        self.gradient = self._tile(f"{self.param_id}_gradient", numel * parameter.element_size())
+        self.gradient = self._tile(f"{self.param_id}_gradient", nbytes)
         self.gradient_ranges: dict[int, int] = {}
         """Offset -> length, in elements: what of the gradient has come since the last step."""
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from deepnvme.swap.buffers import BufferPool, Lease, OutOfBuffers
+from deepnvme.swap.buffers import BufferPool, Lease
 
+from .growth import lease_more
 from .tile import Tile
 
 if TYPE_CHECKING:
     import torch
 
     from deepnvme.engine import Future
-
-_PATIENCE_SECONDS = 300.0
-"""How long others' leases are waited for: longer than any transfer takes, shorter than one takes a program to be hung."""
 
 
 class Transfers(Protocol):
@@ -86,8 +85,9 @@ class TileCache:
                     self._go_on()
                     self._advance()
                 for tile in wanted:
-                    if tile.error is not None:
-                        raise tile.error
+                    error, tile.error = tile.error, None
+                    if error is not None:
+                        raise error
             except BaseException:
                 for tile in wanted:
                     tile.in_use = False
@@ -164,10 +164,10 @@ class TileCache:
             tile.transfer = self.engine.read(lease.buffer, tile.path)
         except OSError as error:
             self._free(tile)
-            tile.error = error
+            tile.error = error.with_traceback(None)  # whose frames would keep the swapper alive
         except ValueError as error:  # past the end of the file
             self._free(tile)
-            tile.error = OSError(f"{tile.path!r} should have {tile.nbytes} bytes: {error}")
+            tile.error = OSError(errno.EIO, f"should have {tile.nbytes} bytes: {error}", tile.path)
         else:
             tile.writing = False
             self._in_flight.append(tile)
@@ -177,7 +177,7 @@ class TileCache:
         try:
             tile.transfer = self.engine.write(tile.lease.buffer, tile.path)
         except OSError as error:
-            self._failures.append(error)
+            self._failures.append(error.with_traceback(None))
         else:
             tile.writing = True
             self._in_flight.append(tile)
@@ -326,12 +326,8 @@ class TileCache:
         return (tile.turn - self.turn) % self.turns
 
     def _grow(self, tile: Tile) -> Lease:
-        # The helper's leases are nobody's that the pool could wait for.
-        others = self._pool.in_use > self.used
-        try:
-            return self._pool.lease(tile.nbytes, timeout=_PATIENCE_SECONDS if others else 0.0)
-        except (OutOfBuffers, TimeoutError) as error:
-            raise OutOfBuffers(
-                f"the sub-group at hand needs {self.used} bytes of swap buffers and {tile.nbytes} more; buffer_count allows "
-                f"{self.limit}, set it larger; {error}"
-            ) from error
+        shortage = (
+            f"the sub-group at hand needs {self.used} bytes of swap buffers and {tile.nbytes} more; buffer_count allows "
+            f"{self.limit}, set it larger"
+        )
+        return lease_more(self._pool, tile.nbytes, self.used, shortage)
