@@ -68,21 +68,22 @@ def optimizer_in(drive: Path, params: Any, optimizer_class: Any, **options: Any)
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_fifty_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precision: str, drive: Path) -> None:
+def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precision: str, drive: Path) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     masters = precision.endswith("masters")
+    steps = STEPS if precision != "bfloat16" else 15
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     shapes = [shape for shape in SHAPES if shape != (0,) or optimizer_class is not torch.optim.Adafactor]  # it divides by that
     plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
     reference = InMemory(plain, optimizer_class, **options) if masters else optimizer_class(plain, **options)
     budget = BUDGETS[(list(OPTIMIZERS).index(name) + len(precision)) % 3]
     with optimizer_in(drive, params, optimizer_class, master_weights=masters, dram_budget=budget, **options) as optimizer:
-        for step in range(STEPS):
+        for step in range(steps):
             give_gradients(plain, step)
             give_gradients(params, step)
             reference.step()
             optimizer.step()
-            if step in (0, 1, 2, STEPS - 1):
+            if step in (0, 1, 2, steps - 1):
                 assert_same(params, plain)
         expected = reference.optimizer if masters else reference
         assert_same_state(optimizer.state_dict(), expected.state_dict())

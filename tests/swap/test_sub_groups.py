@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepnvme.swap.sub_groups import CUT, Piece, partition
@@ -30,6 +30,7 @@ def partitioned(groups: Groups, size: int) -> tuple[list[list[Piece]], list[tupl
     return found, [(param, index, cut[param]) for index, group in enumerate(params) for param in group]
 
 
+@settings(max_examples=40)
 @given(GROUPS, SIZES)
 def test_every_element_is_in_one_piece_in_the_order_of_the_parameters(groups: Groups, size: int) -> None:
     found, params = partitioned(groups, size)
@@ -48,12 +49,14 @@ def test_every_element_is_in_one_piece_in_the_order_of_the_parameters(groups: Gr
     assert not pieces
 
 
+@settings(max_examples=40)
 @given(GROUPS, SIZES)
 def test_cuts_are_where_pages_and_vectors_end(groups: Groups, size: int) -> None:
     found, _ = partitioned(groups, size)
     assert all(piece.begin % CUT == 0 for sub_group in found for piece in sub_group)
 
 
+@settings(max_examples=40)
 @given(GROUPS, SIZES)
 def test_only_what_may_not_be_cut_makes_a_sub_group_larger_than_wanted(groups: Groups, size: int) -> None:
     found, params = partitioned(groups, size)
@@ -65,6 +68,7 @@ def test_only_what_may_not_be_cut_makes_a_sub_group_larger_than_wanted(groups: G
         assert numel <= limit or any(piece.param in whole and piece.numel > size for piece in sub_group)
 
 
+@settings(max_examples=40)
 @given(GROUPS, SIZES)
 def test_a_parameter_that_is_cut_lies_in_sub_groups_that_follow_each_other(groups: Groups, size: int) -> None:
     found, params = partitioned(groups, size)
