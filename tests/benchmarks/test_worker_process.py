@@ -18,7 +18,7 @@ WORKER = """
         def __init__(self, mood):
             if mood == "unwilling":
                 raise RuntimeError("not today")
-            print("something that libraries print")
+            print("something that libraries print", flush=True)
 
         def describe(self):
             return {"version": "1"}

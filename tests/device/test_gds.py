@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import errno
 import gc
@@ -41,6 +42,9 @@ Program = Callable[..., Ended]
 @pytest.fixture(scope="session")
 def libraries(libcuda: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """libcuda's and libcufile's stand-ins, compiled."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        pytest.skip("needs a torch without CUDA: this one has loaded NVIDIA's libcufile, in whose place the stand-in would be")
     cufile = compile_stand_in("libcufile.so.0", tmp_path_factory.mktemp("libcufile"))
     assert cufile is not None  # libcuda's was compiled
     return libcuda, cufile
