@@ -49,14 +49,16 @@ def judge(
     sense: Literal["at least", "at most"],
     bound: float,
     absence: str = "took no part",
+    summed: bool = False,
 ) -> Verdict:
-    """``figure`` of the samples of ``who``, round by round. Where one of them is missing the verdict says why; it is for
+    """``figure`` of the samples of ``who``, round by round, or the sum over all rounds: of what must never happen, since a median
+    forgives it half of the time. Where one of them is missing the verdict says why; it is for
     ``absence`` if no turn was ever to be taken."""
     for name in who:
         if name in turns.absent or not turns.samples.get(name):
             return Verdict(what, None, sense, bound, note=f"{name}: {turns.absent.get(name, absence)}")
     figures = [figure(*samples) for samples in zip(*(turns.samples[name] for name in who), strict=True)]
-    return Verdict(what, Spread.of(figures), sense, bound)
+    return Verdict(what, Spread.of([sum(figures)] if summed else figures), sense, bound)
 
 
 def times_as_fast(ours: Sample, theirs: Sample) -> float:

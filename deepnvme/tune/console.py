@@ -81,5 +81,8 @@ def emit(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # as with "ds_io ... | head"
+    except OSError as error:
+        # What is left in the buffer would fail once more, with a status of Python's own, when it is flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # as with "ds_io ... | head"
+            raise

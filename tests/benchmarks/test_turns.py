@@ -63,3 +63,9 @@ def test_a_figure_may_need_three_contenders() -> None:
     turns = Turns({name: [{"seconds": seconds}] for name, seconds in (("a", 1), ("b", 2), ("c", 4))})
     verdict = judge(turns, "a row", ("a", "b", "c"), lambda a, b, c: sum(each["seconds"] for each in (a, b, c)), "at most", 6)
     assert verdict.met is False
+
+
+def test_what_must_never_happen_is_not_forgiven_by_a_median() -> None:
+    turns = Turns({"a": [{"seconds": 0}, {"seconds": 0}, {"seconds": 1}]}, {})
+    assert judge(turns, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0).met
+    assert not judge(turns, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0, summed=True).met

@@ -324,11 +324,15 @@ def test_a_backend_that_was_insisted_on_is_used(ds_io: Command, drive: Path, bac
     assert json.loads(ran.out)["backend"] == backend
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("stdout", "status", "said"), [
     ("a pipe that nobody reads", 0, ""),
     ("/dev/full", 1, "ds_io: [Errno 28] No space left on device\n"),
 ])  # fmt: skip
-def test_what_becomes_of_the_text_is_no_traceback(interpreters: Any, drive: Path, stdout: str, status: int, said: str) -> None:
+def test_what_becomes_of_the_text_is_no_traceback(
+    interpreters: Any, drive: Path, monkeypatch: pytest.MonkeyPatch, stdout: str, status: int, said: str, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     ended = interpreters.run(f"""
         reading, writing = os.pipe()
         os.close(reading)
