@@ -1,13 +1,42 @@
 #include "core/copy.h"
 
-#include <cstdint>
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <vector>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
+#include "core/threads.h"
+
 namespace deepnvme {
+
+namespace {
+
+// What a thread takes at a time: long enough to be worth an atomic operation, short enough that neither waits for the other long.
+constexpr std::uint64_t kPiece = 512 << 10;
+constexpr std::size_t kPiecesForTwo = 8;
+
+// Where a piece begins: `skip` bytes into a range.
+struct Place {
+    std::size_t range;
+    std::uint64_t skip;
+};
+
+std::vector<Place> cut(std::span<const std::uint64_t> sizes) {
+    std::vector<Place> pieces;
+    std::uint64_t until_next = 0;  // bytes
+    for (std::size_t range = 0; range < sizes.size(); ++range) {
+        std::uint64_t skip = until_next;
+        for (; skip < sizes[range]; skip += kPiece) pieces.push_back({range, skip});
+        until_next = skip - sizes[range];
+    }
+    return pieces;
+}
+
+}  // namespace
 
 void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noexcept {
 #ifdef __SSE2__
@@ -31,6 +60,32 @@ void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noe
     }
 #endif
     std::memcpy(to, from, size);
+}
+
+void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t> from, std::span<const std::uint64_t> sizes) {
+    const std::vector<Place> pieces = cut(sizes);
+    std::atomic<std::size_t> next = 0;
+    const auto work = [&] {
+        for (std::size_t taken = next++; taken < pieces.size(); taken = next++) {
+            auto [range, skip] = pieces[taken];
+            for (std::uint64_t left = kPiece; left > 0 && range < sizes.size(); ++range, skip = 0) {
+                const std::uint64_t size = std::min(left, sizes[range] - skip);
+                if (size == 0) continue;  // its addresses may be anything
+                std::memcpy(reinterpret_cast<std::byte*>(to[range] + skip), reinterpret_cast<const std::byte*>(from[range] + skip), size);
+                left -= size;
+            }
+        }
+    };
+    std::thread helper;
+    if (pieces.size() >= kPiecesForTwo) {
+        try {
+            helper = start_thread(work);
+        } catch (const IoError&) {
+            // There are as many threads as the system allows: this one does it all.
+        }
+    }
+    work();
+    if (helper.joinable()) helper.join();
 }
 
 }  // namespace deepnvme

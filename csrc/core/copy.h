@@ -1,12 +1,18 @@
-// Copying what will not be read again soon.
+// Copying in bulk.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <span>
 
 namespace deepnvme {
 
 // memcpy that leaves the destination out of the processor's cache where it is large: what the drive has just put there, and the
 // copy has yet to read, stays. Staged reads of 1 GiB went from 0.83 to 0.95 of those in place.
 void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noexcept;
+
+// Copy sizes[i] bytes from the address from[i] to the address to[i], for each i; the spans are of one length. No range that is
+// written to overlaps another. Where there is enough to copy a second thread helps, until this returns. Throws std::bad_alloc.
+void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t> from, std::span<const std::uint64_t> sizes);
 
 }  // namespace deepnvme

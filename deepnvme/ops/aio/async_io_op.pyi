@@ -8,12 +8,16 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+from typing_extensions import Buffer
 
 source_hash: str
 """Hash of the sources this module was compiled from; ``AsyncIOBuilder.load`` compares it."""
 
 def backends() -> dict[str, str | None]:
     """Every backend by name, fastest first; ``None`` where it works here, else why it does not. Tries each in earnest."""
+
+def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
+    """What :func:`deepnvme._tensor_memory.copy_many` documents. Any contiguous buffers of uint64 serve."""
 
 class Future:
     """One transfer under way."""
