@@ -133,11 +133,15 @@ class OpBuilder(ABC):
     def load(self, verbose: bool = False) -> ModuleType:
         """The op's module: the one compiled ahead of time if it was made from the sources installed now, else compiled
         (blocks; seconds) or taken from the cache. Raises RuntimeError saying what to do if neither is possible."""
+        name = self.absolute_name()
+        loaded = OpBuilder._loaded_ops.get(name)
+        if loaded is not None:  # which costs no lock, and so waits for nobody
+            return loaded
         with OpBuilder._load_lock:
-            loaded = OpBuilder._loaded_ops.get(self.absolute_name())
+            loaded = OpBuilder._loaded_ops.get(name)
             if loaded is None:
                 loaded = self._load_prebuilt() or self.jit_load(verbose)
-                OpBuilder._loaded_ops[self.absolute_name()] = loaded
+                OpBuilder._loaded_ops[name] = loaded
             return loaded
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
@@ -254,6 +258,13 @@ class OpBuilder(ABC):
     @staticmethod
     def _path(path: str) -> Path:
         return _PACKAGE_ROOT / path  # an absolute path stays as it is
+
+
+def _after_fork() -> None:
+    OpBuilder._load_lock = threading.RLock()  # a thread that the child does not have may hold the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _version_header(include_path: str) -> str:

@@ -359,7 +359,6 @@ _nbytes = operator.attrgetter("nbytes")
 _returned = operator.attrgetter("returned")
 
 
-@functools.cache  # to load takes a lock, which a forked child would find as it was at the fork
 def _op() -> ModuleType:
     from deepnvme.ops.op_builder import AsyncIOBuilder
 

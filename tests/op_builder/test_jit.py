@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
 from deepnvme.ops.op_builder import jit
 
-from .conftest import STANDIN, StandinBuilder
+from .conftest import REPOSITORY, STANDIN, StandinBuilder
 
 Elsewhere = Callable[..., "subprocess.Popen[str]"]
 Command = Callable[[str, str], Path]
@@ -214,6 +216,68 @@ def test_threads_of_a_process_get_the_same_module(standin: StandinBuilder, loggi
     assert len(modules) == 4
     assert len(set(map(id, modules))) == 1
     assert logging_compiler.read_text().splitlines() == ["compiled"]
+
+
+class SlowBuilder(StandinBuilder):
+    """Takes until it is told to go on, in another thread, as a compiler would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def absolute_name(self) -> str:
+        return "slow_op"
+
+    def _load_prebuilt(self) -> ModuleType:
+        self.begun.set()
+        self.go_on.wait(60)
+        return ModuleType("slow_op")
+
+
+def test_what_is_loaded_is_had_while_another_op_is_built(standin: StandinBuilder) -> None:
+    module = standin.load()
+    slow = SlowBuilder()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(slow.load)
+        try:
+            slow.begun.wait()
+            assert threads.submit(standin.load).result(timeout=30) is module
+        finally:
+            slow.go_on.set()
+
+
+def test_a_child_forked_during_a_build_can_load() -> None:
+    program = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(REPOSITORY)!r})
+from op_builder import OpBuilder
+
+class SlowBuilder(OpBuilder):
+    NAME, BUILD_VAR = "slow", "DS_BUILD_SLOW"
+    begun, parent, build = threading.Event(), os.getpid(), threading.Event()
+    def absolute_name(self): return "slow_op"
+    def sources(self): return []
+    def _load_prebuilt(self):
+        self.begun.set()
+        if os.getpid() == self.parent:
+            self.build.wait()
+        return sys
+
+building = threading.Thread(target=SlowBuilder().load)
+building.start()
+SlowBuilder.begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    SlowBuilder().load()
+    print("loaded", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+SlowBuilder.build.set()
+building.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("loaded\n", 0), done.stderr
 
 
 def test_a_module_in_a_cache_that_became_read_only_is_still_loaded(elsewhere: Elsewhere, cache: Path) -> None:
