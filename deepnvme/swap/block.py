@@ -6,6 +6,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .extents import padded
+
 if TYPE_CHECKING:
     import torch
 
@@ -54,7 +56,7 @@ def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Containe
     end = 0
     for piece, key, tensor in tensors:
         alignment = PAGE if tensor.nbytes >= PAGE or piece in on_pages else CACHE_LINE
-        begin = -(-end // alignment) * alignment
+        begin = padded(end, alignment)
         end = begin + tensor.nbytes
         sections.append(Section(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes, dense_strides(tensor)))
-    return Layout(tuple(sections), -(-end // PAGE) * PAGE)
+    return Layout(tuple(sections), padded(end, PAGE))

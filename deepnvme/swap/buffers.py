@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
 
+from .extents import padded
 from .lease import Ending, Lease
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class BufferPool:
         self._settle()
         if nbytes == 0:
             return Lease(_no_bytes(), _forget)
-        size = _whole_pages(nbytes)
+        size = padded(nbytes, _PAGE)
         with self._lock:
             self._take_back()
             if self._waiting or not self._fits(size):
@@ -196,7 +197,7 @@ class BufferPool:
 
     def _wait(self, nbytes: int, timeout: float | None) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        waiter = _Waiter(_whole_pages(nbytes), threading.current_thread())
+        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread())
         with self._lock:
             self._waiting += (waiter,)
         try:
@@ -346,7 +347,7 @@ class BufferPool:
             self._free_bytes -= chunk.nbytes
 
     def _shortage(self, nbytes: int, circumstances: str = "") -> str:
-        size = _whole_pages(nbytes)
+        size = padded(nbytes, _PAGE)
         enough = size if size > self._budget else size + self._lent_bytes
         return (
             f"{nbytes} bytes of buffers are wanted; of the budget of {self._budget} bytes, {self._lent_bytes} are in use"
@@ -370,10 +371,6 @@ def _natural(value: int, name: str) -> int:
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
     return value
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _forget(after: Ending | None) -> None:

@@ -10,9 +10,9 @@ ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Bytes: extents start and end at multiples, so that each can be transferred directly and mapped into memory."""
 
 
-def padded(nbytes: int) -> int:
-    """The length of an extent for ``nbytes``."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def padded(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """``nbytes``, rounded up to a multiple of ``alignment``: by default the length of an extent for them."""
+    return -(-nbytes // alignment) * alignment
 
 
 class Extents:

@@ -28,6 +28,11 @@ def test_an_extent_holds_whole_pages(nbytes, expected):
     assert padded(nbytes) == expected
 
 
+@pytest.mark.parametrize(("nbytes", "alignment", "expected"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128), (7, 3, 9)])
+def test_other_alignments_are_rounded_up_to_alike(nbytes, alignment, expected):
+    assert padded(nbytes, alignment) == expected
+
+
 def test_the_first_extents_follow_each_other():
     extents = Extents()
     assert [extents.take(A), extents.take(3 * A), extents.take(A)] == [0, A, 4 * A]

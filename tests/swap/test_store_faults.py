@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.swap import manifest
+from deepnvme.swap import CorruptManifest, manifest
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.data_file import DATA_NAME
-from deepnvme.swap.manifest import CorruptManifest
 from deepnvme.swap.owner import LOCK_NAME, StoreLocked
 from deepnvme.swap.store import CorruptTensor, TensorStore
 
