@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AioConfig
@@ -9,14 +10,16 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .checkpoint import load, save
     from .swap.optimizer import OffloadedOptimizer
 
-__all__ = ["AioConfig", "Engine", "File", "Future", "OffloadedOptimizer", "Stats", "__version__"]
+__all__ = ["AioConfig", "Engine", "File", "Future", "OffloadedOptimizer", "Stats", "__version__", "load", "save"]
+
+_WITH_TORCH = {"OffloadedOptimizer": "swap.optimizer", "load": "checkpoint", "save": "checkpoint"}
+"""What imports torch, which the others do without, and where it is."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OffloadedOptimizer":  # imports torch, which the others do without
-        from .swap.optimizer import OffloadedOptimizer
-
-        return OffloadedOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)

@@ -1,5 +1,9 @@
-"""Files that torch writes and reads, at the speed of the drive."""
+"""Checkpoints: ordinary files, written and read at the speed of the drive."""
 
-from .fast_file_writer import FastFileWriter, FastFileWriterConfig
+from __future__ import annotations
 
-__all__ = ["FastFileWriter", "FastFileWriterConfig"]
+from .contents import CorruptCheckpoint
+from .loading import load
+from .saving import save
+
+__all__ = ["CorruptCheckpoint", "load", "save"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 from pathlib import Path
 
+from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 
 from .extents import Extents, padded
@@ -16,9 +15,6 @@ from .owner import Ownership
 DATA_NAME = "deepnvme-store.data"
 _SMALLEST_STEP = 16 << 20
 _LARGEST_STEP = 1 << 30
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class DataFile:
@@ -59,23 +55,8 @@ class DataFile:
 
     def allocate(self, size: int) -> None:
         """Have ``size`` bytes preallocated, which is more than there are. Raises OSError, and leaves the file as it was then."""
-        more = size - self.capacity
-        error = errno.ENOSPC
-        if more <= self.free():  # ext4 takes a while to find out, and all that is left meanwhile
-            error = errno.EINTR
-            while error == errno.EINTR:
-                error = 0 if _libc.fallocate(self._descriptor, 0, self.capacity, more) == 0 else ctypes.get_errno()
-        if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # nfs before 4.2, zfs: written to where there is room then
-            os.ftruncate(self._descriptor, size)
-            error = 0
-        if error:
-            free = self.free()
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self.capacity)  # what was allocated before it failed
-            text = f"{os.strerror(error)}: {more} more bytes wanted, {free} free"
-            if error == errno.ENOSPC:
-                text += "; make room, or give this directory a smaller weight or another disk"
-            raise OSError(error, text, str(self.directory))
+        remedy = "make room, or give this directory a smaller weight or another disk"
+        preallocate(self._descriptor, self.capacity, size, str(self.directory), remedy)
         self.capacity = size
 
     def trim(self, size: int) -> None:
@@ -86,8 +67,7 @@ class DataFile:
 
     def free(self) -> int:
         """Bytes that the file system has left for this user."""
-        status = os.fstatvfs(self._descriptor)
-        return status.f_bavail * status.f_frsize
+        return free_bytes(self._descriptor)
 
     def remove(self) -> None:
         """Unlink it, unless something else has its path by now. Transfers under way go on, into a file without a name."""

@@ -1,0 +1,141 @@
+"""The bytes of a file that is to be written, where they lie in memory now."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from array import array
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from deepnvme._tensor_memory import copy_many
+
+PAGE = 4096
+DIRECT_FROM = 512 << 10
+"""Bytes in one place that are worth a request of their own; fewer are copied together with their neighbours."""
+CHUNK = 4 << 20
+"""Bytes that are copied together at most."""
+_PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
+
+Source = torch.Tensor | torch.UntypedStorage
+
+
+class Range(NamedTuple):
+    """Bytes of the file that are written by one request."""
+
+    begin: int
+    end: int
+    tensor: torch.Tensor | None
+    """Where they are; None if they have to be copied together."""
+
+
+class FileImage:
+    """Pieces of memory, as they follow each other in a file. Tensors and storages are kept alive, and not to be changed until
+    they are written."""
+
+    # Columns, not rows: there are three pieces for each tensor, and tensors by the ten thousand.
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._texts: list[int] = []
+        """Pieces that lie in ``_text``, whose address is known in the end."""
+        self._sources: dict[int, Source] = {}
+        self._on_devices: set[int] = set()
+        self._addresses = array("Q")
+        self._lengths = array("Q")
+        self._ends = array("Q")
+        self._large: list[int] = []
+        self.nbytes = 0
+
+    def add_text(self, text: bytes) -> None:
+        """Append bytes: a copy of them."""
+        if text:
+            self._texts.append(len(self._lengths))
+            self._append(len(self._text), len(text))
+            self._text += text
+
+    def add_padding(self, nbytes: int) -> None:
+        """Append so many bytes of no meaning, at most PAGE."""
+        if nbytes:
+            self._append(ctypes.addressof(_PADDING), nbytes)
+
+    def add(self, source: Source) -> None:
+        """Append the bytes of a contiguous tensor, or of a storage, on the CPU or a CUDA device."""
+        nbytes = source.nbytes if isinstance(source, torch.Tensor) else source.nbytes()
+        if not nbytes:
+            return
+        piece = len(self._lengths)
+        self._sources[piece] = source
+        if nbytes >= DIRECT_FROM:
+            self._large.append(piece)
+        on_cpu = source.device.type == "cpu"
+        if not on_cpu:
+            self._on_devices.add(piece)
+        self._append(source.data_ptr() if on_cpu else 0, nbytes)
+
+    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
+        """The requests that write [begin, end) of the file, in its order. ``begin`` and ``end`` are multiples of PAGE, but for
+        the end of the file. All are aligned in the file, so that each can bypass the page cache."""
+        end = self.nbytes if end is None else end
+        at = begin
+        first = bisect.bisect_right(self._large, self._piece_at(begin) - 1) if self._large else 0
+        for piece in self._large[first:]:
+            start = self._ends[piece] - self._lengths[piece]
+            inner_begin = max(-(-start // PAGE) * PAGE, begin)
+            inner_end = min(self._ends[piece] // PAGE * PAGE, end)
+            if inner_begin >= end:
+                break
+            if inner_end <= inner_begin:
+                continue
+            yield from _chunks(at, inner_begin)
+            yield Range(inner_begin, inner_end, bytes_of(self._sources[piece])[inner_begin - start : inner_end - start])
+            at = inner_end
+        yield from _chunks(at, end)
+
+    def copy(self, begin: int, end: int, into: torch.Tensor) -> None:
+        """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks."""
+        first, last = self._piece_at(begin), self._piece_at(end - 1)
+        self._place_texts()
+        sources, lengths = self._addresses[first : last + 1], self._lengths[first : last + 1]
+        copies = []  # kept until all is copied
+        for piece in self._on_devices.intersection(range(first, last + 1)):
+            copies.append(bytes_of(self._sources[piece]).cpu())
+            sources[piece - first] = copies[-1].data_ptr()
+        skipped = begin - (self._ends[first] - self._lengths[first])
+        sources[0] += skipped
+        lengths[0] -= skipped
+        lengths[-1] -= self._ends[last] - end
+        destinations = array("Q", accumulate(lengths[:-1], initial=into.data_ptr()))
+        copy_many(destinations, sources, lengths)
+
+    def _append(self, address: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._addresses.append(address)
+        self._lengths.append(nbytes)
+        self._ends.append(self.nbytes)
+
+    def _piece_at(self, offset: int) -> int:
+        return bisect.bisect_right(self._ends, offset)
+
+    def _place_texts(self) -> None:
+        """Once all are there: the memory of a bytearray moves when it grows."""
+        if self._texts:
+            base = ctypes.addressof(ctypes.c_char.from_buffer(self._text))
+            for piece in self._texts:
+                self._addresses[piece] += base
+            self._texts = []
+
+
+def _chunks(begin: int, end: int) -> Iterator[Range]:
+    for at in range(begin, end, CHUNK):
+        yield Range(at, min(at + CHUNK, end), None)
+
+
+def bytes_of(source: Source) -> torch.Tensor:
+    """A 1-D view of the bytes of a contiguous tensor or a storage."""
+    if isinstance(source, torch.Tensor):
+        return source.detach().reshape(-1).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)

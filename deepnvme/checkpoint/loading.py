@@ -1,0 +1,102 @@
+"""What ``torch.load`` loads, read at the speed of the drive."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepnvme.swap.buffers import BufferPool, buffer_pool
+
+from ._engine import shared_engine
+from .archive import crc32_of
+from .contents import Contents, CorruptCheckpoint, StorageRecord, contents, is_zip
+from .pickled import pickled
+from .placing import Placed, placing
+from .reading import read
+from .writing import Progress
+
+MapLocation = Any
+"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool = False,
+    keys: Iterable[Any] | None = None,
+    checksum: bool = False,
+    pickle_module: ModuleType | None = None,
+    pool: BufferPool | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
+
+    ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
+    that has one. ``progress``: called with the bytes read and those wanted.
+
+    Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; what is for
+    other devices comes through the page cache. Files of the older formats and with deflated records are left to ``torch.load``,
+    and so are ``mmap=True`` and TorchScript archives.
+
+    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises CorruptCheckpoint naming the storage
+    with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
+    OSError; OutOfBuffers.
+    """
+    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    found = contents(path) if is_zip(path) else None
+    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+        whole = torch.load(path, mmap=mmap, **options)
+        return whole if keys is None else _chosen(whole, keys)
+    wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
+    if keys is not None:
+        keys = list(keys)
+        wanted = _offsets_of(path, keys, options).__contains__
+    with placing(path, wanted) as now:
+        whole = torch.load(path, mmap=True, **options)
+    result = whole if keys is None else _chosen(whole, keys)
+    del whole
+    read(now.placed, path, shared_engine(), buffer_pool() if pool is None else pool, progress)
+    if checksum:
+        _verify(path, found, now.placed)
+    return result
+
+
+def _offsets_of(path: str | os.PathLike[str], keys: list[Any], options: Mapping[str, Any]) -> set[int]:
+    """Of the storages that these entries refer to. The file is mapped for it, and no storage is read."""
+    with placing(path, lambda offset: False) as now:
+        chosen = _chosen(torch.load(path, mmap=True, **options), keys)
+        storages = pickled(chosen, pickle, 2).storages
+        return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
+
+
+def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
+    if not isinstance(whole, Mapping):
+        raise TypeError(f"keys choose entries of a mapping, and the file holds a {type(whole).__name__}: load it whole")
+    missing = [key for key in keys if key not in whole]
+    if missing:
+        raise KeyError(f"the file has no {missing[0]!r}; there is {', '.join(map(repr, list(whole)[:10]))}")
+    return {key: whole[key] for key in keys}
+
+
+def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+    records: dict[int, StorageRecord] = {record.offset: record for record in found.storages}
+    for offset, storage in placed:
+        record = records.get(offset)
+        if record is not None and record.crc32 and record.nbytes == storage.nbytes():
+            crc = crc32_of(storage)
+            if crc != record.crc32:
+                raise CorruptCheckpoint(
+                    path,
+                    f"storage {record.key}, {record.nbytes} bytes from byte {offset} on: expected CRC-32 {record.crc32:08x},"
+                    f" found {crc:08x}",
+                )

@@ -1,0 +1,126 @@
+"""Storages of a file that is being unpickled: memory of their own, and where in the file their bytes are.
+
+torch maps the file (``mmap=True``) and makes each storage a slice of the mapping. What then moves it to its device is found
+in a registry that torch keeps for others to add to (``torch.serialization.register_package``): ours is asked before those of
+CPU and CUDA, knows a slice by its address, and gives new memory in its place, to be read into once all is unpickled. So
+nothing of the file is read through the mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.serialization import default_restore_location
+
+from .file_image import DIRECT_FROM, PAGE
+
+_BEFORE_CPU = 5
+"""A priority: torch's own CPU has 10, and the lowest is asked first."""
+
+
+class Placed(NamedTuple):
+    """A storage, and the byte of the file that its first one is to be."""
+
+    offset: int
+    storage: torch.UntypedStorage
+
+
+class Placing:
+    """What is asked for every storage of one file, by the thread that unpickles it."""
+
+    def __init__(self, path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> None:
+        """``wanted``: whether the storage at an offset is to have memory; others stay slices of the mapping,
+        which costs nothing until they are looked at."""
+        self._file = os.stat(path)
+        self._wanted = wanted
+        self._mapping = (0, 0, 0)
+        self.placed: list[Placed] = []
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """In the file, of a storage that is a slice of its mapping."""
+        address = storage.data_ptr() if storage.device.type == "cpu" and storage.nbytes() else 0
+        if not address:
+            return None
+        begin, end, offset = self._mapping
+        if not begin <= address < end:
+            found = _mapping_at(address, self._file)
+            if found is None:
+                return None
+            begin, end, offset = self._mapping = found
+        return address - begin + offset
+
+    def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        offset = self.offset_of(storage)
+        if offset is None:
+            return None
+        if not self._wanted(offset):
+            return storage
+        if location == "cpu":
+            made = memory_for(storage.nbytes(), offset)
+        elif location.startswith("cuda"):
+            # An empty one goes torch's way, with its errors for devices that are not there.
+            device = default_restore_location(_empty(0), location).device  # type: ignore[no-untyped-call]
+            made = _empty(storage.nbytes(), device)
+        else:
+            return None
+        self.placed.append(Placed(offset, made))
+        return made
+
+
+_asked = threading.local()
+
+
+@contextlib.contextmanager
+def placing(path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> Iterator[Placing]:
+    """While this thread unpickles the file."""
+    before = getattr(_asked, "placing", None)
+    _asked.placing = Placing(path, wanted)
+    try:
+        yield _asked.placing
+    finally:
+        _asked.placing = before
+
+
+def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
+    """New memory, where a direct transfer from ``offset`` of a file needs no copy: as far behind a page's boundary as that."""
+    if nbytes < DIRECT_FROM:
+        return _empty(nbytes)
+    inside = offset % PAGE
+    pages = mmap.mmap(-1, inside + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=inside, count=nbytes).untyped_storage()
+
+
+def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def _mapping_at(address: int, file: os.stat_result) -> tuple[int, int, int] | None:
+    """(first address, end, offset in the file) of the mapping of this file there."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            bounds, _, offset, _, inode = line.split(maxsplit=5)[:5]
+            begin, end = (int(number, 16) for number in bounds.split("-"))
+            if begin <= address < end:
+                return (begin, end, int(offset, 16)) if int(inode) == file.st_ino else None
+    return None
+
+
+def _nobody(storage: Any) -> None:
+    """Storages are tagged by their own devices."""
+
+
+def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
+    now: Placing | None = getattr(_asked, "placing", None)
+    return None if now is None else now.place(storage, location)
+
+
+torch.serialization.register_package(_BEFORE_CPU, _nobody, _place)

@@ -1,0 +1,147 @@
+"""A file that appears under its name whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from deepnvme._preallocation import preallocate
+from deepnvme.engine import Engine, File
+
+SUFFIX = ".deepnvme-tmp"
+"""Of files that are being written. A lock tells those from what a dead process has left."""
+_LONGEST_NAME = 255 - len(SUFFIX) - 10
+"""Bytes of the final name that the temporary one repeats: a name has 255."""
+
+
+class Publication:
+    """A temporary file beside ``path``, preallocated, that :meth:`publish` gives its name.
+
+    >>> with Publication(path, nbytes, engine) as new:
+    ...     engine.write(tensor, new.file).result()
+    ...     new.publish()
+
+    Leaving ``with`` unpublished removes it. What dead processes have left in the directory is removed at the start.
+
+    ``recycle``: a file of the same directory that becomes the temporary one, and whose blocks are written over: its name is gone
+    from the start. A ``path`` that is a symbolic link stays one.
+
+    Raises OSError naming ``path``: IsADirectoryError, FileNotFoundError or PermissionError from its directory, and ENOSPC with
+    the bytes wanted and those free.
+    """
+
+    def __init__(self, path: Path, nbytes: int, engine: Engine, *, fsync: bool = True, recycle: Path | None = None) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._engine = engine
+        self._fsync = fsync
+        if self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        try:
+            remove_leftovers(self.path.parent)
+            self.temporary, self._descriptor = _start(self.path, recycle)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        try:
+            self._set_size(nbytes)
+            self.file: File = engine.open(str(self.temporary), "r+")
+        except BaseException:
+            self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Give the file its name, in place of what has it now; flushed before and after, unless without ``fsync``. Blocks.
+
+        Raises the OSError of what failed. Either file is whole under the name then.
+        """
+        if self._fsync:
+            self._engine.fsync(self.file).result()
+        os.replace(self.temporary, self.path)
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+        self.file.close()
+        if self._fsync:
+            sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove the temporary file, unless it was published. Idempotent."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.unlink(self.temporary)
+        os.close(descriptor)
+        if hasattr(self, "file"):
+            self.file.close()
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.discard()
+
+    def _set_size(self, nbytes: int) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size > nbytes:
+            os.ftruncate(self._descriptor, nbytes)
+        preallocate(self._descriptor, size, nbytes, str(self.path), "make room, or save to another disk")
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what processes that are dead were writing in the directory."""
+    for entry in os.scandir(directory):
+        if not entry.name.endswith(SUFFIX):
+            continue
+        with contextlib.suppress(OSError):  # another's to remove, or gone by now
+            descriptor = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is(descriptor, Path(entry.path)):
+                    os.unlink(entry.path)
+            finally:
+                os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in it on stable storage."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _start(path: Path, recycle: Path | None) -> tuple[Path, int]:
+    """A locked temporary file for ``path``, and its descriptor."""
+    while True:
+        name = os.fsencode(path.name)[:_LONGEST_NAME]
+        temporary = path.parent / os.fsdecode(b".%s.%s%s" % (name, secrets.token_hex(4).encode(), SUFFIX.encode()))
+        if recycle is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(recycle, temporary)
+            recycle = None
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Before it was locked, another may have taken it for a dead process's.
+            if _is(descriptor, temporary):
+                with contextlib.suppress(OSError):
+                    os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
+                return temporary, descriptor
+        except BaseException:
+            os.close(descriptor)
+            os.unlink(temporary)
+            raise
+        os.close(descriptor)
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
