@@ -42,9 +42,9 @@ def load(
     ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
     that has one. ``progress``: called with the bytes read and those wanted.
 
-    Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; what is for
-    other devices comes through the page cache. Files of the older formats and with deflated records are left to ``torch.load``,
-    and so are ``mmap=True`` and TorchScript archives.
+    Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; into
+    that of other devices they come through the page cache. Files of the older formats and with deflated records are left to
+    ``torch.load``, and so are ``mmap=True`` and TorchScript archives.
 
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises CorruptCheckpoint naming the storage
     with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
