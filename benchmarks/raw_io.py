@@ -90,7 +90,8 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         for workload in workloads(settings):
             measurements.results.append(interleave.run(workload, contenders, directory, settings.rounds, progress))
         progress("memory beyond the tensors")
-        measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend))
+        cases = footprints.CASES[-1:] if settings.quick else footprints.CASES
+        measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend, cases))
     return measurements
 
 
