@@ -7,10 +7,7 @@ aio_handle on pinned host memory takes part as the reference. Only ratios within
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 from harness import drive, interleave, machine
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
 from harness.interleave import Result
 from harness.one_tensor import HandleContender, OneTensor, TorchContender
@@ -75,7 +73,7 @@ def gds_handle() -> Any:
 def measure(
     settings: Settings,
     device: torch.device,
-    progress: Callable[[str], None],
+    progress: Progress,
     make_gds: Callable[[], Any] = gds_handle,
 ) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
@@ -180,19 +178,11 @@ def as_json(settings: Settings, measurements: Measurements, device: torch.device
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--dir", type=Path, default=Path.cwd(), help="a directory on the drive to measure (default: the current one)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
+    parser = Parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=7, help="measurements of each contender (default: 7)")
     parser.add_argument("--size", type=size, default=1 << 30, help="bytes of the tensor (default: 1G)")
-    given = parser.parse_args(arguments)
-    if not given.dir.is_dir():
-        parser.error(f"--dir: '{given.dir}' is not a directory")
-    if given.json and not given.json.resolve().parent.is_dir():
-        parser.error(f"--json: '{given.json.parent}' is not a directory")
-    return Settings(given.dir.resolve(), given.size, given.rounds), given.json
+    given = parser.parse(arguments)
+    return Settings(given.dir, given.size, given.rounds), given.json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,21 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(f"gpu_io: needs a CUDA device, and PyTorch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    # A terminated run removes its files as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        measurements = measure(settings, device, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
-    except Unsuitable as error:
-        print(f"gpu_io: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("gpu_io: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    with measuring("gpu_io"):
+        measurements = measure(settings, device, print_step)
     print(report(settings, measurements))
-    if json_path:
-        json_path.write_text(json.dumps(as_json(settings, measurements, device, started), indent=1) + "\n")
+    write_json(json_path, as_json(settings, measurements, device, started))
     failed = [series for result in measurements.results for series in result.series if series.failure]
     return 1 if failed else 0
 

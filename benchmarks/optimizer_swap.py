@@ -7,13 +7,8 @@ Each contender has a process of its own and steps in its turn: a ratio is taken 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
-import json
-import os
-import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from harness import drive, identity, machine, small_tensors
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
 from harness.tables import turns_table, verdict_table
-from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
+from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
+from deepnvme.tune.arguments import positive
 from deepnvme.tune.figures import Spread
-from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.room import check_memory
 
 MIB = 1 << 20
@@ -70,11 +66,10 @@ class Settings:
 @dataclass
 class Measurements:
     verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns] = field(default_factory=dict)
+    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     described: dict[str, Any] = field(default_factory=dict)
 
 
-Progress = Callable[[str], None]
 Starts = Mapping[str, Callable[[], WorkerProcess]]
 
 
@@ -119,7 +114,7 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
             "offloaded": stepper(offloaded, directory),
             "offloaded, half in memory": stepper(half, directory),
         }
-        turns = measurements.turns["limits"] = take_turns(contenders, settings.rounds, progress)
+        turns = measurements.turns["limits"] = take_turns("limits", contenders, settings.rounds, progress)
     measurements.verdicts += [
         judge(
             turns,
@@ -140,7 +135,7 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
     ]
 
 
-def over_limit(offloaded: Sample, limits: Sample, in_memory: Sample) -> float:
+def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
     drives = offloaded["bytes_read"] / limits["read"] + offloaded["bytes_written"] / limits["write"]
     ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
     return ratio
@@ -150,7 +145,7 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
     """With DeepSpeed's classes and its op."""
     model, sub_group = settings.model, settings.sub_group_elements
     as_much = max(0, settings.buffer_bytes - settings.ring_bytes)
-    turns = Turns()
+    turns: Turns[str, Counts] = Turns()
     if settings.deepspeed_python is not None:
         deepspeed = partial(start_deepspeed, settings.deepspeed_python)
         starts: Starts = {
@@ -159,7 +154,7 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
             "pipelined": lambda: deepspeed(directory / "pipelined", model, sub_group, BUFFERS, True),
             "in turn": lambda: deepspeed(directory / "in_turn", model, sub_group, BUFFERS_IN_TURN, False),
         }
-        turns = measurements.turns["deepspeed"] = step_in_turns(starts, settings, directory, measurements, progress)
+        turns = measurements.turns["deepspeed"] = step_in_turns("deepspeed", starts, settings, directory, measurements, progress)
     rows: tuple[tuple[str, tuple[str, str], float], ...] = (
         (f"memory of the ring / DeepSpeed's, pipelined, {BUFFERS} buffers", ("ring", "pipelined"), 1.4),
         (f"memory of the ring / DeepSpeed's, not pipelined, {BUFFERS_IN_TURN} buffers", ("ring", "in turn"), 1.8),
@@ -174,7 +169,7 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
     """DeepSpeed's stage 3 with our swappers and with its own, on our op."""
     libraries: tuple[Library, ...] = ("deepnvme", "deepspeed")
     for way, buffers, pipelined in (("pipelined", BUFFERS, True), ("not pipelined", BUFFERS_IN_TURN, False)):
-        turns = Turns()
+        turns: Turns[str, Counts] = Turns()
         if settings.deepspeed_python is not None:
             start = partial(start_deepspeed, settings.deepspeed_python, op="deepnvme", model=settings.model)
             starts: Starts = {
@@ -188,7 +183,7 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
                 )
                 for library in libraries
             }
-            turns = step_in_turns(starts, settings, directory, measurements, progress)
+            turns = step_in_turns(f"classes, {way}", starts, settings, directory, measurements, progress)
             measurements.turns[f"classes, {way}"] = turns
         pair = (f"deepnvme's classes, {way}", f"deepspeed's classes, {way}")
         what = f"in DeepSpeed's stage 3, our op, {way}, {buffers} buffers: our classes / DeepSpeed's"
@@ -198,7 +193,9 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
         ]
 
 
-def step_in_turns(starts: Starts, settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> Turns:
+def step_in_turns(
+    title: str, starts: Starts, settings: Settings, directory: Path, measurements: Measurements, progress: Progress
+) -> Turns[str, Counts]:
     """Optimizers each in a process. One that cannot start takes no part."""
     contenders, absent = {}, {}
     with contextlib.ExitStack() as stack:
@@ -211,12 +208,12 @@ def step_in_turns(starts: Starts, settings: Settings, directory: Path, measureme
                 continue
             measurements.described[name] = process.described
             contenders[name] = stepper(process, directory)
-        turns = take_turns(contenders, settings.rounds, progress)
+        turns = take_turns(title, contenders, settings.rounds, progress)
     turns.absent |= absent
     return turns
 
 
-def losses_that_differ(ours: Sample, theirs: Sample) -> float:
+def losses_that_differ(ours: Counts, theirs: Counts) -> float:
     return float(ours["loss"] != theirs["loss"])
 
 
@@ -252,19 +249,9 @@ def as_json(settings: Settings, measurements: Measurements, started: str) -> dic
     }
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a positive number, got '{text}'")
-    return int(text)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--dir", type=Path, default=Path.cwd(), help="a directory on the drive to measure (default: the current one)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
-    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
+    parser = Parser(__doc__)
+    parser.add_deepspeed_python()
     parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
     parser.add_argument("--rounds", type=positive, help="steps of each contender (default: 15)")
     parser.add_argument("--width", type=positive, help="of the model's square matrices (default: 2048)")
@@ -273,19 +260,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         "--sub-group", type=positive, metavar="N", help="matrices in a sub-group of ours and of DeepSpeed's (default: 4)"
     )
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
-    given = parser.parse_args(arguments)
-    if not given.dir.is_dir():
-        parser.error(f"--dir: '{given.dir}' is not a directory")
-    if given.deepspeed_python is not None:
-        # Absolute, because it is started elsewhere; a link is not followed, because a virtual environment's interpreter is one.
-        found = shutil.which(given.deepspeed_python)
-        if found is None:
-            parser.error(f"--deepspeed-python: '{given.deepspeed_python}' cannot be run")
-        given.deepspeed_python = os.path.abspath(found)
-    if given.json and not given.json.resolve().parent.is_dir():
-        parser.error(f"--json: '{given.json.parent}' is not a directory")
+    given = parser.parse(arguments)
     settings = Settings(
-        directory=given.dir.resolve(),
+        directory=given.dir,
         deepspeed_python=given.deepspeed_python,
         rounds=given.rounds or (2 if given.quick else 15),
         model=Model(given.width or (512 if given.quick else 2048), given.layers or (8 if given.quick else 32)),
@@ -301,22 +278,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    # A terminated run removes its files as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    try:
-        measurements = measure(settings, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
-    except (Unsuitable, ContenderFailed) as error:
-        print(f"optimizer_swap: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("optimizer_swap: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    with measuring("optimizer_swap"):
+        measurements = measure(settings, print_step)
     for title, turns in measurements.turns.items():
         print(turns_table(title, turns))
     print(verdict_table(measurements.verdicts))
-    if json_path:
-        json_path.write_text(json.dumps(as_json(settings, measurements, started), indent=1) + "\n")
+    write_json(json_path, as_json(settings, measurements, started))
     return 1 if any(turns.absent for turns in measurements.turns.values()) else 0
 
 

@@ -11,28 +11,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
-import os
-import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from harness import drive, fio, footprints, interleave, libraries, machine
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
 from harness.interleave import Result
 from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
-from harness.workloads import Contender, ContenderFailed, Memory, Operation, Workload
+from harness.workloads import Contender, Memory, Operation, Workload
 
+from deepnvme.tune.arguments import positive, size
 from deepnvme.tune.fio import find, version
-from deepnvme.tune.folder import Unsuitable
 from deepnvme.tune.room import check_memory
-from deepnvme.tune.sizes import parse_size
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -80,7 +76,7 @@ def workloads(settings: Settings) -> list[Workload]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure(settings: Settings, progress: Callable[[str], None]) -> Measurements:
+def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     # Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size.
     tensors = 7 if settings.deepspeed_python else 3
@@ -94,7 +90,8 @@ def measure(settings: Settings, progress: Callable[[str], None]) -> Measurements
         for workload in workloads(settings):
             measurements.results.append(interleave.run(workload, contenders, directory, settings.rounds, progress))
         progress("memory beyond the tensors")
-        measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend))
+        cases = footprints.CASES[-1:] if settings.quick else footprints.CASES
+        measurements.footprints.extend(footprints.measure(directory, settings.size, settings.backend, cases))
     return measurements
 
 
@@ -103,7 +100,7 @@ def assemble(
     directory: Path,
     stack: contextlib.ExitStack,
     measurements: Measurements,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Iterator[Contender]:
     """Start whoever can take part, and note why someone cannot."""
     progress("starting DeepNVMe (compiles on first use)")
@@ -199,48 +196,25 @@ def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[V
 
 
 def whole_mebibytes(text: str) -> int:
-    try:
-        nbytes = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    nbytes = size(text)
     if nbytes % MIB:
         # Else fio's last block would be short, and it is refused where O_DIRECT wants whole sectors.
         raise argparse.ArgumentTypeError(f"must be a multiple of 1 MiB, got {text!r}")
     return nbytes
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a positive number, got '{text}'")
-    return int(text)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--dir", type=Path, default=Path.cwd(), help="a directory on the drive to measure (default: the current one)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and verdict there")
-    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
+    parser = Parser(__doc__)
+    parser.add_deepspeed_python()
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 7)")
     parser.add_argument("--size", type=whole_mebibytes, help="bytes of the large tensor (default: 1G)")
     parser.add_argument("--backend", default="auto", help="ours: auto, io_uring, libaio or threads (default: auto)")
     parser.add_argument(
         "--quick", action="store_true", help="a trial of the benchmark itself: tiny, and no system setting is touched"
     )
-    given = parser.parse_args(arguments)
-    if not given.dir.is_dir():
-        parser.error(f"--dir: '{given.dir}' is not a directory")
-    if given.deepspeed_python is not None:
-        # Absolute, because it is started elsewhere; a link is not followed, because a virtual environment's interpreter is one.
-        found = shutil.which(given.deepspeed_python)
-        if found is None:
-            parser.error(f"--deepspeed-python: '{given.deepspeed_python}' cannot be run")
-        given.deepspeed_python = os.path.abspath(found)
-    if given.json and not given.json.resolve().parent.is_dir():
-        parser.error(f"--json: '{given.json.parent}' is not a directory")
+    given = parser.parse(arguments)
     settings = Settings(
-        directory=given.dir.resolve(),
+        directory=given.dir,
         deepspeed_python=given.deepspeed_python,
         rounds=given.rounds or (2 if given.quick else 7),
         size=given.size or (8 * MIB if given.quick else 1 << 30),
@@ -253,17 +227,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    # A terminated run puts files and system settings back as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    try:
-        measurements = measure(settings, lambda step: print(f"  {step}", file=sys.stderr, flush=True))
-    except (Unsuitable, ContenderFailed) as error:
-        print(f"raw_io: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("raw_io: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    with measuring("raw_io"):
+        measurements = measure(settings, print_step)
 
     verdicts = [judge(target, measurements.results) for target in targets(settings)] + measurements.footprints
     for result in measurements.results:
@@ -271,8 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(verdict_table(verdicts))
     for note in measurements.notes:
         print(f"note: {note}")
-    if json_path:
-        json_path.write_text(json.dumps(as_json(settings, measurements, verdicts, started), indent=1) + "\n")
+    write_json(json_path, as_json(settings, measurements, verdicts, started))
     failed = [series for result in measurements.results for series in result.series if series.failure]
     return 1 if failed else 0
 

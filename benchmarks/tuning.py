@@ -8,22 +8,21 @@ every setting it chooses from is then measured at full size, and the best of tho
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import drive, interleave, libraries
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
 from harness.tables import verdict_table
 from harness.workloads import ContenderFailed, Workload
@@ -33,7 +32,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.tune.buffer import locked
 from deepnvme.tune.crew import crew
 from deepnvme.tune.figures import Spread
-from deepnvme.tune.folder import Unsuitable, drop_pages, settle
+from deepnvme.tune.folder import drop_pages, settle
 from deepnvme.tune.job import Job, Place
 from deepnvme.tune.sizes import size_text
 from deepnvme.tune.space import default_space
@@ -56,7 +55,7 @@ class Settings:
 # -- ds_io against raw_io ----------------------------------------------------------------------------------------------
 
 
-def compare_ds_io(settings: Settings, progress: Callable[[str], None]) -> list[Verdict]:
+def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
     """Loop by loop in turn: what ds_io does in a loop, and what raw_io does in a round."""
     verdicts = []
     with contextlib.ExitStack() as stack:
@@ -139,7 +138,7 @@ class Rig:
         return seconds / (self._tensor.nbytes / 1e9)
 
 
-def compare_tuner(settings: Settings, progress: Callable[[str], None]) -> tuple[list[Verdict], dict[str, Any]]:
+def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict], dict[str, Any]]:
     progress("the tuner")
     start = time.monotonic()
     document = run_tool(
@@ -187,44 +186,29 @@ def compare_tuner(settings: Settings, progress: Callable[[str], None]) -> tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive (default: the current one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure and verdict there")
+    parser = Parser(__doc__)
     parser.add_argument("--only", choices=("ds_io", "tuner"), help="one half of it")
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
-    given = parser.parse_args(arguments)
-    if not given.dir.is_dir():
-        parser.error(f"--dir: '{given.dir}' is not a directory")
+    given = parser.parse(arguments)
     if given.quick:
-        settings = Settings(given.dir.resolve(), 8 * MIB, 16 * MIB, rounds=3, passes=1, seconds=2)
+        settings = Settings(given.dir, 8 * MIB, 16 * MIB, rounds=3, passes=1, seconds=2)
     else:
-        settings = Settings(given.dir.resolve(), 1 << 30, 400 * MIB, rounds=21, passes=3, seconds=50)
+        settings = Settings(given.dir, 1 << 30, 400 * MIB, rounds=21, passes=3, seconds=50)
 
-    def progress(step: str) -> None:
-        print(f"  {step}", file=sys.stderr, flush=True)
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     verdicts: list[Verdict] = []
     document: dict[str, Any] = {"benchmark": "tuning", "settings": {**vars(settings), "directory": None}}
-    try:
+    with measuring("tuning"):
         if given.only != "tuner":
-            verdicts += compare_ds_io(settings, progress)
+            verdicts += compare_ds_io(settings, print_step)
         if given.only != "ds_io":
-            found, document["tuner"] = compare_tuner(settings, progress)
+            found, document["tuner"] = compare_tuner(settings, print_step)
             verdicts += found
-    except (Unsuitable, ContenderFailed) as error:
-        print(f"tuning: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("tuning: interrupted; its files are removed", file=sys.stderr)
-        return 130
     print(verdict_table(verdicts))
     if "tuner" in document:
         tuner = document["tuner"]
         print(f"chosen: {tuner['chosen']['aio']}, number {tuner['rank_of_chosen']} of the sweep's {tuner['settings']}")
         print(f"best:   {tuner['best']['aio']}")
-    if given.json:
-        given.json.write_text(json.dumps({**document, "targets": [verdict.as_json() for verdict in verdicts]}, indent=1) + "\n")
+    write_json(given.json, {**document, "targets": [verdict.as_json() for verdict in verdicts]})
     return 0
 
 

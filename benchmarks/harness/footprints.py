@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,18 +19,19 @@ from harness.workloads import ContenderFailed
 _MIB = 1 << 20
 # Face, its options, MiB allowed: queue_depth x block_size, and 64 MiB by default. The quarter more is for what resident memory
 # shows beside the staging: the worker's stack and ring, and page counts that the kernel batches; 0.06 MiB were measured.
-_CASES: tuple[tuple[str, Literal["engine", "handle"], dict[str, int], float], ...] = (
+Case = tuple[str, Literal["engine", "handle"], dict[str, int], float]
+CASES: tuple[Case, ...] = (
     ("engine, defaults", "engine", {}, 64),
     ("handle, defaults", "handle", {}, 64),
     ("engine, queue depth 8 x 1 MiB", "engine", {"queue_depth": 8, "block_size": _MIB}, 8.25),
 )
 
 
-def measure(directory: Path, nbytes: int, backend: str) -> list[Verdict]:
+def measure(directory: Path, nbytes: int, backend: str, cases: Sequence[Case] = CASES) -> list[Verdict]:
     """One transfer of just under ``nbytes`` for each case and direction; figures in MiB."""
     path = directory / "existing"
     verdicts: list[Verdict] = []
-    for what, face, options, bound in _CASES:
+    for what, face, options, bound in cases:
         for operation in OPERATIONS:
             drive.lay_out(path, nbytes, CONTENTS)
             drop_pages([path])

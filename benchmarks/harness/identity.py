@@ -13,6 +13,7 @@ import torch
 
 from deepnvme import OffloadedOptimizer
 from deepnvme.tune.figures import Spread
+from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.in_memory import InMemory
 
@@ -59,7 +60,7 @@ CASES = (
 )
 
 
-def compare(directory: Path, steps: int, progress: Callable[[str], None]) -> Iterator[Verdict]:
+def compare(directory: Path, steps: int, progress: Progress) -> Iterator[Verdict]:
     """Each optimizer, with parameters in float32, and in bfloat16 with masters; the figure is how many values differ."""
     for case in CASES:
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,29 +1,32 @@
-"""Contenders measured in turns, A B C, C B A, A B C: neighbours in time meet the same drive."""
+"""Workloads: each contender rehearses and then carries it out in turn, from the same state of files and drive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepnvme.tune.figures import Spread
 from deepnvme.tune.folder import drop_pages, settle
 from harness import drive
+from harness.command_line import Progress
+from harness.turns import take_turns
 from harness.workloads import Contender, ContenderFailed, Sample, Workload
 
 # What files hold before anyone writes them; each contender writes a pattern of its own.
 CONTENTS = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Series:
     """What one contender took, round by round; or, in ``failure``, why it took no part."""
 
     name: str
     memory: str
-    samples: list[Sample] = field(default_factory=list)
-    failure: str = ""
+    samples: list[Sample]
+    failure: str
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -45,13 +48,7 @@ class Result:
         return next((series for series in self.series if (series.name, series.memory) == (name, memory)), None)
 
 
-def run(
-    workload: Workload,
-    contenders: Sequence[Contender],
-    directory: Path,
-    rounds: int,
-    progress: Callable[[str], None],
-) -> Result:
+def run(workload: Workload, contenders: Sequence[Contender], directory: Path, rounds: int, progress: Progress) -> Result:
     """Measure every contender ``rounds`` times. One that fails is left out from there on, and its series says why."""
     files = {contender: tuple(contender.files(workload, directory)) for contender in contenders}
     if workload.state == "existing":
@@ -60,37 +57,31 @@ def run(
             for index, path in enumerate(paths):
                 drive.lay_out(path, workload.total_bytes // len(paths), CONTENTS, index * workload.nbytes)
 
-    racing: list[tuple[Contender, Series]] = []
-    result = Result(workload, [])
+    failed: dict[Contender, str] = {}
     for contender in contenders:
         progress(f"{workload.name}: rehearsing {contender.name}, {contender.memory}")
-        series = Series(contender.name, contender.memory)
-        result.series.append(series)
         prepare(workload, files[contender], directory)
         try:
             contender.rehearse(workload, files[contender], CONTENTS)
         except ContenderFailed as error:
-            series.failure = str(error)
-        else:
-            racing.append((contender, series))
+            failed[contender] = str(error)
 
-    for turn in range(rounds):
-        progress(f"{workload.name}: round {turn + 1} of {rounds}")
-        # Back and forth, so that nobody always follows the same predecessor and a steady drift cancels.
-        for contender, series in racing if turn % 2 == 0 else reversed(racing):
-            if series.failure:
-                continue
-            prepare(workload, files[contender], directory)
-            try:
-                series.samples.append(contender.measure(workload, files[contender]))
-            except ContenderFailed as error:
-                series.failure = str(error)
+    def measure(contender: Contender) -> Sample:
+        prepare(workload, files[contender], directory)
+        return contender.measure(workload, files[contender])
+
+    racing = {contender: partial(measure, contender) for contender in contenders if contender not in failed}
+    turns = take_turns(workload.name, racing, rounds, progress)
+    failed |= turns.absent
 
     if workload.state != "existing":
         for paths in files.values():
             for path in paths:
                 path.unlink(missing_ok=True)
-    return result
+    return Result(
+        workload,
+        [Series(each.name, each.memory, turns.samples.get(each, []), failed.get(each, "")) for each in contenders],
+    )
 
 
 def prepare(workload: Workload, paths: Sequence[Path], directory: Path) -> None:

@@ -15,7 +15,7 @@ from deepnvme import AioConfig
 from deepnvme.tune.crew import Crew, crew
 from deepnvme.tune.folder import drop_pages, settle
 from deepnvme.tune.job import OPERATIONS, Job, Operation, Place
-from harness.turns import Sample
+from harness.turns import Counts
 from harness.worker_process import WorkerProcess
 
 Library = Literal["deepspeed", "deepnvme"]
@@ -42,10 +42,10 @@ class Model:
         return self.elements * STATE_BYTES
 
 
-def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Sample]:
+def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Counts]:
     """A contender that steps once. It starts from a quiet drive, with nothing of ``directory`` in the page cache."""
 
-    def step() -> Sample:
+    def step() -> Counts:
         prepared = process.call("prepare")
         quieten(directory)
         return {**prepared, **process.call("step")}
@@ -90,7 +90,7 @@ def start_deepspeed(
 
 
 @contextlib.contextmanager
-def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable[[], Sample]]:
+def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable[[], Counts]]:
     """A contender that says what the drive reads and overwrites in a second, as ds_io measures it."""
     directory.mkdir()
     with contextlib.ExitStack() as stack:
@@ -102,8 +102,8 @@ def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable
                 crews[operation].call("lay_out")
             crews[operation].call("loop", 0)  # allocates the file, and touches the tensor
 
-        def measure() -> Sample:
-            sample: Sample = {"seconds": 0.0}
+        def measure() -> Counts:
+            sample: Counts = {"seconds": 0.0}
             for operation in OPERATIONS:
                 quieten(directory)
                 (loop,) = crews[operation].call("loop", 1)

@@ -11,14 +11,15 @@ import torch
 
 from deepnvme.swap.store import TensorStore
 from deepnvme.tune.folder import settle
+from harness.command_line import Progress
 from harness.figures import Verdict
-from harness.turns import Sample, Turns, judge, take_turns
+from harness.turns import Counts, Turns, judge, take_turns
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 
-def measure(directory: Path, count: int, rounds: int, progress: Callable[[str], None]) -> tuple[list[Verdict], Turns]:
+def measure(directory: Path, count: int, rounds: int, progress: Progress) -> tuple[list[Verdict], Turns[str, Counts]]:
     """``count`` tensors of 4 to 64 KiB: the rate at which they are put over themselves and got."""
     sizes = random.Random(0).choices(range(4 * KIB, 64 * KIB + 1, 4), k=count)
     sets = {
@@ -29,13 +30,13 @@ def measure(directory: Path, count: int, rounds: int, progress: Callable[[str], 
         for tensors in sets.values():
             store.put_many(tensors).result()  # space is found once, before anything is measured
 
-        def put(which: str) -> Sample:
+        def put(which: str) -> Counts:
             settle(directory)
             begun = time.perf_counter()
             nbytes = store.put_many(sets[which]).result()
             return {"seconds": time.perf_counter() - begun, "bytes": nbytes}
 
-        def get(which: str) -> Sample:
+        def get(which: str) -> Counts:
             settle(directory)
             begun = time.perf_counter()
             found = store.get_many(sets[which]).result()
@@ -46,7 +47,7 @@ def measure(directory: Path, count: int, rounds: int, progress: Callable[[str], 
             return {"seconds": seconds, "bytes": sum(tensor.nbytes for tensor in found.values())}
 
         contenders = {f"{which} {move.__name__}": _call(move, which) for move in (put, get) for which in sets}
-        turns = take_turns(contenders, rounds, progress)
+        turns = take_turns("small tensors", contenders, rounds, progress)
     verdicts = [
         judge(
             turns,
@@ -69,10 +70,10 @@ def _tensors(name: str, sizes: list[int]) -> dict[str, torch.Tensor]:
     return made
 
 
-def _call(move: Callable[[str], Sample], which: str) -> Callable[[], Sample]:
+def _call(move: Callable[[str], Counts], which: str) -> Callable[[], Counts]:
     return lambda: move(which)
 
 
-def _rates(small: Sample, large: Sample) -> float:
+def _rates(small: Counts, large: Counts) -> float:
     ratio: float = (small["bytes"] / small["seconds"]) / (large["bytes"] / large["seconds"])
     return ratio

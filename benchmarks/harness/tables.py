@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from deepnvme.tune.figures import Spread
 from harness.figures import Verdict
 from harness.interleave import Result
-from harness.turns import Turns
+from harness.turns import Counts, Turns
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
@@ -64,7 +64,7 @@ def rate_table(result: Result) -> str:
     return table(f"{workload.operation} {workload.files} x {size_text(workload.nbytes)}, {state} {files}", header, rows, left=2)
 
 
-def turns_table(title: str, turns: Turns) -> str:
+def turns_table(title: str, turns: Turns[str, Counts]) -> str:
     rows = [
         [
             name,

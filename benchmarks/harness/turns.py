@@ -4,45 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from deepnvme.tune.figures import Spread
+from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.workloads import ContenderFailed
 
-Sample = dict[str, Any]
+Who = TypeVar("Who")
+Taken = TypeVar("Taken")
+Counts = dict[str, Any]
 """What one turn took: ``seconds``, and whatever else its contender counts."""
 
 
 @dataclass
-class Turns:
-    """Samples round by round, by contender; of those who took no part or fell out, why in ``absent``."""
+class Turns(Generic[Who, Taken]):
+    """What each turn took, round by round, by contender; of those who took no part or fell out, why in ``absent``."""
 
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
+    samples: dict[Who, list[Taken]] = field(default_factory=dict)
+    absent: dict[Who, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, "absent": self.absent}
 
 
-def take_turns(contenders: Mapping[str, Callable[[], Sample]], rounds: int, progress: Callable[[str], None]) -> Turns:
+def take_turns(title: str, contenders: Mapping[Who, Callable[[], Taken]], rounds: int, progress: Progress) -> Turns[Who, Taken]:
     """Have each do its thing ``rounds`` times. One that raises ContenderFailed is left out from there on."""
-    turns = Turns({name: [] for name in contenders})
+    turns: Turns[Who, Taken] = Turns({who: [] for who in contenders})
+    order = list(contenders)
     for number in range(rounds):
-        progress(f"{', '.join(name for name in contenders if name not in turns.absent)}: round {number + 1} of {rounds}")
+        progress(f"{title}: round {number + 1} of {rounds}")
         # Back and forth, so that nobody always follows the same predecessor and a steady drift cancels.
-        for name in list(contenders) if number % 2 == 0 else reversed(contenders):
-            if name in turns.absent:
+        for who in order if number % 2 == 0 else reversed(order):
+            if who in turns.absent:
                 continue
             try:
-                turns.samples[name].append(contenders[name]())
+                turns.samples[who].append(contenders[who]())
             except ContenderFailed as error:
-                turns.absent[name] = str(error)
+                turns.absent[who] = str(error)
     return turns
 
 
 def judge(
-    turns: Turns,
+    turns: Turns[str, Taken],
     what: str,
     who: tuple[str, ...],
     figure: Callable[..., float],
@@ -61,6 +65,6 @@ def judge(
     return Verdict(what, Spread.of([sum(figures)] if summed else figures), sense, bound)
 
 
-def times_as_fast(ours: Sample, theirs: Sample) -> float:
+def times_as_fast(ours: Counts, theirs: Counts) -> float:
     seconds: float = theirs["seconds"] / ours["seconds"]
     return seconds

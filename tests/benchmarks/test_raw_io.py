@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import raw_io
+from harness import footprints, interleave
+
+from deepnvme.tune.folder import examine
 
 RAW_IO = Path(__file__).resolve().parents[2] / "benchmarks" / "raw_io.py"
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
 
 
-def filesystem(path: Path) -> str:
-    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True).stdout.strip()
+@pytest.fixture(scope="module", autouse=True)
+def restless() -> Iterator[None]:
+    """No measurement waits for a quiet drive, which others may keep busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (interleave, footprints):
+            patch.setattr(module, "settle", lambda directory: None)
+        yield
 
 
-@pytest.fixture(scope="module")
-def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("drive")
-    if filesystem(path) in ("tmpfs", "ramfs"):
-        pytest.skip("needs a temporary directory on a drive, this one is in memory (set TMPDIR)")
-    return path
+@pytest.fixture(scope="module", autouse=True)
+def terminated_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)
@@ -43,16 +54,13 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def quick(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    report = tmp_path_factory.mktemp("report") / "raw_io.json"
-    done = subprocess.run(
-        [sys.executable, RAW_IO, "--quick", "--rounds", "1", "--dir", drive, "--json", report],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return Run(done.stdout, json.loads(report.read_text()), [path.name for path in drive.iterdir()])
+def quick(io_dir: Path) -> Run:
+    place = io_dir / "raw_io"
+    place.mkdir()
+    report = io_dir / "raw_io.json"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert raw_io.main(["--quick", "--rounds", "1", "--dir", str(place), "--json", str(report)]) == 0
+    return Run(printed.getvalue(), json.loads(report.read_text()), [path.name for path in place.iterdir()])
 
 
 def test_both_faces_of_ours_are_measured_on_every_workload(quick: Run) -> None:
@@ -88,35 +96,27 @@ def test_every_sample_has_its_rate_and_its_cost(quick: Run) -> None:
                 assert sample["cpu_seconds"] >= 0
 
 
-def test_an_interrupted_run_removes_its_files(drive: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, RAW_IO, "--quick", "--rounds", "1000", "--dir", drive],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                if "round 1" in line:
-                    break
+def test_an_interrupted_run_removes_its_files(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(step: str) -> None:
+        if "round 1" in step:
             assert any(drive.iterdir())
-            process.send_signal(signal.SIGINT)
-            process.stderr.read()
-            assert process.wait(timeout=60) == 130
-        finally:
-            process.kill()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(raw_io, "print_step", interrupt)
+    with pytest.raises(SystemExit) as end:
+        raw_io.main(["--quick", "--rounds", "1000", "--dir", str(drive)])
+    assert end.value.code == 130
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir() or filesystem(Path("/dev/shm")) != "tmpfs", reason="needs a tmpfs at /dev/shm")
 def test_memory_is_no_drive() -> None:
-    before = set(os.listdir("/dev/shm"))
-    done = subprocess.run([sys.executable, RAW_IO, "--quick", "--dir", "/dev/shm"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "tmpfs" in done.stderr
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("raw_io-")]
+    place = Path("/dev/shm")
+    if not place.is_dir() or examine(place).filesystem != "tmpfs":
+        pytest.skip("needs a tmpfs at /dev/shm")
+    with pytest.raises(SystemExit) as end:
+        raw_io.main(["--quick", "--dir", str(place)])
+    assert "is tmpfs, in memory, not a drive" in str(end.value.code)
+    assert not [name for name in os.listdir(place) if name.startswith("raw_io-")]
 
 
 def test_a_size_that_is_no_whole_block_is_refused_by_name() -> None:

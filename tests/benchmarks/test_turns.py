@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness.turns import Sample, Turns, judge, take_turns, times_as_fast
+from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
 from harness.workloads import ContenderFailed
 
 
@@ -19,9 +19,9 @@ def order() -> list[str]:
 
 
 @pytest.fixture
-def contender(order: list[str]) -> Callable[[str, float], Callable[[], Sample]]:
-    def make(name: str, seconds: float) -> Callable[[], Sample]:
-        def turn() -> Sample:
+def contender(order: list[str]) -> Callable[[str, float], Callable[[], Counts]]:
+    def make(name: str, seconds: float) -> Callable[[], Counts]:
+        def turn() -> Counts:
             order.append(name)
             return {"seconds": seconds}
 
@@ -30,19 +30,19 @@ def contender(order: list[str]) -> Callable[[str, float], Callable[[], Sample]]:
     return make
 
 
-def test_every_second_round_goes_backwards(order: list[str], contender: Callable[[str, float], Callable[[], Sample]]) -> None:
-    take_turns({name: contender(name, 1) for name in "abc"}, 3, silent)
+def test_every_second_round_goes_backwards(order: list[str], contender: Callable[[str, float], Callable[[], Counts]]) -> None:
+    take_turns("a title", {name: contender(name, 1) for name in "abc"}, 3, silent)
     assert "".join(order) == "abccbaabc"
 
 
 def test_one_that_fails_is_left_out_from_there_on_and_the_verdict_says_why(
-    order: list[str], contender: Callable[[str, float], Callable[[], Sample]]
+    order: list[str], contender: Callable[[str, float], Callable[[], Counts]]
 ) -> None:
-    def broken() -> Sample:
+    def broken() -> Counts:
         order.append("broken")
         raise ContenderFailed("its drive is gone")
 
-    turns = take_turns({"ours": contender("ours", 1), "broken": broken}, 3, silent)
+    turns = take_turns("a title", {"ours": contender("ours", 1), "broken": broken}, 3, silent)
     assert order.count("broken") == 1
     assert order.count("ours") == 3
     verdict = judge(turns, "a row", ("ours", "broken"), times_as_fast, "at least", 2)

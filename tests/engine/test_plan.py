@@ -132,7 +132,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(plans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_the_blocks_are_the_transfer_in_order(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
     at = arguments["offset"]
@@ -144,7 +144,7 @@ def test_the_blocks_are_the_transfer_in_order(testing: ModuleType, arguments: di
 
 
 @given(plans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_direct_blocks_are_aligned_in_file_and_memory(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
     for offset, length, route in blocks:
@@ -158,7 +158,7 @@ def test_direct_blocks_are_aligned_in_file_and_memory(testing: ModuleType, argum
 
 
 @given(plans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_no_page_is_both_direct_and_buffered(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
     page = arguments["page_size"]
@@ -169,7 +169,7 @@ def test_no_page_is_both_direct_and_buffered(testing: ModuleType, arguments: dic
 
 
 @given(plans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_no_block_is_longer_than_the_block_size_or_one_aligned_unit(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
     unit = max(arguments["alignment"] or (1,))
@@ -177,7 +177,7 @@ def test_no_block_is_longer_than_the_block_size_or_one_aligned_unit(testing: Mod
 
 
 @given(plans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_no_block_that_is_staged_is_longer_than_its_staging_slot(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
     assert all(length <= arguments["staging_size"] for _, length, route in blocks if route == "staged" or arguments["on_device"])
