@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ _LINGER_SECONDS = 1.0
 """How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
+_LOOK_SECONDS = 1.0
+"""How often a waiting thread looks whether those it waits for still live: nobody says so when they end."""
 
 
 class OutOfBuffers(MemoryError):
@@ -88,11 +90,13 @@ class _Lingering:
 class _Waiter:
     """A thread's place in the queue."""
 
-    __slots__ = ("nbytes", "thread", "wake")
+    __slots__ = ("kept", "nbytes", "thread", "wake")
 
-    def __init__(self, nbytes: int, thread: threading.Thread) -> None:
+    def __init__(self, nbytes: int, thread: threading.Thread, kept: frozenset[object]) -> None:
         self.nbytes = nbytes
         self.thread = thread
+        self.kept = kept
+        """Chunks that are not given back while it waits, whichever thread leased them."""
         # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -166,7 +170,7 @@ class BufferPool:
             self._take_back()
             self._unpin_down_to(0)
 
-    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+    def lease(self, nbytes: int, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
         """``nbytes`` bytes of pinned memory, after waiting until there is room for them in the budget.
 
         First come, first served, except that where all that is in use belongs to threads that wait here, the first of them that
@@ -175,11 +179,13 @@ class BufferPool:
         Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
         has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
         to be released after a future. (Tensors over leases that have ended are given a second to go.) Memory counts as leased by
-        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``.
+        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``. What
+        was leased by a thread that has ended, any other may release: where none goes on, the error comes within a second.
+        ``keeping``: leases that count as this thread's while it waits, because they will not be released before.
         """
         nbytes = _natural(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
-        return self._wait(nbytes, timeout) if lease is None else lease
+        return self._wait(nbytes, timeout, keeping) if lease is None else lease
 
     def try_lease(self, nbytes: int) -> Lease | None:
         """Like :meth:`lease`, but None where that would wait, or raise because of the budget. Pinning still takes its time."""
@@ -195,9 +201,10 @@ class BufferPool:
             chunk = self._choose(size)
         return self._lend(chunk, nbytes)
 
-    def _wait(self, nbytes: int, timeout: float | None) -> Lease:
+    def _wait(self, nbytes: int, timeout: float | None, keeping: Iterable[Lease]) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread())
+        kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
+        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread(), kept)
         with self._lock:
             self._waiting += (waiter,)
         try:
@@ -213,11 +220,11 @@ class BufferPool:
                     if waiter.nbytes > self._budget:
                         raise OutOfBuffers(self._shortage(nbytes))
                     if following is None and self._stuck():
-                        raise OutOfBuffers(self._shortage(nbytes, ", all leased by this thread or by others that wait here"))
+                        raise OutOfBuffers(self._shortage(nbytes, ", all held by this thread or by others that wait here"))
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
-                    pause = min(left, _POLL_SECONDS if self._awaited else threading.TIMEOUT_MAX)
+                    pause = min(left, _POLL_SECONDS if self._awaited else _LOOK_SECONDS)
                 if following is not None:
                     following.wake.put(None)  # that this one waits may have made it that one's turn
                 with contextlib.suppress(queue.Empty):
@@ -237,7 +244,7 @@ class BufferPool:
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
             holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(buffer, functools.partial(self._give_back, chunk, holder))
+            return Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
         except BaseException:
             chunk.holder = _nobody
             self._end(chunk)
@@ -317,8 +324,14 @@ class BufferPool:
 
     def _stuck(self) -> bool:
         """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
+        if self._awaited or not all(chunk.holder() for chunk in self._lent):
+            return False
         waiting = {waiter.thread for waiter in self._waiting}
-        return not self._awaited and all(chunk.owner in waiting and chunk.holder() for chunk in self._lent)
+        kept = {chunk for waiter in self._waiting for chunk in waiter.kept}
+        owners = {chunk.owner for chunk in self._lent if chunk not in kept} - waiting
+        if any(owner is not None and owner.is_alive() for owner in owners):
+            return False
+        return not owners or waiting.issuperset(threading.enumerate())
 
     def _following(self) -> _Waiter | None:
         """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
