@@ -21,7 +21,7 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
     """Copy ``lengths[i]`` bytes from the address ``sources[i]`` to ``destinations[i]``, for each i; blocks until done.
 
     At the speed of memory however small the pieces: gathers tensors into a buffer, or scatters them, in one call. Without the
-    GIL, and from 4 MiB on with the help of a second thread.
+    GIL, and from 16 MiB on with the help of a second thread.
 
     The three are as long, each an ``array.array("Q")`` (or another contiguous buffer of uint64), and addresses of the host, such
     as a CPU tensor's ``data_ptr()``. Nothing checks them: whoever calls keeps the memory allocated, and the arrays unchanged,

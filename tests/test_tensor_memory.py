@@ -52,8 +52,8 @@ SIZES = {
     "small": [random.Random(1).randrange(4 * KIB, 64 * KIB) for _ in range(40)],
     "empty ones between": [0, 0, 3 * MIB + 1, 0, 512 * KIB, 0, 1, 0],
     "pieces": [512 * KIB] * 9,
-    "odd, for two threads": [random.Random(2).randrange(200 * KIB) for _ in range(80)],
-    "one large": [9 * MIB + 5],
+    "odd, for two threads": [random.Random(2).randrange(200 * KIB) for _ in range(200)],
+    "one large": [17 * MIB + 5],
     "tiny": [index % 7 for index in range(20_000)],
 }
 

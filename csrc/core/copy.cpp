@@ -15,9 +15,34 @@ namespace deepnvme {
 
 namespace {
 
+// Whoever asked for less than this may well use it at once, and it displaces little.
+constexpr std::uint64_t kWorthStreaming = 256 << 10;
+constexpr std::uint64_t kLeastStreamed = 1 << 10;  // in one range of many
+
+void stream(std::byte* to, const std::byte* from, std::size_t size) noexcept {
+#ifdef __SSE2__
+    const std::size_t head = std::min(-reinterpret_cast<std::uintptr_t>(to) % sizeof(__m128i), size);
+    std::memcpy(to, from, head);
+    to += head;
+    from += head;
+    size -= head;
+    constexpr std::size_t kLine = 4;  // vectors
+    for (; size >= kLine * sizeof(__m128i); size -= kLine * sizeof(__m128i)) {
+        __m128i line[kLine];
+        for (std::size_t i = 0; i < kLine; ++i) line[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
+        for (std::size_t i = 0; i < kLine; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
+        to += sizeof line;
+        from += sizeof line;
+    }
+    _mm_sfence();  // streaming stores are not ordered with whatever will say that the copy is done
+#endif
+    std::memcpy(to, from, size);
+}
+
 // What a thread takes at a time: long enough to be worth an atomic operation, short enough that neither waits for the other long.
 constexpr std::uint64_t kPiece = 512 << 10;
-constexpr std::size_t kPiecesForTwo = 8;
+// To start a thread takes as long as copying half a MiB; where the other core has something to do, this is all that comes of it.
+constexpr std::size_t kPiecesForTwo = 32;
 
 // Where a piece begins: `skip` bytes into a range.
 struct Place {
@@ -39,31 +64,13 @@ std::vector<Place> cut(std::span<const std::uint64_t> sizes) {
 }  // namespace
 
 void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noexcept {
-#ifdef __SSE2__
-    // Whoever asked for less than this may well use it at once, and it displaces little.
-    constexpr std::size_t kWorthwhile = 256 << 10;
-    if (size >= kWorthwhile) {
-        const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % sizeof(__m128i);
-        std::memcpy(to, from, head);
-        to += head;
-        from += head;
-        size -= head;
-        constexpr std::size_t kLine = 4;  // vectors
-        for (; size >= kLine * sizeof(__m128i); size -= kLine * sizeof(__m128i)) {
-            __m128i line[kLine];
-            for (std::size_t i = 0; i < kLine; ++i) line[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
-            for (std::size_t i = 0; i < kLine; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
-            to += sizeof line;
-            from += sizeof line;
-        }
-        _mm_sfence();  // streaming stores are not ordered with the flag that will say the read is done
-    }
-#endif
-    std::memcpy(to, from, size);
+    if (size >= kWorthStreaming) stream(to, from, size);
+    else std::memcpy(to, from, size);
 }
 
 void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t> from, std::span<const std::uint64_t> sizes) {
     const std::vector<Place> pieces = cut(sizes);
+    const bool much = pieces.size() > 1;
     std::atomic<std::size_t> next = 0;
     const auto work = [&] {
         for (std::size_t taken = next++; taken < pieces.size(); taken = next++) {
@@ -71,7 +78,10 @@ void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t>
             for (std::uint64_t left = kPiece; left > 0 && range < sizes.size(); ++range, skip = 0) {
                 const std::uint64_t size = std::min(left, sizes[range] - skip);
                 if (size == 0) continue;  // its addresses may be anything
-                std::memcpy(reinterpret_cast<std::byte*>(to[range] + skip), reinterpret_cast<const std::byte*>(from[range] + skip), size);
+                const auto target = reinterpret_cast<std::byte*>(to[range] + skip);
+                const auto source = reinterpret_cast<const std::byte*>(from[range] + skip);
+                if (much && size >= kLeastStreamed) stream(target, source, size);
+                else std::memcpy(target, source, size);
                 left -= size;
             }
         }

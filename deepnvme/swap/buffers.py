@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import math
@@ -13,12 +12,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
 
+from .chunks import Chunk, Chunks, nobody
 from .extents import padded
 from .lease import Ending, Lease
 
@@ -28,42 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
 _PAGE = 4096
-_SLACK = 8
-"""A free chunk serves a request that is smaller than it by up to an eighth of the request."""
 _LINGER_SECONDS = 1.0
 """How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
+_LOOK_SECONDS = 1.0
+"""How often a waiting thread looks whether those it waits for still live: nobody says so when they end."""
 
 
 class OutOfBuffers(MemoryError):
     """The budget does not allow a lease, and nothing that others do would change that."""
-
-
-def _nobody() -> None:
-    """What holds a chunk that is free."""
-
-
-def _lender() -> object:
-    """What holds a chunk between its being chosen and its being lent."""
-    return _lender
-
-
-class _Chunk:
-    """Pinned memory, as large as it was first asked for."""
-
-    __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.memory: Any = None
-        """The op's buffer; None until it is pinned."""
-        self.owner: threading.Thread | None = None
-        """The thread that leased it."""
-        self.holder: Callable[[], object] = _nobody
-        """Refers to the memoryview that every tensor over the lease holds; returns None when that is gone, and they with it."""
-        self.returned = 0.0
-        """When it became free."""
 
 
 class _Lingering:
@@ -88,11 +62,13 @@ class _Lingering:
 class _Waiter:
     """A thread's place in the queue."""
 
-    __slots__ = ("nbytes", "thread", "wake")
+    __slots__ = ("kept", "nbytes", "thread", "wake")
 
-    def __init__(self, nbytes: int, thread: threading.Thread) -> None:
+    def __init__(self, nbytes: int, thread: threading.Thread, kept: frozenset[object]) -> None:
         self.nbytes = nbytes
         self.thread = thread
+        self.kept = kept
+        """Chunks that are not given back while it waits, whichever thread leased them."""
         # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -117,21 +93,17 @@ class BufferPool:
     # _take_back.
 
     def __init__(self, budget: int | None = None) -> None:
-        self._budget = available_memory() // 2 if budget is None else _natural(budget, "budget")
+        self._chunks = Chunks(available_memory() // 2 if budget is None else _natural(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
-        self._awaited: dict[_Chunk, Ending] = {}  # of those lent
-        self._ended: deque[_Chunk] = deque()  # to be looked at: nothing awaited any more, or no view left
-        self._lent: set[_Chunk] = set()
-        self._lent_bytes = 0
-        self._free: list[_Chunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
-        self._free_bytes = 0
+        self._awaited: dict[Chunk, Ending] = {}  # of those lent
+        self._ended: deque[Chunk] = deque()  # to be looked at: nothing awaited any more, or no view left
         self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
 
     @property
     def budget(self) -> int:
         """Bytes."""
-        return self._budget
+        return self._chunks.budget
 
     def set_budget(self, nbytes: int) -> None:
         """Change the budget. Leases stay when it falls below what is in use: nothing new is leased until enough is given back."""
@@ -139,8 +111,8 @@ class BufferPool:
         self._settle()
         with self._lock:
             self._take_back()
-            self._budget = nbytes
-            self._unpin_down_to(nbytes)
+            self._chunks.budget = nbytes
+            self._chunks.unpin_down_to(nbytes)
         self._wake()
 
     @property
@@ -149,7 +121,7 @@ class BufferPool:
         self._settle()
         with self._lock:
             self._take_back()
-            return self._lent_bytes
+            return self._chunks.lent_bytes
 
     @property
     def allocated(self) -> int:
@@ -157,16 +129,16 @@ class BufferPool:
         self._settle()
         with self._lock:
             self._take_back()
-            return self._lent_bytes + self._free_bytes
+            return self._chunks.allocated
 
     def trim(self) -> None:
         """Unpin what is not in use."""
         self._settle()
         with self._lock:
             self._take_back()
-            self._unpin_down_to(0)
+            self._chunks.unpin_down_to(0)
 
-    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+    def lease(self, nbytes: int, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
         """``nbytes`` bytes of pinned memory, after waiting until there is room for them in the budget.
 
         First come, first served, except that where all that is in use belongs to threads that wait here, the first of them that
@@ -175,11 +147,13 @@ class BufferPool:
         Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
         has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
         to be released after a future. (Tensors over leases that have ended are given a second to go.) Memory counts as leased by
-        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``.
+        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``. What
+        was leased by a thread that has ended, any other may release: where none goes on, the error comes within a second.
+        ``keeping``: leases that count as this thread's while it waits, because they will not be released before.
         """
         nbytes = _natural(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
-        return self._wait(nbytes, timeout) if lease is None else lease
+        return self._wait(nbytes, timeout, keeping) if lease is None else lease
 
     def try_lease(self, nbytes: int) -> Lease | None:
         """Like :meth:`lease`, but None where that would wait, or raise because of the budget. Pinning still takes its time."""
@@ -190,14 +164,15 @@ class BufferPool:
         size = padded(nbytes, _PAGE)
         with self._lock:
             self._take_back()
-            if self._waiting or not self._fits(size):
+            if self._waiting or not self._chunks.fits(size):
                 return None
-            chunk = self._choose(size)
+            chunk = self._chunks.lend(size)
         return self._lend(chunk, nbytes)
 
-    def _wait(self, nbytes: int, timeout: float | None) -> Lease:
+    def _wait(self, nbytes: int, timeout: float | None, keeping: Iterable[Lease]) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread())
+        kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
+        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread(), kept)
         with self._lock:
             self._waiting += (waiter,)
         try:
@@ -207,17 +182,17 @@ class BufferPool:
                     self._take_back()
                     following = self._following()
                     if following is waiter:
-                        chunk = self._choose(waiter.nbytes)
+                        chunk = self._chunks.lend(waiter.nbytes)
                         self._leave(waiter)  # at once: a thread that has memory does not wait
                         break
-                    if waiter.nbytes > self._budget:
+                    if waiter.nbytes > self._chunks.budget:
                         raise OutOfBuffers(self._shortage(nbytes))
                     if following is None and self._stuck():
-                        raise OutOfBuffers(self._shortage(nbytes, ", all leased by this thread or by others that wait here"))
+                        raise OutOfBuffers(self._shortage(nbytes, ", all held by this thread or by others that wait here"))
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
-                    pause = min(left, _POLL_SECONDS if self._awaited else threading.TIMEOUT_MAX)
+                    pause = min(left, _POLL_SECONDS if self._awaited else _LOOK_SECONDS)
                 if following is not None:
                     following.wake.put(None)  # that this one waits may have made it that one's turn
                 with contextlib.suppress(queue.Empty):
@@ -228,7 +203,7 @@ class BufferPool:
             self._wake()
         return self._lend(chunk, nbytes)
 
-    def _lend(self, chunk: _Chunk, nbytes: int) -> Lease:
+    def _lend(self, chunk: Chunk, nbytes: int) -> Lease:
         import torch
 
         try:
@@ -237,9 +212,9 @@ class BufferPool:
             view = memoryview(chunk.memory)
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
             holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(buffer, functools.partial(self._give_back, chunk, holder))
+            return Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
         except BaseException:
-            chunk.holder = _nobody
+            chunk.holder = nobody
             self._end(chunk)
             raise
 
@@ -276,7 +251,7 @@ class BufferPool:
 
     # Without the lock, from anywhere.
 
-    def _give_back(self, chunk: _Chunk, holder: Callable[[], object], after: Ending | None) -> None:
+    def _give_back(self, chunk: Chunk, holder: Callable[[], object], after: Ending | None) -> None:
         """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
         if after is not None:
             self._awaited[chunk] = after
@@ -284,7 +259,7 @@ class BufferPool:
             self._awaited.setdefault(chunk, _Lingering(holder))
         self._wake()
 
-    def _end(self, chunk: _Chunk) -> None:
+    def _end(self, chunk: Chunk) -> None:
         self._ended.append(chunk)
         self._wake()
 
@@ -298,66 +273,37 @@ class BufferPool:
         """Let what has ended be free."""
         while self._ended:
             chunk = self._ended.popleft()
-            if chunk.holder() is not None or chunk in self._awaited or chunk not in self._lent:
+            if chunk.holder() is not None or chunk in self._awaited or chunk not in self._chunks.lent:
                 continue  # it is still to end otherwise, or has before, and may have been lent again
-            self._lent.remove(chunk)
-            self._lent_bytes -= chunk.nbytes
-            if chunk.memory is None or self._lent_bytes + self._free_bytes + chunk.nbytes > self._budget:
-                continue  # it could not be pinned, or the budget was lowered
-            chunk.holder, chunk.owner = _nobody, None
-            chunk.returned = time.monotonic()
-            self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
-            self._free_bytes += chunk.nbytes
+            self._chunks.take_back(chunk)
 
     def _leave(self, waiter: _Waiter) -> None:
         self._waiting = tuple(other for other in self._waiting if other is not waiter)
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._lent_bytes + nbytes <= self._budget
-
     def _stuck(self) -> bool:
         """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
+        if self._awaited or not all(chunk.holder() for chunk in self._chunks.lent):
+            return False
         waiting = {waiter.thread for waiter in self._waiting}
-        return not self._awaited and all(chunk.owner in waiting and chunk.holder() for chunk in self._lent)
+        kept = {chunk for waiter in self._waiting for chunk in waiter.kept}
+        owners = {chunk.owner for chunk in self._chunks.lent if chunk not in kept} - waiting
+        if any(owner is not None and owner.is_alive() for owner in owners):
+            return False
+        return not owners or waiting.issuperset(threading.enumerate())
 
     def _following(self) -> _Waiter | None:
         """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
         candidates = self._waiting if self._stuck() else self._waiting[:1]
-        return next((waiter for waiter in candidates if self._fits(waiter.nbytes)), None)
-
-    def _choose(self, nbytes: int) -> _Chunk:
-        """A chunk for a request that fits, to be pinned where none of those that are free is of its size."""
-        at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
-        if at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK:
-            chunk = self._free.pop(at)
-            self._free_bytes -= chunk.nbytes
-        else:
-            self._unpin_down_to(self._budget - nbytes)
-            chunk = _Chunk(nbytes)
-        chunk.holder, chunk.owner = _lender, threading.current_thread()
-        self._lent.add(chunk)
-        self._lent_bytes += chunk.nbytes
-        return chunk
-
-    def _unpin_down_to(self, nbytes: int) -> None:
-        """Unpin what has been free for longest, until ``nbytes`` are allocated, or only what is in use."""
-        while self._free and self._lent_bytes + self._free_bytes > nbytes:
-            chunk = min(self._free, key=_returned)
-            self._free.remove(chunk)
-            self._free_bytes -= chunk.nbytes
+        return next((waiter for waiter in candidates if self._chunks.fits(waiter.nbytes)), None)
 
     def _shortage(self, nbytes: int, circumstances: str = "") -> str:
-        size = padded(nbytes, _PAGE)
-        enough = size if size > self._budget else size + self._lent_bytes
+        size, budget, in_use = padded(nbytes, _PAGE), self._chunks.budget, self._chunks.lent_bytes
+        enough = size if size > budget else size + in_use
         return (
-            f"{nbytes} bytes of buffers are wanted; of the budget of {self._budget} bytes, {self._lent_bytes} are in use"
+            f"{nbytes} bytes of buffers are wanted; of the budget of {budget} bytes, {in_use} are in use"
             f"{circumstances}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
             "or release leases and drop the tensors over them"
         )
-
-
-_nbytes = operator.attrgetter("nbytes")
-_returned = operator.attrgetter("returned")
 
 
 def _op() -> ModuleType:
@@ -383,7 +329,7 @@ def _no_bytes() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-def _has_ended(chunk: _Chunk, after: Ending) -> bool:
+def _has_ended(chunk: Chunk, after: Ending) -> bool:
     """Whether a future has. One that cannot say so has, too: the tensors of its transfer keep the memory for it."""
     try:
         if not after.done():

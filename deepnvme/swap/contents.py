@@ -98,20 +98,3 @@ class Entry:
         if version is None:
             raise RuntimeError(f"{self.name!r} has no version")  # never: an entry lives from its first put on
         return version
-
-    def conflicts(self, writing: bool) -> tuple[Operation, ...]:
-        """What has to end before the name is read, or before it is written."""
-        if self.put is not None:
-            if not self.put.settled:
-                return (self.put,)
-            self.put = None
-        if self.gets:
-            if all(operation.settled for operation in self.gets):
-                self.gets = ()
-            elif writing:
-                return self.gets
-        return ()
-
-    def reading(self, operations: tuple[Operation]) -> None:
-        """Note a get. ``operations``: it alone, in a tuple that many entries can share."""
-        self.gets = (*(other for other in self.gets if not other.settled), *operations) if self.gets else operations

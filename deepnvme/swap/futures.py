@@ -23,7 +23,7 @@ class Operation:
 
     def __init__(self, lock: threading.RLock, finish: Callable[[Operation, list[Failure]], None]) -> None:
         self._lock = lock
-        self._finish = finish
+        self._finish: Callable[[Operation, list[Failure]], None] | None = finish
         self._transfers: list[tuple[Future, Sequence[Any]]] = []
         self._failures: list[Failure] = []
         self.settled = False
@@ -68,9 +68,10 @@ class Operation:
             if error is not None:
                 self._failures.append((error, tensors))
         self.error = self._failures[0][0] if self._failures else None
-        self._finish(self, self._failures)
+        if self._finish is not None:
+            self._finish(self, self._failures)
         self.settled = True
-        self._transfers, self._failures = [], []  # which hold tensors
+        self._transfers, self._failures, self._finish = [], [], None  # which hold tensors
 
 
 class StoreFuture(Generic[Result]):

@@ -33,13 +33,14 @@ class Lease:
     what it is told to come ``after``.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_give_back", "nbytes")
+    __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")
 
     nbytes: int
     """As asked for."""
 
-    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None]) -> None:
+    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None], chunk: object = None) -> None:
         self.nbytes = buffer.nbytes
+        self._chunk = chunk  # by which its pool knows it
         self._buffer: torch.Tensor | None = buffer
         self._give_back = give_back
 

@@ -9,7 +9,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deepnvme._tensor_memory import memory_of
@@ -18,6 +18,8 @@ from .extents import ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
+
+    from .space import Part
 
 _HUGE_FROM = 4 << 20  # bytes: two huge pages can lie in it, whatever its address
 _CHUNK = 16 << 20  # bytes of a device's tensor that are copied at a time for a checksum
@@ -49,11 +51,40 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """:func:`storable` of each, and its address on the host, 0 for a device's. Everything about a tensor is asked at once:
+    column by column took 2.7 times as long for ten thousand, which do not stay in the processor's cache from one to the next."""
+    import torch
+
+    usual, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
+    dense, addresses = [], []
+    for name, tensor in tensors.items():
+        plain = (
+            type(tensor) in usual
+            and tensor.layout is strided
+            and tensor.is_contiguous()
+            and not (tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+        )
+        tensor = tensor if plain else storable(name, tensor)
+        dense.append(tensor)
+        addresses.append(tensor.data_ptr() if tensor.is_cpu else 0)
+    return dense, addresses
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D view of a contiguous tensor's bytes."""
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def pieces(parts: Iterable[Part], tensor: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """The parts with what each holds of the bytes of a contiguous tensor."""
+    start = 0
+    for part in parts:
+        all_of_it = start == 0 and part.nbytes == tensor.nbytes
+        yield part, tensor if all_of_it else flat_bytes(tensor)[start : start + part.nbytes]
+        start += part.nbytes
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-// The engine under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
+// The engine and copy_many under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
 // (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
 // against a copy in memory. Exit status 0 when all was well.
 //
@@ -9,11 +9,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "core/copy.h"
 #include "engine/engine.h"
 #include "faulty_backend.h"
 
@@ -144,6 +146,34 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
     std::filesystem::remove(path);
 }
 
+// Ranges of any size at any address, enough for two threads, there and back.
+void copy_at_random(unsigned seed) {
+    constexpr std::size_t kEnough = 24 << 20;
+    std::mt19937 random(seed);
+    std::vector<std::uint64_t> sizes;
+    std::size_t room = 0;
+    while (room < kEnough) {
+        sizes.push_back(sizes.size() % 16 ? random() % (64 << 10) : sizes.size() % 3 * (random() % (2 << 20)));
+        room += sizes.back() + 64;
+    }
+    std::vector<std::byte> source(room), back(room);
+    for (std::size_t i = 0; i < room; ++i) source[i] = static_cast<std::byte>(i * 31 + i / 251);
+    std::vector<std::unique_ptr<std::byte[]>> pieces;  // each of just its size, so that a byte too much is seen
+    std::vector<std::uint64_t> from, to, returned;
+    std::size_t at = 0;
+    for (const std::uint64_t size : sizes) {
+        pieces.push_back(std::make_unique<std::byte[]>(size));
+        from.push_back(reinterpret_cast<std::uint64_t>(&source[at + random() % 64]));
+        to.push_back(reinterpret_cast<std::uint64_t>(pieces.back().get()));
+        returned.push_back(reinterpret_cast<std::uint64_t>(&back[at + random() % 64]));
+        at += size + 64;
+    }
+    copy_many(to, from, sizes);
+    copy_many(returned, to, sizes);
+    for (std::size_t i = 0; i < sizes.size(); ++i)
+        if (std::memcmp(reinterpret_cast<const void*>(returned[i]), reinterpret_cast<const void*>(from[i]), sizes[i]) != 0) complain("a copy differs");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -159,5 +189,8 @@ int main(int argc, char** argv) {
         for (const auto& choice : backend_choices())
             for (const Faults& faults : {none, shorts, interruptions})
                 if (choice.make) round(argv[1], choice, faults, seed);
+    std::vector<std::thread> copying;
+    for (unsigned seed = 0; seed < 3; ++seed) copying.emplace_back(copy_at_random, seed);
+    for (auto& thread : copying) thread.join();
     std::printf("stress: %u rounds, all contents as expected\n", rounds);
 }

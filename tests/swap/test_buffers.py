@@ -360,7 +360,7 @@ def test_own_leases_and_views_are_not_waited_for(pool: BufferPool, released: boo
     view = lease.buffer
     if released:
         lease.release()
-    with pytest.raises(OutOfBuffers, match=r"245760 are in use, all leased by this thread.*at least 491520"):
+    with pytest.raises(OutOfBuffers, match=r"245760 are in use, all held by this thread.*at least 491520"):
         pool.lease(60 * PAGE)
     assert pool.try_lease(60 * PAGE) is None
     pool.set_budget(491520)
@@ -422,6 +422,56 @@ def test_a_thread_that_ended_with_a_lease_does_not_count_as_its_successor(pool: 
     other = start_waiting(pool, pool.lease, PAGE)
     lease.release()
     other.result()
+
+
+@pytest.fixture
+def lent(pool: BufferPool) -> Iterator[Callable[[int], Lease]]:
+    """Leases of another thread, which goes on until the end of the test."""
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        yield lambda nbytes: other.submit(pool.lease, nbytes).result()
+
+
+def test_leases_that_are_kept_are_not_waited_for(pool: BufferPool, lent: Callable[[int], Lease]) -> None:
+    leases = [lent(40 * PAGE), lent(30 * PAGE)]
+    own = pool.lease(30 * PAGE)
+    with pytest.raises(OutOfBuffers, match="409600 are in use"):
+        pool.lease(PAGE, keeping=leases)
+    with pytest.raises(TimeoutError):
+        pool.lease(PAGE, timeout=0.05, keeping=leases[:1])
+    own.release()
+    pool.lease(30 * PAGE, keeping=leases).release()
+
+
+def test_a_lease_that_was_released_is_not_kept(pool: BufferPool, lent: Callable[[int], Lease]) -> None:
+    released = lent(100 * PAGE)
+    released.release()
+    again = lent(100 * PAGE)  # the same memory
+    waiting = start_waiting(pool, pool.lease, PAGE, None, [released])
+    again.release()
+    assert waiting.result().nbytes == PAGE
+
+
+@pytest.mark.parametrize("ends", ["before", "meanwhile"])
+def test_a_lease_of_a_thread_that_ended_is_not_waited_for_where_none_goes_on(interpreters: Any, ends: str) -> None:
+    interpreters.run(f"""
+import threading, time
+from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+pool = BufferPool(409600)
+leases = []
+def work():
+    leases.append(pool.lease(409600))
+    if {ends == "meanwhile"}:
+        time.sleep(0.3)
+thread = threading.Thread(target=work)
+thread.start()
+while not leases or {ends == "before"} and thread.is_alive():
+    time.sleep(0.01)
+try:
+    pool.lease(4096, timeout=20)
+except OutOfBuffers:
+    leases.clear()
+pool.lease(4096, timeout=0)
+""").check()  # fmt: skip
 
 
 @pytest.mark.parametrize("nbytes", [10 * PAGE, 100 * PAGE])
@@ -507,8 +557,8 @@ def test_the_last_to_wait_lets_another_go_on(pool: BufferPool) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05, -1])
-def test_waiting_ends_after_the_timeout(pool: BufferPool, timeout: float) -> None:
-    lease = in_thread(pool.lease, 100 * PAGE)
+def test_waiting_ends_after_the_timeout(pool: BufferPool, lent: Callable[[int], Lease], timeout: float) -> None:
+    lease = lent(100 * PAGE)
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"4096 bytes .* 409600 are in use, after waiting for {timeout} s"):
         pool.lease(PAGE, timeout=timeout)
@@ -527,8 +577,8 @@ def test_who_gave_up_holds_nobody_up(pool: BufferPool) -> None:
     lease.release()
 
 
-def test_ctrl_c_interrupts_waiting(pool: BufferPool) -> None:
-    lease = in_thread(pool.lease, 100 * PAGE)
+def test_ctrl_c_interrupts_waiting(pool: BufferPool, lent: Callable[[int], Lease]) -> None:
+    lease = lent(100 * PAGE)
     timer = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):

@@ -282,7 +282,7 @@ class TestErrors:
         tensors = {str(index): numbered(MIB, index) for index in range(8)}
         with TensorStore(drive / "store", engine=faulty("threads", block_size=MIB, error_every=5)) as store:
             assert store.put_many(tensors).exception().errno == errno.EIO
-            damaged = [name for name in tensors if store._entries[name].damage is not None]
+            damaged = [name for name in tensors if store._catalogue.entries[name].damage is not None]
             assert len(damaged) == 1
             with pytest.raises(OSError, match="is damaged"):
                 store.get(damaged[0])
@@ -383,7 +383,7 @@ class TestChecksums:
 
     @pytest.mark.parametrize("index", [0, 1])
     def test_a_bit_that_flipped_is_named_with_its_tensor_file_and_place(self, checked, drive, index):
-        version = checked._entries["large"].version
+        version = checked._catalogue.entries["large"].version
         path = self.corrupt(drive, version.parts[index])
         gets = (lambda: checked.get("large"), lambda: checked.get("large", out=torch.empty(MIB, dtype=torch.float64)))
         for get in (*gets, lambda: checked.get_many(["small", "large"])):
@@ -397,7 +397,7 @@ class TestChecksums:
         assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
 
     def test_corruption_of_a_small_one_spares_its_neighbours(self, checked, drive):
-        self.corrupt(drive, checked._entries["small"].version.parts[0])
+        self.corrupt(drive, checked._catalogue.entries["small"].version.parts[0])
         with pytest.raises(CorruptTensor, match="'small'"):
             checked.get("small").result()
         assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
