@@ -71,10 +71,8 @@ class Residents:
             sub_group.resident = None
 
     def _replace(self, sub_group: SubGroup, held: Held) -> None:
-        old = sub_group.resident
         layout = sub_group.lay_out(held)
-        sub_group.resident = self._pool.lease(max(layout.nbytes, 1))
+        lease = self._pool.lease(max(layout.nbytes, 1))
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
-            section.of(sub_group.resident.buffer).copy_(tensor)
-        if old is not None:
-            old.release()
+            section.of(lease.buffer).copy_(tensor)
+        sub_group.resident = lease  # the old one ends with the last who knows it: the step may be undone

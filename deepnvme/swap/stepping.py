@@ -182,11 +182,10 @@ class Stepping:
         return len(stepped) + len(waiting)
 
     def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: Vote) -> None:
-        to_come = list(sub_groups)
+        to_come = sorted(sub_groups, key=lambda each: each.numel)
         if to_come and not self._sweep.under_way:  # else others have shown that the optimizer's code can make this step
-            first = to_come.pop(0)
-            assert first.resident is not None
-            self._sweep.keep_copy(first, first.resident.buffer)
+            first = to_come.pop(0)  # the smallest: copying takes time
+            self._sweep.keep_copy(first)
             self._step_resident(first)
         vote.carry()
         for sub_group in to_come:

@@ -85,18 +85,20 @@ class Sweep:
         self._write(slot, image_name(sub_group), images)
         self._read_ahead()
 
-    def keep_copy(self, sub_group: SubGroup, block: torch.Tensor) -> None:
-        """Have :meth:`undo` bring this one back too, which is about to be stepped in ``block``, in memory. Takes a slot."""
-        slot = self._free_slot()
+    def keep_copy(self, sub_group: SubGroup) -> None:
+        """Have :meth:`undo` bring this one back too, which is about to be stepped in memory. Takes a slot."""
+        slot, lease = self._free_slot(), sub_group.resident
+        assert lease is not None
         slot.holds = slot.content = None
         taken = sub_group.image()
         self._take_images(slot, sub_group, taken)
-        copy = slot.block.take(block.nbytes).copy_(block)
+        copy = slot.block.take(lease.nbytes).copy_(lease.buffer)
         forget = sub_group.remember()
 
         def bring_back() -> None:
             forget()
-            block.copy_(copy)
+            lease.buffer.copy_(copy)
+            sub_group.resident = lease  # it has another, if its states have changed their form
 
         self._log.append((sub_group, bring_back, taken))
         slot.holds = sub_group  # whose images are found by that

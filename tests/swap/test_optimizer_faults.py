@@ -23,6 +23,7 @@ import torch
 import deepnvme
 from deepnvme.swap import BufferPool, OutOfBuffers
 from deepnvme.swap.owner import StoreLocked
+from deepnvme.swap.ranks import Ranks
 from deepnvme.swap.store import CorruptTensor
 
 from ..disks import MIB, Disk, loop_disk
@@ -243,7 +244,7 @@ def test_an_exception_of_the_optimizer_itself_leaves_the_step_before(drive: Path
 
 
 SUB_GROUPS = [(7,), (3000,), (9,), (4000,), (4096,)]
-"""Of which the first three are one, in memory and where they are cut."""
+"""Of which the first three are one, the smallest."""
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -270,6 +271,45 @@ def test_an_exception_of_the_optimizer_in_what_is_stepped_first_in_memory_is_und
                     assert_same(params, plain)
                     assert_same_state(optimizer.state_dict(), states)
                 Failing.left = 1 << 30
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+class Growing(torch.optim.Optimizer):
+    """Keeps a tensor more for each parameter when ``more`` is set."""
+
+    def __init__(self, params: Any, lr: float = 0.1, more: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "more": more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                for name in ("sum", "more") if group["more"] else ("sum",):
+                    param.sub_(self.state[param].setdefault(name, torch.zeros_like(param)).add_(param.grad), alpha=group["lr"])
+
+
+def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, params = parameters(shapes=[(3000,)]), parameters(shapes=[(3000,)])
+    reference = Growing(plain)
+    with optimizer_in(drive, params, Growing, dram_budget=1 << 40) as optimizer:
+        for step in range(5):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            if step == 3:
+                states = copied(optimizer.state_dict())
+                with monkeypatch.context() as patch:
+                    patch.setattr(Ranks, "all_of_them", lambda self, well: False)
+                    optimizer.param_groups[0]["more"] = True
+                    with pytest.raises(RuntimeError, match="another rank failed"):
+                        optimizer.step()
+                optimizer.param_groups[0]["more"] = False
+                assert_same(params, plain)
+                assert_same_state(optimizer.state_dict(), states)
+                for each in (reference, optimizer):
+                    each.param_groups[0]["more"] = True
             reference.step()
             optimizer.step()
             assert_same(params, plain)
