@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .block import Layout, lay_out
@@ -12,11 +12,10 @@ from .sub_groups import local_of
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.engine import Future
-
     from .buffers import BufferPool, Lease
-    from .store import TensorStore
+    from .futures import StoreFuture
     from .sub_group import SubGroup
+    from .traffic import Traffic
 
 OPEN = 3
 """Sub-groups whose gradients are in memory at a time: as many as backward fills at once, and those being written. Those of a
@@ -35,23 +34,29 @@ class _Gradients:
         """Those of the backward that is running."""
         self.complete = False
         """Whether that backward has given all."""
-        self.written: Future | None = None
+        self.written: StoreFuture[int] | None = None
 
 
 class OffloadedGradients:
     """Gathers the gradients of each sub-group, writes them when they are complete, and adds to those of an earlier backward."""
 
-    def __init__(self, store: TensorStore, pool: BufferPool) -> None:
-        self._store, self._pool = store, pool
+    def __init__(self, traffic: Traffic, pool: BufferPool) -> None:
+        self._traffic, self._pool = traffic, pool
         self._of: dict[SubGroup, _Gradients] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         """Of gradients in several pieces, as long as one backward has made them."""
         self._scale: torch.Tensor | None = None
+        self._ahead: dict[SubGroup, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
+        """Those on their way back."""
+        self._fetched: tuple[SubGroup, Lease] | None = None
         self._taken: Lease | None = None
-        self._leaving: deque[Future] = deque()
+        self._leaving: deque[StoreFuture[int]] = deque()
+        self.lost = False
+        """Whether one could not be written, and is nowhere now."""
 
-    def add(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
-        """Take over a parameter's gradient: a copy, or the sum with what was there. Raises OSError from the drive."""
+    def take_in(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
+        """Have a parameter's gradient here instead: it, or the sum with what was there. Raises OSError from the drive, and leaves
+        it to the parameter then."""
         import torch
 
         gradient = param.grad
@@ -72,6 +77,7 @@ class OffloadedGradients:
                 part.zero_()  # it stays where it is and will be added once more
             self._norms.pop(param, None)
             raise
+        param.grad = None
 
     def _add_piece(self, sub_group: SubGroup, index: int, taken: list[torch.Tensor]) -> None:
         import torch
@@ -103,74 +109,126 @@ class OffloadedGradients:
             if kept.lease is not None:
                 kept.complete = True
                 self._write(kept)
-        for kept in self._of.values():
-            if kept.written is not None:
-                kept.written.result()
+        with self._traffic.spending("waiting"):
+            for kept in self._of.values():
+                self._until_written(kept)
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
 
     def has(self, sub_group: SubGroup) -> bool:
         """Whether any piece has a gradient here."""
         return sub_group in self._of
 
-    def take(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
-        """The gradients by piece, clipped if they are to be, valid until the next are taken."""
+    def expect(self, sub_groups: Iterable[SubGroup]) -> None:
+        """Read ahead the gradients of those that are next, as far as there is memory for them."""
+        for sub_group in sub_groups:
+            kept = self._of.get(sub_group)
+            if kept is None or kept.lease is not None or sub_group in self._ahead:
+                continue
+            lease = self._pool.try_lease(max(kept.layout.nbytes, 1)) if len(self._ahead) < OPEN - 1 else None
+            if lease is None:
+                return
+            self._read(kept, lease)
+
+    def fetch(self, sub_group: SubGroup) -> None:
+        """Have the gradients of this one in memory. Raises OSError."""
+        if self._fetched is not None and self._fetched[0] is sub_group:
+            return
         self._give_back()
+        kept = self._of.get(sub_group)
+        if kept is None or kept.lease is not None:
+            return
+        with self._traffic.spending("waiting"):
+            if sub_group not in self._ahead:
+                self._read(kept, self._pool.lease(max(kept.layout.nbytes, 1)))
+            lease, reading = self._ahead.pop(sub_group)
+            self._fetched = sub_group, lease
+            try:
+                reading.result()
+            except BaseException:
+                self._give_back()
+                raise
+        self._traffic.look()
+
+    def take(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
+        """The gradients by piece, clipped if they are to be, valid until the next are fetched or taken."""
         kept = self._of.get(sub_group)
         if kept is None:
             return {}
         if kept.lease is not None:  # incomplete, or of a sub-group in memory
             buffer = kept.lease.buffer
         else:
-            self._taken = self._pool.lease(max(kept.layout.nbytes, 1))
-            buffer = self._taken.buffer[: kept.layout.nbytes]
-            self._store.get(_name(sub_group), buffer).result()
+            self.fetch(sub_group)
+            assert self._fetched is not None
+            (_, self._taken), self._fetched = self._fetched, None  # which may be scaled below: to be read again
+            buffer = self._taken.buffer
         found = {index: kept.layout.sections[index].of(buffer) for index in sorted(kept.present)}
         if self._scale is not None:
             for index, gradient in found.items():
                 found[index] = gradient.mul_(self._scale) if kept.lease is None else gradient * self._scale
         return found
 
-    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """The norm of all gradients, summed in the order of ``params``; they are scaled to ``max_norm`` when they are taken."""
+    def norms(self, params: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor | None]:
+        """Of what is here of the gradient of each. Reads all of them."""
         import torch
 
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
-        for sub_group in self._of:
+        sub_groups = list(self._of)
+        for number, sub_group in enumerate(sub_groups):
+            self.expect(sub_groups[number : number + OPEN])
             for index, gradient in self.take(sub_group).items():
                 piece = sub_group.pieces[index]
                 whole = piece.whole or gradient.dtype == torch.float64
                 norm = torch.linalg.vector_norm(gradient, norm_type, dtype=None if whole else torch.float32)
                 by_param.setdefault(piece.param, []).append(norm)
-        norms = []
+        self._give_back()
+        norms: list[torch.Tensor | None] = []
         for param in params:
             parts = by_param.get(param)
-            if parts is None:
-                continue
-            norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type).to(param.dtype)
-            if norm_type == 2.0 and self._scale is None:
-                norm = self._norms.get(param, norm)
-            norms.append(_over_ranks(param, norm, norm_type))
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+            norm = None
+            if parts is not None:
+                norm = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type).to(param.dtype)
+                if norm_type == 2.0 and self._scale is None:
+                    norm = self._norms.get(param, norm)
+            norms.append(norm)
+        return norms
+
+    def clip(self, norms: Sequence[torch.Tensor | None], max_norm: float, norm_type: float) -> torch.Tensor:
+        """The norm of all from those of each, in this order; gradients are scaled to ``max_norm`` when they are taken."""
+        import torch
+
+        found = [norm for norm in norms if norm is not None]
+        total = torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.tensor(0.0)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._scale = scale if self._scale is None else self._scale * scale
         return total
 
     def clear(self) -> None:
         """Forget all gradients. Those on the drive keep their place there, for the next."""
-        self._give_back()
+        self.rest()
         for kept in self._of.values():
             if kept.lease is not None:
                 kept.lease.release()
         self._of.clear()
         self._norms.clear()
         self._scale = None
+        self.lost = False
+
+    def rest(self) -> None:
+        """Give back the memory of those that were read, or read ahead. They are read again when they are wanted."""
+        self._give_back()
+        for lease, reading in self._ahead.values():
+            lease.release(after=reading)
+        self._ahead.clear()
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:
         if kept.lease is None:
             self._make_room()
             lease = self._pool.lease(max(kept.layout.nbytes, 1))
             if kept.written is not None:
-                kept.written.result()
-                self._store.get(_name(kept.sub_group), lease.buffer[: kept.layout.nbytes]).result()
+                self._until_written(kept)
+                self._traffic.get(_name(kept.sub_group), lease.buffer[: kept.layout.nbytes]).result()
             kept.lease, kept.written = lease, None
             if kept.complete:
                 kept.complete = False
@@ -187,37 +245,36 @@ class OffloadedGradients:
             else:
                 self._write(open_now[0])
 
+    def _read(self, kept: _Gradients, lease: Lease) -> None:
+        self._until_written(kept)
+        self._ahead[kept.sub_group] = lease, self._traffic.get(_name(kept.sub_group), lease.buffer[: kept.layout.nbytes])
+
     def _write(self, kept: _Gradients) -> None:
         if kept.sub_group.in_memory:
             return
         assert kept.lease is not None
-        kept.written = self._store.put(_name(kept.sub_group), kept.lease.buffer[: kept.layout.nbytes])
+        kept.written = self._traffic.put(_name(kept.sub_group), kept.lease.buffer[: kept.layout.nbytes])
         kept.lease.release(after=kept.written)
         kept.lease = None
         self._leaving.append(kept.written)
 
+    def _until_written(self, kept: _Gradients) -> None:
+        if kept.written is None:
+            return
+        try:
+            kept.written.result()
+        except OSError as error:
+            if not self.lost:
+                error.strerror = f"{error.strerror}; a gradient is lost with it: call zero_grad() and run backward again"
+            self.lost = True
+            raise
+
     def _give_back(self) -> None:
-        if self._taken is not None:
-            self._taken.release()
-            self._taken = None
+        for lease in (self._taken, self._fetched[1] if self._fetched is not None else None):
+            if lease is not None:
+                lease.release()
+        self._taken = self._fetched = None
 
 
 def _name(sub_group: SubGroup) -> str:
     return f"{sub_group.index}.gradient"
-
-
-def _over_ranks(param: torch.Tensor, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of a DTensor's gradient from that of the shard here."""
-    import torch
-    import torch.distributed as dist
-
-    if local_of(param) is param:
-        return norm
-    power = (norm.clone() if norm_type == float("inf") else norm**norm_type).to(param.device)  # where its ranks can meet
-    for dimension, placement in enumerate(param.placements):  # type: ignore[attr-defined]
-        if not placement.is_shard():
-            continue
-        group = param.device_mesh.get_group(dimension)  # type: ignore[attr-defined]
-        dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=group)
-    power = power.cpu()
-    return power if norm_type == float("inf") else torch.pow(power, 1 / norm_type)

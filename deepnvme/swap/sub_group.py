@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .block import Layout, Section, lay_out
@@ -41,13 +41,12 @@ class SubGroup:
         self.layout: Layout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
-        """Which of its two blocks on the drive is the last whole step's; None if there is none yet."""
+        """Which of its blocks on the drive is the last whole step's; None if none is: before the first, or when it stays in
+        memory."""
         self.in_memory: bool | None = None
-        """Whether its block stays there; None until that is decided."""
+        """Whether its block is to stay there; None until that is decided."""
         self.resident: Lease | None = None
-        """Its block, if it stays."""
-        self.spilled = False
-        """Whether the drive has a copy of that as well."""
+        """Its block, where it does."""
         self.stale: set[int] = set()
         """Pieces whose parameter was changed by others: their master weight is to follow."""
         self._make_optimizer = make_optimizer
@@ -96,7 +95,7 @@ class SubGroup:
         views = self._views(block)
         try:
             optimizer = self._bind(views, gradients, groups)
-            optimizer.step()
+            step_without_global_hooks(optimizer)
             held = self._settle(block, self._held(optimizer))
             self.stale.clear()
             return held
@@ -113,7 +112,7 @@ class SubGroup:
 
     def remember(self) -> Callable[[], None]:
         """What undoes the changes that a step makes to what is kept in memory."""
-        small = [{key: _copied(value) for key, value in values.items()} for values in self.small]
+        small = [copied(values) for values in self.small]
         layout, current, stale = self.layout, self.current, set(self.stale)
         options = [dict(group) for group in self._groups()]
         pushed = {group: dict(values) for group, values in self._pushed.items()}
@@ -220,6 +219,19 @@ class SubGroup:
             self._optimizer.state.clear()
 
 
+def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, but for torch's hooks of all optimizers' steps: those are for the step of the whole, of which this is
+    a part. Hooks that the optimizer has given itself are called."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch.optim.Optimizer wraps the method of each class, and calls all hooks around it
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        before(optimizer, (), {})
+    step(optimizer)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, (), {})
+
+
 def _fits(layout: Layout, held: Held) -> bool:
     return len(layout.sections) == len(held) and all(
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
@@ -227,10 +239,11 @@ def _fits(layout: Layout, held: Held) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that stays as it is when the optimizer goes on."""
     import torch
 
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return {key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for key, value in values.items()}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -38,18 +38,23 @@ class Piece:
     @property
     def gradient(self) -> torch.Tensor | None:
         """This piece of the parameter's."""
-        import torch
-
         gradient = self.param.grad
         if gradient is None or self.whole:
             return None if gradient is None else self.of(gradient)
-        if gradient.layout is not torch.strided:
+        self.check_gradient()
+        local = local_of(gradient)
+        return self.of(local if local.is_contiguous() else local.contiguous())
+
+    def check_gradient(self) -> None:
+        """Raise TypeError for one that has no such piece."""
+        import torch
+
+        gradient = self.param.grad
+        if gradient is not None and not self.whole and gradient.layout is not torch.strided:
             raise TypeError(
                 f"a gradient of layout {gradient.layout} cannot be cut like its parameter, of shape {tuple(self.param.shape)}:"
                 f" set sub_group_size to {self.param.numel()} or more"
             )
-        local = local_of(gradient)
-        return self.of(local if local.is_contiguous() else local.contiguous())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

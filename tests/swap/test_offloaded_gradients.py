@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import deepnvme
 from deepnvme.swap import BufferPool
 from deepnvme.swap.gradients import OPEN
 
-from .training import (
-    InMemory,
-    assert_same,
-    assert_same_state,
-    failing,
-    give_gradients,
-    parameters,
-    snapshot,
-)
+from . import training
+from .training import ADAM, assert_same, assert_same_state, backward, failing, give_gradients, in_memory, parameters, snapshot
+from .training import FULL_SHAPES as SHAPES
 
-ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
-SHAPES = [(41, 300), (7,), (513,), (90, 90), (3, 5), (4099,)]
-
-
-def optimizer_in(drive: Path, params: Any, **options: Any) -> deepnvme.OffloadedOptimizer:
-    return deepnvme.OffloadedOptimizer(
-        params,
-        torch.optim.AdamW,
-        nvme_path=drive / "states",
-        sub_group_size=4096,
-        offload_gradients=True,
-        **ADAM,
-        **options,
-    )
-
-
-def backward(params: list[torch.nn.Parameter], step: int, missing: tuple[int, ...] = ()) -> None:
-    """Gradients that autograd makes, in its order."""
-    random = torch.Generator().manual_seed(step)
-    factors = [torch.randn(param.shape, generator=random).to(param.dtype) for param in params]
-    parts = [(param * factor).sum() for param, factor in zip(params, factors, strict=True)]
-    torch.stack([part for index, part in enumerate(parts) if index not in missing]).sum().backward()
+optimizer_in = functools.partial(training.optimizer_in, offload_gradients=True, **ADAM)
 
 
 @pytest.mark.parametrize("dram_budget", [0, 150_000, 1 << 40])
@@ -52,12 +27,11 @@ def test_the_same_bits_with_several_backwards_and_clipping(precision: str, dram_
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
     masters = precision == "masters"
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM) if masters else torch.optim.AdamW(plain, **ADAM)
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
     with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
         for step in range(8):
             optimizer.zero_grad()
-            for param in plain:
-                param.grad = None
+            reference.zero_grad()
             for number in range(1 + step % 3):
                 missing = (1, 3) if number == 0 and step > 4 else ()
                 backward(plain, 10 * step + number, missing)
@@ -65,15 +39,15 @@ def test_the_same_bits_with_several_backwards_and_clipping(precision: str, dram_
                 assert all(param.grad is None for param in params)
             if step % 2:
                 # several backwards make norms of cut parameters from their pieces, which may round otherwise
-                norms = torch.nn.utils.clip_grad_norm_(plain, 1e6 if step % 3 else 5.0), optimizer.clip_grad_norm_(
-                    1e6 if step % 3 else 5.0
+                norms = (
+                    torch.nn.utils.clip_grad_norm_(plain, 1e6 if step % 3 else 5.0),
+                    optimizer.clip_grad_norm_(1e6 if step % 3 else 5.0),
                 )
                 torch.testing.assert_close(norms[1], norms[0], rtol=0 if step % 3 == 0 else 1e-6, atol=0)
             reference.step()
             optimizer.step()
             assert_same(params, plain)
-        expected = reference.optimizer if isinstance(reference, InMemory) else reference
-        assert_same_state(optimizer.state_dict(), expected.state_dict())
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
@@ -174,11 +148,14 @@ def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: s
         with failing(optimizer, "write", 1):
             backward(params, 0)
             if during == "clipping":
-                with pytest.raises(OSError):  # noqa: PT011
+                with pytest.raises(OSError, match="a gradient is lost with it"):
                     optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(OSError, match="as after step 0"):
+        with pytest.raises(RuntimeError if during == "clipping" else OSError, match="run backward again"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="run backward again"):
             optimizer.step()
         assert_same(params, plain)
+        assert optimizer.steps == 0
         optimizer.zero_grad()
         backward(plain, 1)
         backward(params, 1)
@@ -203,6 +180,74 @@ def test_few_are_in_memory_at_a_time(drive: Path) -> None:
             backward(params, step)
         assert 0 < most <= OPEN * 4096 * 4 * 9 // 8
         optimizer.step()
+
+
+def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    numel = 8 * 4096
+    with optimizer_in(drive, params) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            begun = time.perf_counter()
+            backward(params, step)
+            optimizer.step()
+            seconds = time.perf_counter() - begun
+            report = optimizer.report()
+            # gradients, two states, and parameters to undo the step
+            assert report.bytes_written == (1 + 2 + 1) * 4 * numel
+            assert report.bytes_read == 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
+            assert 0 < report.computing + report.waiting <= report.seconds <= seconds
+            assert max(report.reading, report.writing) <= report.seconds
+
+
+def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        backward(params, 1)
+        offloaded = optimizer._stepping.offloaded
+        assert offloaded is not None
+        fetch, ahead = offloaded.fetch, []
+
+        def look(sub_group: Any) -> None:
+            ahead.append(sub_group in offloaded._ahead)
+            fetch(sub_group)
+
+        monkeypatch.setattr(offloaded, "fetch", look)
+        optimizer.step()
+        assert ahead.count(True) >= 7
+
+
+def test_hooks_of_several_devices_take_turns(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has a thread of its own in backward; here two stand for them."""
+    params, plain = parameters(shapes=[(4096,)] * 8), parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params) as optimizer:
+        offloaded = optimizer._stepping.offloaded
+        assert offloaded is not None
+        take_in, inside, most = offloaded.take_in, [], 0
+
+        def look(*arguments: Any) -> None:
+            nonlocal most
+            inside.append(1)
+            time.sleep(0.002)
+            most = max(most, len(inside))
+            take_in(*arguments)
+            inside.pop()
+
+        monkeypatch.setattr(offloaded, "take_in", look)
+        threads = [threading.Thread(target=backward, args=(half, 0)) for half in (params[:4], params[4:])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert most == 1
+        optimizer.step()
+    reference = torch.optim.AdamW(plain, **ADAM)
+    backward(plain[:4], 0)
+    backward(plain[4:], 0)
+    reference.step()
+    assert_same(params, plain)
 
 
 def test_sparse_gradients_are_refused(drive: Path) -> None:

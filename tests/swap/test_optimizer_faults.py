@@ -23,68 +23,28 @@ import torch
 import deepnvme
 from deepnvme.swap import BufferPool, OutOfBuffers
 from deepnvme.swap.owner import StoreLocked
+from deepnvme.swap.ranks import Ranks
 from deepnvme.swap.store import CorruptTensor
 
 from ..disks import MIB, Disk, loop_disk
 from ..interpreters import Interpreters
 from .training import (
+    PRECISIONS,
     InMemory,
     Lion,
+    Pair,
     assert_same,
     assert_same_state,
     copied,
     failing,
     give_gradients,
+    in_memory,
+    optimizer_in,
     parameters,
     snapshot,
 )
 
-ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SWAP = str(Path(deepnvme.__file__).parent / "swap")
-PRECISIONS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "masters": (torch.bfloat16, True)}
-
-
-class Pair:
-    """An offloaded optimizer, and the one in memory that it has to be the same as."""
-
-    def __init__(
-        self, drive: Path, precision: str = "float32", optimizer_class: Any = torch.optim.AdamW, options: Any = ADAM, **more: Any
-    ) -> None:
-        dtype, masters = PRECISIONS[precision]
-        self.plain, self.params = parameters(dtype), parameters(dtype)
-        self.reference = InMemory(self.plain, optimizer_class, **options) if masters else optimizer_class(self.plain, **options)
-        more.setdefault("nvme_path", drive / "states")
-        self.optimizer = deepnvme.OffloadedOptimizer(
-            self.params, optimizer_class, master_weights=masters, sub_group_size=4096, **more, **options
-        )
-        self.steps = 0
-
-    def give_gradients(self) -> None:
-        give_gradients(self.plain, self.steps)
-        give_gradients(self.params, self.steps)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.give_gradients()
-            self.reference.step()
-            self.optimizer.step()
-            self.steps += 1
-
-    def check(self) -> None:
-        assert_same(self.params, self.plain)
-        expected = self.reference.optimizer if isinstance(self.reference, InMemory) else self.reference
-        assert_same_state(self.optimizer.state_dict(), expected.state_dict())
-
-    def is_as_before(self, error: BaseException) -> None:
-        """At the step before, which the error says; and the step can be made yet."""
-        said = str(error) + "".join(getattr(error, "__notes__", []))
-        assert f"as after step {self.steps}" in said
-        assert self.optimizer.steps == self.steps
-        self.check()
-        self.reference.step()
-        self.optimizer.step()
-        self.steps += 1
-        self.check()
 
 
 @pytest.fixture(params=["float32", "masters"])
@@ -149,33 +109,53 @@ def test_a_step_that_cannot_be_undone_is_said_and_a_checkpoint_mends_it(pair: Pa
     pair.check()
 
 
-def test_a_full_disk_leaves_the_step_before_and_room_lets_it_go_on(drive: Path) -> None:
+def test_a_disk_that_is_too_small_is_said_before_training(drive: Path) -> None:
     with loop_disk(drive, "ext4", 32 * MIB) as disk:
-        pair = Pair(drive, nvme_path=disk / "states")
-        fill(disk, leave=2 * MIB)
-        filler = disk / "filler"
+        large = torch.nn.Parameter(torch.ones(3_000_000))
+        with pytest.raises(OSError, match=r"\d+ more bytes wanted, \d+ free") as caught:
+            optimizer_in(disk.path, [large])
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(disk / "states")
+        assert not (disk / "states").exists()
+        pair = Pair(disk.path)
         with pair.optimizer as optimizer:
-            for param in (*pair.plain, *pair.params):
-                param.grad = None
-            large = [torch.nn.Parameter(torch.ones(200_000)) for _ in range(2)]
-            optimizer.add_param_group({"params": [large[0]]})
-            pair.reference.add_param_group({"params": [large[1]]})
-            pair.params.append(large[0])
-            pair.plain.append(large[1])
-            pair.give_gradients()
-            with pytest.raises(OSError, match="as after step 0") as caught:
-                optimizer.step()
+            pair.step(1)
+            with pytest.raises(OSError, match="bytes wanted") as caught:
+                optimizer.add_param_group({"params": [large]})
             assert caught.value.errno == errno.ENOSPC
-            filler.unlink()
+            assert len(optimizer.param_groups) == 1
+            pair.step(2)
+            pair.check()
+
+
+def test_a_disk_that_checkpoints_fill_leaves_the_step_before_and_room_lets_it_go_on(drive: Path) -> None:
+    with loop_disk(drive, "ext4", 32 * MIB) as disk:
+        pair = Pair(disk.path)
+        with pair.optimizer as optimizer:
+            pair.step(2)
+            fill(disk, leave=32 << 10)
+            states = []
+            with pytest.raises(OSError, match="bytes wanted") as caught:  # noqa: PT012
+                for _ in range(9):
+                    states.append(optimizer.state_dict())
+                    pair.give_gradients()
+                    optimizer.step()
+                    pair.reference.step()
+                    pair.steps += 1
+            assert caught.value.errno == errno.ENOSPC
+            assert pair.steps > 2
+            states.clear()
             pair.is_as_before(caught.value)
+            pair.step(3)
+            pair.check()
 
 
 def fill(disk: Disk, leave: int) -> None:
     with (disk / "filler").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, disk.bytes_free() - 2 * leave)
-    with (disk / "filler").open("ab") as file, contextlib.suppress(OSError):
-        while os.statvfs(disk.path).f_bavail * os.statvfs(disk.path).f_frsize > leave:
-            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, MIB // 2)
+        for more in (MIB, 4096):
+            with contextlib.suppress(OSError):
+                while os.statvfs(disk.path).f_bavail * os.statvfs(disk.path).f_frsize > leave:
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more)
 
 
 def test_corrupt_bytes_are_named(drive: Path) -> None:
@@ -263,25 +243,104 @@ def test_an_exception_of_the_optimizer_itself_leaves_the_step_before(drive: Path
             pair.is_as_before(caught.value)
 
 
-def test_an_exception_of_the_optimizer_among_states_in_memory_is_said(drive: Path) -> None:
+SUB_GROUPS = [(7,), (3000,), (9,), (4000,), (4096,)]
+"""Of which the first three are one, the smallest."""
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_an_exception_of_the_optimizer_in_what_is_stepped_first_in_memory_is_undone(
+    drive: Path, before: int, masters: bool
+) -> None:
+    """And in all of it, as long as that has not been stepped there."""
     Failing.left = 1 << 30
-    pair = Pair(drive, "float32", Failing, {"lr": 1e-3}, dram_budget=1 << 40)
-    with pair.optimizer:
-        pair.step(2)
-        saved, weights = copied(pair.optimizer.state_dict()), snapshot(pair.params)
-        pair.give_gradients()
+    dtype = torch.bfloat16 if masters else torch.float32
+    plain, params = parameters(dtype, SUB_GROUPS), parameters(dtype, SUB_GROUPS)
+    reference = in_memory(plain, Failing, masters=masters, lr=1e-2)
+    with optimizer_in(drive, params, Failing, master_weights=masters, dram_budget=1 << 40, lr=1e-2) as optimizer:
+        for step in range(before + 2):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            if step == before:
+                states = copied(reference.state_dict())
+                for left in (0, 1, 2) if step else range(len(params)):
+                    Failing.left = left
+                    with pytest.raises(FloatingPointError):
+                        optimizer.step()
+                    assert optimizer.steps == step
+                    assert_same(params, plain)
+                    assert_same_state(optimizer.state_dict(), states)
+                Failing.left = 1 << 30
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+class Growing(torch.optim.Optimizer):
+    """Keeps a tensor more for each parameter when ``more`` is set."""
+
+    def __init__(self, params: Any, lr: float = 0.1, more: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "more": more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                for name in ("sum", "more") if group["more"] else ("sum",):
+                    param.sub_(self.state[param].setdefault(name, torch.zeros_like(param)).add_(param.grad), alpha=group["lr"])
+
+
+def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, params = parameters(shapes=[(3000,)]), parameters(shapes=[(3000,)])
+    reference = Growing(plain)
+    with optimizer_in(drive, params, Growing, dram_budget=1 << 40) as optimizer:
+        for step in range(5):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            if step == 3:
+                states = copied(optimizer.state_dict())
+                with monkeypatch.context() as patch:
+                    patch.setattr(Ranks, "all_of_them", lambda self, well: False)
+                    optimizer.param_groups[0]["more"] = True
+                    with pytest.raises(RuntimeError, match="another rank failed"):
+                        optimizer.step()
+                optimizer.param_groups[0]["more"] = False
+                assert_same(params, plain)
+                assert_same_state(optimizer.state_dict(), states)
+                for each in (reference, optimizer):
+                    each.param_groups[0]["more"] = True
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_an_exception_of_the_optimizer_later_in_memory_is_said_and_a_checkpoint_mends_it(drive: Path) -> None:
+    Failing.left = 1 << 30
+    plain, params = parameters(shapes=SUB_GROUPS), parameters(shapes=SUB_GROUPS)
+    reference = Failing(plain, lr=1e-2)
+    with optimizer_in(drive, params, Failing, dram_budget=1 << 40, lr=1e-2) as optimizer:
+        for step in range(2):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+        saved, weights = optimizer.state_dict(), snapshot(params)
         Failing.left = 4
         with pytest.raises(FloatingPointError):
-            pair.optimizer.step()
+            optimizer.step()
         Failing.left = 1 << 30
         with pytest.raises(RuntimeError, match="could not be undone: load a checkpoint"):
-            pair.optimizer.step()
-        pair.optimizer.load_state_dict(saved)
+            optimizer.step()
+        optimizer.load_state_dict(saved)
         with torch.no_grad():
-            for param, weight in zip(pair.params, weights, strict=True):
+            for param, weight in zip(params, weights, strict=True):
                 param.copy_(weight)
-        pair.step(2)
-        pair.check()
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
 INTERRUPTED = [
@@ -389,6 +448,31 @@ def test_ctrl_c_at_any_time_leaves_one_step_or_the_other(drive: Path, precision:
 # Gradients and parameters.
 
 
+def test_a_gradient_that_cannot_be_cut_is_refused_before_anything_is_stepped(drive: Path) -> None:
+    shapes = [(4096,), (4096,), (300, 41)]
+    params = parameters(shapes=shapes)
+    with optimizer_in(drive, params, torch.optim.Adagrad, dram_budget=50_000) as optimizer:
+        for step in range(2):
+            give_gradients(params, step)
+            optimizer.step()
+        before, states = snapshot(params), copied(optimizer.state_dict())
+        with torch.sparse.check_sparse_tensor_invariants():
+            params[2].grad = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 41), (300, 41))
+        with pytest.raises(TypeError, match="set sub_group_size to 12300 or more"):
+            optimizer.step()
+        assert_same(params, before)
+        assert_same_state(optimizer.state_dict(), states)
+        assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_masters_that_would_lose_precision_are_refused(dtype: torch.dtype, drive: Path) -> None:
+    param = torch.nn.Parameter(torch.zeros(3, dtype=dtype, device="meta"))  # as any device but the CPU
+    with pytest.raises(ValueError, match=f"a parameter of {dtype} on meta cannot have float32 master weights"):
+        optimizer_in(drive, [param], master_weights=True)
+    assert not (drive / "states").exists()
+
+
 def test_nan_gradients_do_what_they_do_in_memory(pair: Pair) -> None:
     pair.step(1)
     pair.give_gradients()
@@ -477,9 +561,7 @@ def test_sparse_gradients_are_stepped_whole_and_refused_where_cut(drive: Path) -
             reference.step()
             optimizer.step()
         assert_same(params, plain)
-    with deepnvme.OffloadedOptimizer(
-        params, torch.optim.Adagrad, nvme_path=drive / "cut", sub_group_size=4096
-    ) as optimizer:
+    with deepnvme.OffloadedOptimizer(params, torch.optim.Adagrad, nvme_path=drive / "cut", sub_group_size=4096) as optimizer:
         with pytest.raises(TypeError, match="set sub_group_size to 12300 or more"):
             optimizer.step()
         assert_same(params, plain)
@@ -517,6 +599,15 @@ def test_a_budget_that_is_too_small_is_said_before_training_and_leaves_nothing(d
     with pytest.raises(OutOfBuffers, match="give a smaller sub_group_size"):
         Pair(drive, pool=BufferPool(4096 * 10))
     assert not (drive / "states").exists()
+
+
+def test_what_others_have_leased_of_the_budget_is_said_before_training(drive: Path) -> None:
+    pool = BufferPool(MIB)
+    with pool.lease(MIB * 7 // 8), pytest.raises(OutOfBuffers, match=f"others have leased {MIB * 7 // 8}"):
+        Pair(drive, pool=pool)
+    pair = Pair(drive, pool=pool)
+    with pair.optimizer:
+        pair.step(2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

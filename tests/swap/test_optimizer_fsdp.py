@@ -206,3 +206,92 @@ def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path,
         drive,
         interpreters,
     )
+
+
+def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        for options in ({}, {"dram_budget": 1 << 40}, {"offload_gradients": True}):
+            model, other = sharded(), sharded()
+            plain = torch.optim.AdamW(model.parameters(), **ADAM)
+            with offloaded(other, **options) as optimizer:
+                train(other, optimizer, range(2))
+                train(model, plain, range(2))
+                get = optimizer._store.get
+                for failing in (0, 1):
+                    step = 2 + failing
+                    expected = train(model, plain, [step])
+                    try:
+                        if rank == failing:
+                            def fail(*arguments):
+                                optimizer._store.get = get  # to undo the step
+                                raise OSError(5, "as asked for")
+                            if "dram_budget" in options:
+                                failed = optimizer._sub_groups[0]  # the first that is stepped, of which there is a copy
+                                failed.step = fail
+                            else:
+                                optimizer._store.get = fail
+                        before = [param.to_local().clone() for param in other.parameters()]
+                        found = train(other, optimizer, [step])
+                    except (OSError, RuntimeError) as error:
+                        said = str(error) + "".join(getattr(error, "__notes__", []))
+                        assert ("as asked for" if rank == failing else "another rank failed in this step") in said, said
+                        assert f"as after step {step}" in said, said
+                    else:
+                        raise AssertionError(f"rank {rank} has made a step that rank {failing} could not make")
+                    optimizer._store.get = get
+                    optimizer._sub_groups[0].__dict__.pop("step", None)
+                    assert optimizer.steps == step
+                    for param, old in zip(other.parameters(), before, strict=True):
+                        assert torch.equal(param.to_local(), old)
+                    assert train(other, optimizer, [step]) == expected
+                    assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            if rank == 1:
+                model.zero_grad()
+                for param in model.parameters():
+                    param.grad = torch.zeros_like(param)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            expected.append(sum(param.grad.to_local().norm() ** 2 for param in model.parameters()) ** 0.5)
+        expected, norms = [], []
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(model, plain, [0], clip)
+            def clip_offloaded(_, optimizer):
+                if rank == 1:
+                    optimizer.zero_grad()
+                norms.append(optimizer.clip_grad_norm_(0.1))
+                norms.append(optimizer.clip_grad_norm_(0.1))
+            train(other, optimizer, [0], clip_offloaded)
+            total = expected[0].clone().square()
+            dist.all_reduce(total)
+            torch.testing.assert_close(norms[1], total.sqrt(), rtol=1e-4, atol=0)
+
+            def fail(*_):
+                raise OSError(5, "as asked for")
+            def clip_and_fail(_, optimizer):
+                get = optimizer._store.get
+                if rank == 0:
+                    optimizer._store.get = fail
+                try:
+                    optimizer.clip_grad_norm_(0.1)
+                except (OSError, RuntimeError) as error:
+                    assert ("as asked for" if rank == 0 else "another rank failed") in str(error), error
+                else:
+                    raise AssertionError("clipped by half of the norm")
+                optimizer._store.get = get
+            train(other, optimizer, [1], clip_and_fail)
+        """,
+        drive,
+        interpreters,
+    )

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import deepnvme
+from . import training
+from .training import ADAM, assert_same, assert_same_state, backward, copied, failing, in_memory, parameters, snapshot
+from .training import FULL_SHAPES as SHAPES
 
-from .test_offloaded_gradients import ADAM, SHAPES, backward
-from .training import InMemory, assert_same, assert_same_state, copied, failing, parameters, snapshot
-
-
-def optimizer_in(drive: Path, params: Any, **options: Any) -> deepnvme.OffloadedOptimizer:
-    return deepnvme.OffloadedOptimizer(
-        params,
-        torch.optim.AdamW,
-        nvme_path=drive / "states",
-        sub_group_size=4096,
-        step_in_backward=True,
-        **ADAM,
-        **options,
-    )
+optimizer_in = functools.partial(training.optimizer_in, step_in_backward=True, **ADAM)
 
 
 @pytest.mark.parametrize("dram_budget", [0, 100_000, 1 << 40])
@@ -31,11 +21,10 @@ def optimizer_in(drive: Path, params: Any, **options: Any) -> deepnvme.Offloaded
 def test_the_same_bits(masters: bool, dram_budget: int, drive: Path) -> None:
     dtype = torch.bfloat16 if masters else torch.float32
     plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM) if masters else torch.optim.AdamW(plain, **ADAM)
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
     with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
         for step in range(8):
-            for param in plain:
-                param.grad = None
+            reference.zero_grad()
             optimizer.zero_grad()
             missing = (1, 3) if step > 4 else ()
             backward(plain, step, missing)
@@ -44,8 +33,7 @@ def test_the_same_bits(masters: bool, dram_budget: int, drive: Path) -> None:
             optimizer.step()
             assert_same(params, plain)
             assert optimizer.steps == optimizer.report().step == step + 1
-        expected = reference.optimizer if isinstance(reference, InMemory) else reference
-        assert_same_state(optimizer.state_dict(), expected.state_dict())
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
 def test_gradients_are_freed_as_they_are_used(drive: Path) -> None:
@@ -115,15 +103,14 @@ def test_closing_between_backward_and_step_leaves_the_step_before(drive: Path) -
 def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operation: str, masters: bool, drive: Path) -> None:
     dtype = torch.bfloat16 if masters else torch.float32
     plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM) if masters else torch.optim.AdamW(plain, **ADAM)
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
     with optimizer_in(drive, params, master_weights=masters, dram_budget=30_000) as optimizer:
         for step in range(2):
             backward(plain, step)
             backward(params, step)
             reference.step()
             optimizer.step()
-            for param in plain:
-                param.grad = None
+            reference.zero_grad()
         number = 0
         step = 2
         while True:
@@ -145,8 +132,7 @@ def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operatio
                 optimizer.step()
             backward(plain, step)
             reference.step()
-            for param in plain:
-                param.grad = None
+            reference.zero_grad()
             assert_same(params, plain)
             if not engine.failed:
                 break
@@ -171,6 +157,24 @@ def test_a_model_whose_backward_fails_midway_can_go_back(drive: Path) -> None:
         optimizer.zero_grad()
         assert_same(params, before)
         assert_same_state(optimizer.state_dict(), states)
+
+
+def test_the_report_is_of_the_step_from_the_first_gradient_on(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params) as optimizer:
+        optimizer.measure_limits(1 << 20)
+        for step in range(3):
+            begun = time.perf_counter()
+            backward(params, step)
+            time.sleep(0.01)
+            optimizer.step()
+            seconds = time.perf_counter() - begun
+            report = optimizer.report()
+            assert report.sub_groups == 8
+            assert report.bytes_written == 8 * 3 * 4 * 4096
+            assert 0.01 < report.seconds <= seconds
+            assert max(report.reading, report.writing) <= report.seconds
+            assert report.share_of_limit is not None
 
 
 def test_clipping_is_refused(drive: Path) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import deepnvme
 from deepnvme.swap.sub_group import MASTER
 
+ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))
 """One that is cut into sub-groups of 4096 elements, a scalar, one without elements, one of one element."""
+FULL_SHAPES = ((41, 300), (7,), (513,), (90, 90), (3, 5), (4099,))
+"""Gradients of all of them come from :func:`backward`."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -74,6 +79,41 @@ class InMemory:
                 param.copy_(master)
             master.grad = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def in_memory(
+    params: Sequence[torch.nn.Parameter], optimizer_class: Any, *, masters: bool = False, **options: Any
+) -> InMemory | torch.optim.Optimizer:
+    """What an offloaded optimizer is compared with."""
+    made: InMemory | torch.optim.Optimizer = (InMemory if masters else _plain)(params, optimizer_class, **options)
+    return made
+
+
+def _plain(params: Sequence[torch.nn.Parameter], optimizer_class: Any, **options: Any) -> Any:
+    return optimizer_class(params, **options)
+
+
+def optimizer_in(
+    drive: Path, params: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any
+) -> deepnvme.OffloadedOptimizer:
+    """One of many small sub-groups."""
+    options = {"nvme_path": drive / "states", "sub_group_size": 4096, **options}
+    return deepnvme.OffloadedOptimizer(params, optimizer_class, **options)
+
+
+def backward(params: Sequence[torch.nn.Parameter], step: int, missing: tuple[int, ...] = ()) -> None:
+    """Gradients that autograd makes, in its order."""
+    random = torch.Generator().manual_seed(step)
+    factors = [torch.randn(param.shape, generator=random).to(param.dtype) for param in params]
+    parts = [(param * factor).sum() for param, factor in zip(params, factors, strict=True)]
+    torch.stack([part for index, part in enumerate(parts) if index not in missing]).sum().backward()
+
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit are the same: NaN is NaN, and 0.0 is not -0.0."""
@@ -111,6 +151,48 @@ def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     import copy
 
     return copy.deepcopy(dict(state_dict))
+
+
+PRECISIONS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "masters": (torch.bfloat16, True)}
+
+
+class Pair:
+    """An offloaded optimizer, and the one in memory that it has to be the same as."""
+
+    def __init__(
+        self, drive: Path, precision: str = "float32", optimizer_class: Any = torch.optim.AdamW, options: Any = ADAM, **more: Any
+    ) -> None:
+        dtype, masters = PRECISIONS[precision]
+        self.plain, self.params = parameters(dtype), parameters(dtype)
+        self.reference = in_memory(self.plain, optimizer_class, masters=masters, **options)
+        self.optimizer = optimizer_in(drive, self.params, optimizer_class, master_weights=masters, **more, **options)
+        self.steps = 0
+
+    def give_gradients(self) -> None:
+        give_gradients(self.plain, self.steps)
+        give_gradients(self.params, self.steps)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.give_gradients()
+            self.reference.step()
+            self.optimizer.step()
+            self.steps += 1
+
+    def check(self) -> None:
+        assert_same(self.params, self.plain)
+        assert_same_state(self.optimizer.state_dict(), self.reference.state_dict())
+
+    def is_as_before(self, error: BaseException) -> None:
+        """At the step before, which the error says; and the step can be made yet."""
+        said = str(error) + "".join(getattr(error, "__notes__", []))
+        assert f"as after step {self.steps}" in said
+        assert self.optimizer.steps == self.steps
+        self.check()
+        self.reference.step()
+        self.optimizer.step()
+        self.steps += 1
+        self.check()
 
 
 class FailingEngine:
