@@ -242,6 +242,7 @@ def test_without_either_library_the_engine_is_built_and_moves_bytes(
     assert builder.compiled_in(program) == set()
 
 
+@pytest.mark.alone
 def test_the_op_loads_from_the_cache_in_a_third_of_a_second(op: ModuleType) -> None:
     """Of a process that has not loaded torch, since that is no part of it."""
     program = (
