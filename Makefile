@@ -24,7 +24,7 @@ demo: $(VENV)/installed
 	$(python) examples/quickstart.py
 
 test: $(VENV)/installed-for-tests
-	$(python) -m pytest -rs
+	$(python) -m pytest -rs -n 2 --dist loadfile
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .

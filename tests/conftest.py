@@ -20,6 +20,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .disks import MIB, Disk, loop_disk, memory_disk
 from .interpreters import Interpreters
+from .machine import machine
 from .native import EngineTestingBuilder
 
 BACKENDS = ("io_uring", "libaio", "threads")
@@ -34,6 +35,12 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--io-dir", help="directory on the drive to test; default: a temporary one that is not in memory")
     parser.addoption("--deepspeed-python", help="an interpreter that has DeepSpeed, for tests/compat")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with machine(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

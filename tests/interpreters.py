@@ -1,8 +1,8 @@
 """Interpreters of their own, for tests of a whole process: its exit, its signals, its limits, its forks.
 
 Importing torch takes two seconds. A server does it once, starts no thread, and forks: each fork runs one program as its
-``__main__`` and then finalizes and exits as any interpreter does. Garbage of what the server had is not looked for in a fork: that
-took 0.4 s each.
+``__main__`` and then finalizes and exits as any interpreter does. In what the server had no garbage is looked for: that took each
+fork 0.4 s.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ def test_closing_while_others_submit_loses_nothing(driver: StandIn, drive: Path)
 
 
 @pytest.mark.parametrize("wait", ["future.result()", "engine.close()", "handle.wait()"])
+@pytest.mark.alone
 def test_ctrl_c_interrupts_a_wait_for_slow_work_and_nothing_else(driver: StandIn, op: ModuleType, drive: Path, wait: str) -> None:
     engine, handle, tensor = deepnvme.Engine(), op.aio_handle(), driver.tensor(CONTENT)
     with driver.using(driver.stream()) as stream:

@@ -115,6 +115,7 @@ def test_the_requests_of_a_stream_see_each_its_own_moment(driver: StandIn, engin
 
 
 @pytest.mark.parametrize(("queue_depth", "direction"), [(1, "read"), (1, "write"), (128, "write")])
+@pytest.mark.alone
 def test_requests_behind_slow_work_keep_no_others_waiting(
     driver: StandIn, backend: Any, drive: Path, queue_depth: int, direction: str
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_flush_covers_a_write_that_waits_for_its_stream(driver: StandIn, engin
     assert (drive / "file").read_bytes() == NEW
 
 
+@pytest.mark.alone
 def test_the_call_itself_does_not_wait(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
     with driver.using(driver.stream()) as stream:
         stream.pause(SOON)

@@ -46,6 +46,7 @@ def test_a_timeout_is_an_error_and_the_request_goes_on(held: Any, gate: Any, dri
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1, -1e300])
+@pytest.mark.alone
 def test_no_time_at_all_times_out_at_once(held: Any, drive: Path, timeout: float) -> None:
     future = held.write(page_aligned(b"x"), drive / "file")
     begin = time.monotonic()
@@ -139,6 +140,7 @@ def test_other_threads_run_while_one_waits(held: Any, gate: Any, drive: Path) ->
     pytest.param(lambda engine, future: future.exception(), id="exception"),
     pytest.param(lambda engine, future: engine.close(), id="close"),
 ])  # fmt: skip
+@pytest.mark.alone
 def test_ctrl_c_interrupts_the_waiting_and_not_the_request(
     faulty: Faulty, gate: Any, drive: Path, wait: Callable[[Any, Any], object]
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_completion_that_is_late_shows(testing: ModuleType, faulty: Faulty, ba
     assert shortest(max(block_latency)) <= took
 
 
+@pytest.mark.alone
 def test_the_wait_for_a_place_in_the_queue_is_not_counted(
     testing: ModuleType, faulty: Faulty, backend: Any, gate: Any, drive: Path
 ) -> None:

@@ -107,6 +107,7 @@ def slow_disk(drive: Path) -> Iterator[Disk]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("call", ["handle.wait()", "handle.sync_pwrite(tensor, path)", "handle.write(tensor, path, False)"])
+@pytest.mark.alone
 def test_ctrl_c_interrupts_a_handle_that_waits(interpreters: Any, slow_disk: Disk, call: str) -> None:
     child = interpreters.start(f"""
         import time

@@ -69,7 +69,7 @@ def write_neighbours(directory: str, backends: list[Any]) -> None:
     total = 512 * 1024
     for backend in backends:
         with deepnvme.Engine(backend=backend, num_threads=2) as engine:
-            for round_ in range(15):
+            for round_ in range(6):
                 content = pattern(total, round_)
                 path = Path(directory, str(round_ % 4))
                 borders = [0, *sorted(random.Random(round_).sample(range(1, total), 40)), total]

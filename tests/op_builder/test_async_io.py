@@ -243,10 +243,10 @@ def test_without_either_library_the_engine_is_built_and_moves_bytes(
 
 
 def test_the_op_loads_from_the_cache_in_a_third_of_a_second(op: ModuleType) -> None:
-    """Of a process that has not loaded torch, since that is no part of it."""
+    """Of the processor, since others use it too, and of a process that has not loaded torch, since that is no part of it."""
     program = (
-        "import sys, time; sys.path.insert(0, ''); from op_builder import AsyncIOBuilder\n"
-        "start = time.perf_counter(); op = AsyncIOBuilder().load(); print(time.perf_counter() - start, op.__file__)\n"
+        "import os, sys; sys.path.insert(0, ''); from op_builder import AsyncIOBuilder\n"
+        "before = sum(os.times()[:4]); op = AsyncIOBuilder().load(); print(sum(os.times()[:4]) - before, op.__file__)\n"
     )
     cache = str(Path(str(op.__file__)).parents[3])  # of the session: this test's own is empty
 
@@ -260,5 +260,4 @@ def test_the_op_loads_from_the_cache_in_a_third_of_a_second(op: ModuleType) -> N
         assert library == op.__file__
         return float(seconds)
 
-    # What else the machine does can only take longer.
-    assert any(load() < 0.3 for _ in range(10))
+    assert min(load() for _ in range(3)) < 0.3

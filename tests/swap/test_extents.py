@@ -121,7 +121,7 @@ def test_a_length_that_is_no_multiple_is_refused(length):
         Extents().take_run([A, length, length])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_no_byte_is_ever_taken_twice_and_none_is_lost(data):
     extents = Extents()
