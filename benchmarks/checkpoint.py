@@ -1,0 +1,272 @@
+"""Checkpoints of a transformer in bfloat16: against torch, safetensors, torch's DCP, Run:ai's streamer, and the engine alone.
+
+    python benchmarks/checkpoint.py --dir /mnt/nvme --json checkpoint.json
+
+Each contender writes or reads in its turn, a new file through fsync, or a file of which nothing is cached: a ratio is taken round
+by round, between neighbours in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import checkpoints, drive, machine
+from harness.checkpoints import State, library, nbytes_of
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.figures import Verdict
+from harness.optimizer_steps import quieten
+from harness.tables import turns_table, verdict_table
+from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.worker_process import WorkerProcess
+from harness.workloads import ContenderFailed
+
+import deepnvme
+from deepnvme.tune.arguments import positive
+from deepnvme.tune.figures import Spread
+from deepnvme.tune.room import check_memory
+
+MIB = 1 << 20
+PARTS = ("save", "load", "background", "memory", "small")
+SAVING = ("deepnvme", "raw", "torch", "safetensors", "DCP", "deepnvme DCP")
+LOADING = ("deepnvme", "raw", "torch", "safetensors", "Run:ai", "DCP", "deepnvme DCP")
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: Path
+    rounds: int
+    width: int
+    layers: int
+    vocabulary: int
+    small_tensors: int
+    only: tuple[str, ...]
+
+    def state(self) -> State:
+        return checkpoints.transformer(self.width, self.layers, self.vocabulary)
+
+
+@dataclass
+class Measurements:
+    verdicts: list[Verdict] = field(default_factory=list)
+    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
+
+
+def measure(settings: Settings, progress: Progress) -> Measurements:
+    """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
+    state = settings.state()
+    nbytes = nbytes_of(state)
+    check_memory(3 * nbytes, "give fewer --layers")
+    drive.check(settings.directory, (len(LOADING) + 1) * nbytes)
+    measurements = Measurements()
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=settings.directory) as directory:
+        warm_up(Path(directory), progress)
+    parts: dict[str, Callable[[Settings, State, Path, Measurements, Progress], None]] = {
+        "save": compare_saving,
+        "load": compare_loading,
+        "background": compare_background,
+        "memory": compare_memory,
+        "small": compare_small,
+    }
+    for name in settings.only:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=settings.directory) as directory:
+            parts[name](settings, state, Path(directory), measurements, progress)
+    return measurements
+
+
+def warm_up(directory: Path, progress: Progress) -> None:
+    """What comes with the first use of a library, a compiler in our case, is nobody's checkpoint."""
+    progress("warming up")
+    tiny = {"tiny": torch.zeros(1)}
+    for name in {*SAVING, *LOADING}:
+        path = directory / f"{name}.checkpoint"
+        with contextlib.suppress(ContenderFailed):
+            library(name).save(tiny, path)
+            library(name).load(path, tiny)
+
+
+def saving(name: str, state: State, directory: Path) -> Callable[[], Counts]:
+    """A contender that writes a new file."""
+    path = directory / f"{name}.checkpoint"
+
+    def turn() -> Counts:
+        save = library(name).save
+        checkpoints.remove(path)
+        quieten(directory)
+        begun = time.perf_counter()
+        save(state, path)
+        return {"seconds": time.perf_counter() - begun}
+
+    return turn
+
+
+def compare_saving(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    contenders = {name: saving(name, state, directory) for name in SAVING}
+    turns = measurements.turns["save"] = take_turns("save", contenders, settings.rounds, progress)
+    for ours, theirs, bound in (
+        ("deepnvme", "torch", 4.0),
+        ("deepnvme", "safetensors", 2.0),
+        ("deepnvme", "DCP", 1.8),
+        ("deepnvme", "raw", 0.92),
+        ("deepnvme DCP", "DCP", 1.8),
+    ):
+        what = f"save, times as fast: {ours} / {theirs}"
+        measurements.verdicts.append(judge(turns, what, (ours, theirs), times_as_fast, "at least", bound))
+
+
+def loading(name: str, state: State, directory: Path) -> Callable[[], Counts]:
+    """A contender that reads a file of its own, and whose result is compared with what was written."""
+    path = directory / f"{name}.checkpoint"
+
+    def turn() -> Counts:
+        load = library(name).load
+        if not path.exists():
+            library(name).save(state, path)
+        quieten(directory)
+        begun = time.perf_counter()
+        found = load(path, state)
+        seconds = time.perf_counter() - begun
+        wrong = [key for key, tensor in state.items() if not torch.equal(found[key], tensor)]
+        if wrong or len(found) != len(state):
+            raise ContenderFailed(f"{len(wrong)} of {len(state)} tensors came back differently, {wrong[:1]} first")
+        return {"seconds": seconds}
+
+    return turn
+
+
+def compare_loading(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    contenders = {name: loading(name, state, directory) for name in LOADING}
+    turns = measurements.turns["load"] = take_turns("load", contenders, settings.rounds, progress)
+    for ours, theirs, bound in (
+        ("deepnvme", "torch", 2.2),
+        ("deepnvme", "Run:ai", 1.3),
+        ("deepnvme", "safetensors", 2.6),
+        ("deepnvme", "raw", 0.92),
+        ("deepnvme DCP", "DCP", 1.8),
+    ):
+        what = f"load, times as fast: {ours} / {theirs}"
+        measurements.verdicts.append(judge(turns, what, (ours, theirs), times_as_fast, "at least", bound))
+
+
+def compare_background(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    """How long the caller of async_save is held, against copying the state. The pool has its memory from an earlier save, and the
+    copy's has been touched, as a training run has them."""
+    copies = {name: tensor.clone() for name, tensor in state.items()}
+
+    def copy() -> Counts:
+        begun = time.perf_counter()
+        for name, tensor in state.items():
+            copies[name].copy_(tensor)
+        return {"seconds": time.perf_counter() - begun}
+
+    def held() -> Counts:
+        quieten(directory)
+        begun = time.perf_counter()
+        future = deepnvme.async_save(state, directory / "background.pt")
+        future.wait_staged()
+        seconds = time.perf_counter() - begun
+        future.result()
+        return {"seconds": seconds, "in_all": time.perf_counter() - begun}
+
+    held()
+    turns = measurements.turns["background"] = take_turns(
+        "async_save", {"caller held": held, "memcpy": copy}, settings.rounds, progress
+    )
+    what = "async_save, the caller is held / a memcpy of the state"
+    verdict = judge(turns, what, ("memcpy", "caller held"), times_as_fast, "at most", 1.3)
+    measurements.verdicts.append(verdict)
+
+
+def compare_memory(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    progress("peak memory")
+    described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
+    given = [json.dumps({**described, "directory": str(directory)})]
+    # An eighth more is what a pool lends where memory of that size was free; pages and stacks are within the 64 MiB.
+    budget = nbytes_of(state) + 64 * MIB
+    for what, method, arguments, allowed in (
+        ("memory beyond the state: save", "save", {}, 64 * MIB),
+        ("memory beyond the state: async_save, with a budget of it and 64 MiB", "async_save", {"budget": budget}, budget),
+    ):
+        figure, note = None, "the kernel does not let peak memory be reset (/proc/self/clear_refs)"
+        with WorkerProcess(sys.executable, "harness.checkpoint_worker", given, directory) as process:
+            growth = process.call(method, **arguments)["growth"]
+        if growth is not None:
+            figure = Spread.of([growth / MIB])
+        measurements.verdicts.append(Verdict(what, figure, "at most", round(allowed / MIB, 1), "MiB", note))
+
+
+def compare_small(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    small = {f"layer.{index}.weight": torch.full((4096,), float(index)) for index in range(settings.small_tensors)}
+    contenders = {name: saving(name, small, directory) for name in ("deepnvme", "torch")}
+    turns = measurements.turns["small"] = take_turns("small tensors", contenders, settings.rounds, progress)
+    what = f"save of {settings.small_tensors} tensors of 16 KiB, times as fast: deepnvme / torch"
+    measurements.verdicts.append(judge(turns, what, ("deepnvme", "torch"), times_as_fast, "at least", 5))
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
+    return {
+        "benchmark": "checkpoint",
+        "started": started,
+        "machine": machine.described(settings.directory),
+        "settings": {**asdict(settings), "directory": None},
+        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
+        "targets": [verdict.as_json() for verdict in measurements.verdicts],
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
+    parser = Parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
+    parser.add_argument("--rounds", type=positive, help="turns of each contender (default: 7)")
+    parser.add_argument("--width", type=positive, help="of the transformer (default: 2048)")
+    parser.add_argument("--layers", type=positive, help="of the transformer (default: 19, with 2 GB)")
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
+    given = parser.parse(arguments)
+    settings = Settings(
+        directory=given.dir,
+        rounds=given.rounds or (2 if given.quick else 7),
+        width=given.width or (256 if given.quick else 2048),
+        layers=given.layers or (2 if given.quick else 19),
+        vocabulary=1000 if given.quick else 32000,
+        small_tensors=200 if given.quick else 10000,
+        only=tuple(given.only or PARTS),
+    )
+    return settings, given.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, json_path = parse_arguments(arguments)
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with measuring("checkpoint"):
+        measurements = measure(settings, print_step)
+    for title, turns in measurements.turns.items():
+        print(turns_table(title, turns))
+    print(verdict_table(measurements.verdicts))
+    write_json(json_path, as_json(settings, measurements, started))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
