@@ -212,6 +212,27 @@ def test_many_small_tensors_are_few_requests(store, engine):
     assert engine.stats().requests - written <= 4
 
 
+def test_small_ones_with_gaps_and_large_ones_between_come_back(striped):
+    sizes = [1 + index * 7919 % 90_000 if index % 20 else 300_000 * (1 + index // 20 % 4) for index in range(300)]
+    sizes[7] = 5 * MIB
+    tensors = {str(index): numbered(nbytes, index) for index, nbytes in enumerate(sizes)}
+    striped.put_many(tensors).result()
+    again = {str(index): numbered(sizes[index], index + 1000) for index in reversed(range(300)) if index % 3}
+    assert striped.put_many(again).result() == sum(tensor.nbytes for tensor in again.values())
+    got = striped.get_many(tensors).result()
+    assert all(torch.equal(got[name], tensor) for name, tensor in (tensors | again).items())
+
+
+def test_what_was_in_a_buffer_before_is_not_written(store, pool, drive):
+    with pool.lease(MIB) as lease:
+        lease.buffer.fill_(0xA5)
+    pool.set_budget(MIB)  # so that just this memory is used again
+    tensors = {str(index): numbered(3000, index) for index in range(256)}
+    store.put_many(tensors).result()
+    data = (drive / "store" / "deepnvme-store.data").read_bytes()
+    assert data[: len(tensors) * ALIGNMENT] == b"".join(bytes_of(tensor).ljust(ALIGNMENT, b"\0") for tensor in tensors.values())
+
+
 def test_neighbours_in_memory_are_one_request(store, engine):
     whole = engine.empty_pinned(16 * MIB, torch.uint8)
     whole.copy_(numbered(16 * MIB))
