@@ -44,9 +44,8 @@ class Places:
         ring, largest = 0, 0
         for each in sub_groups:  # also of those that stay: their first step goes through the ring
             largest = max(largest, each.numel)
-            masters = sum(4 * piece.numel for piece, master in zip(each.pieces, each.masters, strict=True) if master)
             gradients = (OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0
-            ring = max(ring, RING * (self._plan.estimate(each) + _parameter_bytes(each)) + masters + gradients)
+            ring = max(ring, RING * (self._plan.estimate(each) + _parameter_bytes(each)) + each.full_gradient_bytes + gradients)
         wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # the pool lends up to an eighth more
         if wanted > pool.budget - leased_by_others:
             raise OutOfBuffers(

@@ -23,6 +23,10 @@ MASTERED = (*LOW_PRECISION, torch.float32)
 """What float32 holds without loss."""
 
 
+PORTION = 1 << 22
+"""Elements: 16 MiB of gradients in float32."""
+
+
 class Plan:
     """``size``: elements of a sub-group, at most where it can be."""
 
@@ -49,7 +53,8 @@ class Plan:
         del self._states_an_element[first_group:]
         self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
         cut = partition(groups, self._size, self._may_be_cut, first_group)
-        return [SubGroup(number, pieces, self._has_master, self._make) for number, pieces in enumerate(cut, first)]
+        portion = PORTION if self._class in ELEMENTWISE else None  # others may count their steps for all parameters
+        return [SubGroup(number, pieces, self._has_master, self._make, portion) for number, pieces in enumerate(cut, first)]
 
     def estimate(self, sub_group: SubGroup) -> int:
         """Bytes of its block, at most."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .block import dense_strides
 from .ring import Room
+from .sub_group import padded_gradient
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ class StepGradients:
         for sub_group in sub_groups:
             for piece in sub_group.pieces:
                 piece.check_gradient()
-        self._scratch.take(max(map(_full_bytes, sub_groups), default=0))
+        self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Sequence[SubGroup]) -> None:
         """Read ahead from the drive for those that are next."""
@@ -47,36 +48,35 @@ class StepGradients:
             self._offloaded.fetch(sub_group)
 
     def of(self, sub_group: SubGroup) -> Gradients:
-        """By piece, valid until the next are asked for: float32 where there are master weights."""
-        import torch
-
-        found: list[torch.Tensor | None] = []
+        """Valid until those of another are asked for: float32 where there are master weights."""
         offloaded = self._offloaded.take(sub_group) if self._offloaded is not None else {}
-        for index, piece in enumerate(sub_group.pieces):
-            gradient = offloaded.get(index)
-            found.append(piece.gradient if gradient is None else gradient)
-        full = [index for index, gradient in enumerate(found) if gradient is not None and sub_group.masters[index]]
-        end = 0
-        scratch = self._scratch.take(_full_bytes(sub_group))
-        for index in full:
-            gradient = found[index]
-            assert gradient is not None
-            if gradient.layout is not torch.strided:
-                found[index] = gradient.to("cpu", torch.float32)
-                continue
-            flat = scratch[end : end + 4 * gradient.numel()].view(torch.float32)
-            found[index] = flat.as_strided(gradient.shape, dense_strides(gradient)).copy_(gradient)
-            end += _aligned(4 * gradient.numel())
-        return found
+
+        def portion(indices: Sequence[int]) -> list[torch.Tensor | None]:
+            scratch = self._scratch.take(sub_group.full_gradient_bytes)
+            found = []
+            end = 0
+            for index in indices:
+                piece = sub_group.pieces[index]
+                gradient = offloaded.get(index)
+                gradient = piece.gradient if gradient is None else gradient
+                if gradient is not None and sub_group.masters[index]:
+                    gradient = _in_full(gradient, scratch[end:])
+                    end += padded_gradient(piece)
+                found.append(gradient)
+            return found
+
+        return portion
 
     def release(self) -> None:
         """Give memory back."""
         self._scratch.release()
 
 
-def _full_bytes(sub_group: SubGroup) -> int:
-    return sum(_aligned(4 * piece.numel) for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True) if master)
+def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """In float32, at the start of ``scratch``."""
+    import torch
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+    if gradient.layout is not torch.strided:
+        return gradient.to("cpu", torch.float32)
+    flat = scratch[: 4 * gradient.numel()].view(torch.float32)
+    return flat.as_strided(gradient.shape, dense_strides(gradient)).copy_(gradient)

@@ -19,7 +19,8 @@ NOT_OPTIONS = ("params", "param_names")
 MASTER = "master_weight"
 """Key, beside those of the optimizer's state, of the weights in full precision."""
 
-Gradients = Sequence["torch.Tensor | None"]
+Gradients = Callable[[Sequence[int]], Sequence["torch.Tensor | None"]]
+"""Of the pieces with these indices; valid until others are asked for."""
 Held = list[tuple[int, str, "torch.Tensor"]]
 """(piece, key, tensor): what a block is to hold."""
 
@@ -34,10 +35,14 @@ class SubGroup:
         pieces: Sequence[Piece],
         has_master: Callable[[Piece], bool],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        portion: int | None = None,
     ) -> None:
+        """``portion``: elements with master weights that are stepped at a time, or one piece that has more; None for all at
+        once. Their gradients are in float32 meanwhile."""
         self.index = index
         self.pieces = tuple(pieces)
         self.masters = tuple(has_master(piece) for piece in pieces)
+        self._portions = self._cut(portion)
         self.layout: Layout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
@@ -58,6 +63,11 @@ class SubGroup:
     def numel(self) -> int:
         """Elements."""
         return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def full_gradient_bytes(self) -> int:
+        """Of the float32 gradients that there are at a time."""
+        return max(sum(padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
 
     def lay_out(self, held: Held) -> Layout:
         """Give all that is held its place in the block, from now on."""
@@ -94,13 +104,41 @@ class SubGroup:
         """
         views = self._views(block)
         try:
-            optimizer = self._bind(views, gradients, groups)
-            step_without_global_hooks(optimizer)
+            optimizer = self._bind(views, groups)
+            for portion in self._portions:
+                self._step_portion(optimizer, portion, gradients(portion))
             held = self._settle(block, self._held(optimizer))
             self.stale.clear()
             return held
         finally:
             self._unbind()
+
+    def _cut(self, portion: int | None) -> list[list[int]]:
+        portions: list[list[int]] = [[]]
+        numel = 0
+        for index, piece in enumerate(self.pieces):
+            more = piece.numel if self.masters[index] else 0
+            if portion is not None and portions[-1] and numel + more > portion:
+                portions.append([])
+                numel = 0
+            portions[-1].append(index)
+            numel += more
+        return portions
+
+    def _step_portion(
+        self, optimizer: torch.optim.Optimizer, portion: Sequence[int], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        stepped = [index for index, gradient in zip(portion, gradients, strict=True) if gradient is not None]
+        if not stepped:
+            return
+        for index, gradient in zip(portion, gradients, strict=True):
+            self._stand_ins[index].grad = gradient
+        step_without_global_hooks(optimizer)
+        for index in stepped:
+            stand_in, piece = self._stand_ins[index], self.pieces[index]
+            stand_in.grad = None
+            if self.masters[index]:
+                piece.of(piece.param).copy_(stand_in.data)
 
     def _belongs_in_block(self, piece: int, value: Any) -> bool:
         """Whether this is kept there, of a piece's state: tensors of some size, and all that are cut like the parameter."""
@@ -138,9 +176,7 @@ class SubGroup:
                 views[section.piece][section.key] = section.of(block)
         return views
 
-    def _bind(
-        self, views: list[dict[str, torch.Tensor]], gradients: Gradients, groups: Sequence[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
+    def _bind(self, views: list[dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
         first = self._optimizer is None
@@ -148,7 +184,7 @@ class SubGroup:
             self._stand_ins = [
                 torch.nn.Parameter(torch.empty(0), requires_grad=piece.param.is_floating_point()) for piece in self.pieces
             ]
-        for index, (piece, stand_in, gradient) in enumerate(zip(self.pieces, self._stand_ins, gradients, strict=True)):
+        for index, (piece, stand_in) in enumerate(zip(self.pieces, self._stand_ins, strict=True)):
             work = piece.of(piece.param)
             if self.masters[index]:
                 if MASTER not in views[index]:
@@ -158,7 +194,6 @@ class SubGroup:
                     master.copy_(torch.where(master.to(work.dtype) == work.to("cpu"), master, work.to("cpu", torch.float32)))
                 work = views[index][MASTER]
             stand_in.data = work
-            stand_in.grad = gradient
         if first:
             wanted = sorted({piece.group for piece in self.pieces})
             self._optimizer = self._make_optimizer(
@@ -198,9 +233,6 @@ class SubGroup:
         return held
 
     def _settle(self, block: torch.Tensor | None, held: Held) -> Held | None:
-        for index, piece in enumerate(self.pieces):
-            if self.masters[index] and self._stand_ins[index].grad is not None:
-                piece.of(piece.param).copy_(self._stand_ins[index].data)
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
         for section, (_, _, tensor) in zip(self.layout.sections, held, strict=True):
@@ -230,6 +262,11 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
     for after in optimizer._optimizer_step_post_hooks.values():
         after(optimizer, (), {})
+
+
+def padded_gradient(piece: Piece) -> int:
+    """Bytes of its float32 gradient, beside others: whole cache lines."""
+    return -(-4 * piece.numel // 64) * 64
 
 
 def _fits(layout: Layout, held: Held) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
-from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.swap import BufferPool, OutOfBuffers, plan
+from deepnvme.swap.plan import ELEMENTWISE
+from deepnvme.swap.sub_group import SubGroup
 
 from ..interpreters import Interpreters
 from .training import (
@@ -102,6 +104,37 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
             optimizer.step()
         assert_same(params, plain)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
+def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
+    name: str, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which gradients are missing too, also all of a portion."""
+    optimizer_class, options = OPTIMIZERS[name]
+    monkeypatch.setattr(plan, "PORTION", 600)
+    most = []
+    stepped_portion = SubGroup._step_portion
+
+    def portions_seen(sub_group: SubGroup, optimizer: Any, portion: Sequence[int], gradients: Any) -> None:
+        most.append(sum(sub_group.pieces[index].numel for index in portion))
+        stepped_portion(sub_group, optimizer, portion, gradients)
+
+    monkeypatch.setattr(SubGroup, "_step_portion", portions_seen)
+    shapes = [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]
+    plain, params = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
+    reference = in_memory(plain, optimizer_class, masters=True, **options)
+    with optimizer_in(drive, params, optimizer_class, master_weights=True, **options) as optimizer:
+        for step in range(6):
+            missing = {2: {2}, 4: {0, 1}}.get(step, set())
+            give_gradients(plain, step, missing.__contains__)
+            give_gradients(params, step, missing.__contains__)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert max(most) == 600
+    assert len(most) == 6 * 4
 
 
 @pytest.mark.parametrize("masters", [False, True])
