@@ -10,12 +10,30 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import load, save
+    from .checkpoint import NVMeReader, NVMeWriter, load, save
     from .swap.optimizer import OffloadedOptimizer
 
-__all__ = ["AioConfig", "Engine", "File", "Future", "OffloadedOptimizer", "Stats", "__version__", "load", "save"]
+__all__ = [
+    "AioConfig",
+    "Engine",
+    "File",
+    "Future",
+    "NVMeReader",
+    "NVMeWriter",
+    "OffloadedOptimizer",
+    "Stats",
+    "__version__",
+    "load",
+    "save",
+]
 
-_WITH_TORCH = {"OffloadedOptimizer": "swap.optimizer", "load": "checkpoint", "save": "checkpoint"}
+_WITH_TORCH = {
+    "NVMeReader": "checkpoint",
+    "NVMeWriter": "checkpoint",
+    "OffloadedOptimizer": "swap.optimizer",
+    "load": "checkpoint",
+    "save": "checkpoint",
+}
 """What imports torch, which the others do without, and where it is."""
 
 

@@ -18,11 +18,11 @@ from .zip_layout import ZipLayout
 _CRC_CHUNK = 16 << 20
 
 
-def archive(obj: object, pickle_module: ModuleType, protocol: int, checksum: bool) -> FileImage:
+def archive(obj: object, pickle_module: ModuleType, protocol: int, checksum: bool, alignment: int = PAGE) -> FileImage:
     """Of any object that pickles. ``checksum``: the CRC-32 of each storage, 0.4 s of one core for each GB; 0 stands there
-    otherwise. Raises what pickling raises."""
+    otherwise. ``alignment``: bytes of which each storage begins at a multiple. Raises what pickling raises."""
     stream, storages = pickled(obj, pickle_module, protocol)
-    image, layout = FileImage(), ZipLayout(PAGE)
+    image, layout = FileImage(), ZipLayout(alignment)
 
     def add(name: str, data: bytes | torch.UntypedStorage, nbytes: int, crc32: int) -> None:
         record = layout.add(f"archive/{name}", nbytes, crc32)
@@ -38,7 +38,7 @@ def archive(obj: object, pickle_module: ModuleType, protocol: int, checksum: boo
 
     add_text("data.pkl", stream)
     add_text(".format_version", b"1")
-    add_text(".storage_alignment", str(PAGE).encode())
+    add_text(".storage_alignment", str(alignment).encode())
     add_text("byteorder", sys.byteorder.encode())
     for key, storage in enumerate(storages):
         add(f"data/{key}", storage, storage.nbytes(), crc32_of(storage) if checksum else 0)

@@ -76,6 +76,13 @@ class FileImage:
             self._on_devices.add(piece)
         self._append(source.data_ptr() if on_cpu else 0, nbytes)
 
+    def begin_of(self, source: Source) -> int:
+        """The offset at which a tensor or storage was added, not empty. ValueError for another."""
+        piece = next((piece for piece, added in self._sources.items() if added is source), None)
+        if piece is None:
+            raise ValueError("nothing of this tensor or storage was added")
+        return self._ends[piece] - self._lengths[piece]
+
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
         """The requests that write [begin, end) of the file, in its order. ``begin`` and ``end`` are multiples of PAGE, but for
         the end of the file. All are aligned in the file, so that each can bypass the page cache."""

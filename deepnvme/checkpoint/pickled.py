@@ -77,7 +77,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int) -> Pickled:
             kind = type(obj)
             if kind is OrderedDict and not obj:
                 return OrderedDict, ()
-            if kind is not torch.Tensor or not _is_plain(obj):
+            if kind is not torch.Tensor or obj.dtype not in _TYPED or not is_plain(obj):
                 return NotImplemented
             storage = obj.untyped_storage()
             elements = _Elements(storage, obj.dtype, storage.nbytes() // obj.dtype.itemsize)
@@ -104,11 +104,11 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether nothing but its storage, sizes and strides make it, on a device that torch.save treats like that."""
     return (
         tensor.layout is torch.strided
-        and tensor.dtype in _TYPED
+        and not tensor.is_quantized
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.__dict__
         and not tensor.is_conj()

@@ -30,6 +30,10 @@ class Placed(NamedTuple):
     offset: int
     storage: torch.UntypedStorage
 
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
 
 class Placing:
     """What is asked for every storage of one file, by the thread that unpickles it."""

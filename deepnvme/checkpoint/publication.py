@@ -32,18 +32,32 @@ class Publication:
     ``recycle``: a file of the same directory that becomes the temporary one, and whose blocks are written over: its name is gone
     from the start. A ``path`` that is a symbolic link stays one.
 
+    ``one_of_many``: whoever publishes many files of a directory calls :func:`remove_leftovers` before the first and
+    :func:`sync_directory` after the last; both look at all of it.
+
     Raises OSError naming ``path``: IsADirectoryError, FileNotFoundError or PermissionError from its directory, and ENOSPC with
     the bytes wanted and those free.
     """
 
-    def __init__(self, path: Path, nbytes: int, engine: Engine, *, fsync: bool = True, recycle: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        engine: Engine,
+        *,
+        fsync: bool = True,
+        recycle: Path | None = None,
+        one_of_many: bool = False,
+    ) -> None:
         self.path = Path(os.path.realpath(path))
         self._engine = engine
         self._fsync = fsync
+        self._one_of_many = one_of_many
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         try:
-            remove_leftovers(self.path.parent)
+            if not one_of_many:
+                remove_leftovers(self.path.parent)
             self.temporary, self._descriptor = _start(self.path, recycle)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -65,7 +79,7 @@ class Publication:
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
         self.file.close()
-        if self._fsync:
+        if self._fsync and not self._one_of_many:
             sync_directory(self.path.parent)
 
     def discard(self) -> None:

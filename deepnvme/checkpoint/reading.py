@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from deepnvme._tensor_memory import copy_many
-from deepnvme.engine import Engine, Future
+from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
@@ -18,7 +21,20 @@ from .writing import Progress
 
 _CHUNKS = 4
 _GAP = 64 << 10
-"""Bytes between two storages that are read with them rather than skipped."""
+"""Bytes between two pieces that are read with them rather than skipped."""
+
+
+class Piece(Protocol):
+    """Bytes of a file that somebody wants; fewer than CHUNK - PAGE of them."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Piece)
 
 
 def read(
@@ -29,7 +45,7 @@ def read(
     progress: Progress | None = None,
 ) -> None:
     """Fill the storages from the file. Blocks, with at most 16 MiB leased. Raises the first OSError when all has ended."""
-    total = sum(each.storage.nbytes() for each in placed)
+    total = sum(each.nbytes for each in placed)
     done = 0
 
     def ended(nbytes: int) -> None:
@@ -40,59 +56,84 @@ def read(
 
     together: list[Placed] = []
     with engine.open(os.fspath(path), "r") as file:
-        size = file.size()
         alone: list[Future] = []
-        chunks: deque[tuple[Lease, Future, int, list[Placed]]] = deque()
         try:
             for each in placed:
-                if each.storage.device.type == "cpu" and each.storage.nbytes() < DIRECT_FROM:
+                if each.storage.device.type == "cpu" and each.nbytes < DIRECT_FROM:
                     together.append(each)
                 else:
                     alone.append(engine.read(bytes_of(each.storage), file, each.offset))
-            for run in _runs(together):
-                begin = run[0].offset // PAGE * PAGE
-                last = run[-1]
-                end = min(-(-(last.offset + last.storage.nbytes()) // PAGE) * PAGE, size)
-                lease = pool.try_lease(CHUNK) if len(chunks) < _CHUNKS else None
-                if lease is None:
-                    lease = _scatter(*chunks.popleft()) if chunks else pool.lease(CHUNK)
-                chunks.append((lease, engine.read(lease.buffer[: end - begin], file, begin), begin, run))
-            while chunks:
-                run = chunks[0][3]
-                _scatter(*chunks.popleft()).release()
-                ended(sum(each.storage.nbytes() for each in run))
+            for run, chunk, begin in in_chunks(together, file, engine, pool):
+                scatter([each.storage.data_ptr() for each in run], run, chunk, begin)
+                ended(sum(each.nbytes for each in run))
             for future in alone:
                 future.result()
                 ended(future.nbytes)
         finally:
-            for future in [*alone, *(future for _, future, _, _ in chunks)]:
+            for future in alone:
                 future.exception()  # the storages may go now, and nothing may be read into them then
 
 
-def _scatter(lease: Lease, future: Future, begin: int, run: Sequence[Placed]) -> Lease:
-    """Wait for the chunk, copy from it, and return what it was read into."""
-    future.result()
-    base = lease.buffer.data_ptr() - begin
+def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool) -> Iterator[tuple[list[P], torch.Tensor, int]]:
+    """Read the pieces, neighbours together: yields some of them at a time, in the order of the file, with the chunk of the file
+    that they lie in and its offset. A chunk's memory is used again when the next is asked for. At most 16 MiB are leased. Raises
+    the first OSError when all has ended."""
+    size = file.size()
+    waiting: deque[_Chunk[P]] = deque()
+    try:
+        for run, begin, end in _runs(pieces):
+            end = min(end, size)
+            lease = pool.try_lease(CHUNK) if len(waiting) < _CHUNKS else None
+            if lease is None and waiting:
+                yield waiting[0].wait()
+                lease = waiting.popleft().lease
+            elif lease is None:
+                lease = pool.lease(CHUNK)
+            waiting.append(_Chunk(lease, engine.read(lease.buffer[: end - begin], file, begin), begin, run))
+        while waiting:
+            yield waiting[0].wait()
+            waiting.popleft().lease.release()
+    finally:
+        for chunk in waiting:
+            chunk.future.exception()
+
+
+def scatter(addresses: Iterable[int], pieces: Sequence[Piece], chunk: torch.Tensor, begin: int) -> None:
+    """Copy pieces from the chunk of the file that begins at ``begin`` to the addresses."""
+    base = chunk.data_ptr() - begin
     copy_many(
-        array("Q", (each.storage.data_ptr() for each in run)),
-        array("Q", (base + each.offset for each in run)),
-        array("Q", (each.storage.nbytes() for each in run)),
+        array("Q", addresses),
+        array("Q", (base + each.offset for each in pieces)),
+        array("Q", (each.nbytes for each in pieces)),
     )
-    return lease
 
 
-def _runs(placed: Sequence[Placed]) -> Iterator[list[Placed]]:
-    """In the order of the file, as many at a time as lie near each other and fit into a chunk."""
-    run: list[Placed] = []
+class _Chunk(Generic[P]):
+    """One that is being read."""
+
+    def __init__(self, lease: Lease, future: Future, begin: int, run: list[P]) -> None:
+        self.lease = lease
+        self.future = future
+        self._begin = begin
+        self._run = run
+
+    def wait(self) -> tuple[list[P], torch.Tensor, int]:
+        self.future.result()
+        return self._run, self.lease.buffer, self._begin
+
+
+def _runs(pieces: Iterable[P]) -> Iterator[tuple[list[P], int, int]]:
+    """In the order of the file, as many at a time as lie near each other and fit into a chunk, from a byte to an end."""
+    run: list[P] = []
     begin = end = 0
-    for each in sorted(placed, key=lambda each: each.offset):
-        nbytes = each.storage.nbytes()
-        if run and (each.offset - end > _GAP or each.offset + nbytes + PAGE - begin > CHUNK):
-            yield run
+    for each in sorted(pieces, key=lambda each: each.offset):
+        offset, nbytes = each.offset, each.nbytes
+        if run and (offset - end > _GAP or offset + nbytes + PAGE - begin > CHUNK):
+            yield run, begin, -(-end // PAGE) * PAGE
             run = []
         if not run:
-            begin = each.offset // PAGE * PAGE
+            begin = end = offset // PAGE * PAGE
         run.append(each)
-        end = each.offset + nbytes
+        end = max(end, offset + nbytes)  # pieces may overlap
     if run:
-        yield run
+        yield run, begin, -(-end // PAGE) * PAGE

@@ -1,0 +1,283 @@
+"""What ``torch.distributed.checkpoint`` loads, read at the speed of the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from deepnvme._tensor_memory import memory_of
+from deepnvme.engine import Future as Transfer
+from deepnvme.swap.buffers import buffer_pool
+
+from ._engine import shared_engine
+from .contents import CorruptCheckpoint
+from .dcp_safetensors import elements_of_safetensors
+from .file_image import DIRECT_FROM, bytes_of
+from .reading import in_chunks, scatter
+from .tensor_archive import HEAD, Elements, KnownArchives
+
+_COPIED = 64 << 20
+"""Bytes that are read at a time into memory of their own, to be copied from there."""
+_ARCHIVE = b"PK\3\4"
+
+
+class Wanted(NamedTuple):
+    """A part of a tensor, and who asks for it."""
+
+    request: ReadItem
+    elements: Elements
+
+    @property
+    def offset(self) -> int:
+        return self.elements.offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.nbytes
+
+
+class _Item(NamedTuple):
+    """What a rank saved under one name: all of it, or the beginning, which is looked at."""
+
+    offset: int
+    nbytes: int
+    length: int
+    """Of all."""
+    requests: list[ReadItem]
+
+
+class NVMeReader(FileSystemReader):
+    """A ``FileSystemReader`` at the speed of the drive, of what :class:`NVMeWriter` or the stock writer wrote.
+
+    >>> dcp.load(state_dict, storage_reader=NVMeReader(path))
+
+    A part of a tensor that lies in the file as it is to lie in memory, dtype and all, is read straight into place, on the CPU or
+    a CUDA device. Of others the bytes from the first element to the last are read, and copied from. What is no plain tensor, and
+    what was written with extensions, is left to torch.
+
+    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
+    CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
+    UnpicklingError for what torch.load refuses; ValueError for a part that a saved tensor does not have. ``dcp.load`` wraps
+    them in a CheckpointException.
+    """
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        others = []
+        for request in plan.items:
+            info = self.storage_data[request.storage_index]
+            if getattr(info, "transform_descriptors", None):  # torch 2.7
+                others.append(request)
+            else:
+                by_file.setdefault(info.relative_path, []).append(request)
+        for name, requests in by_file.items():
+            path = Path(self.path) / name
+            with opened(path, requests[0]) as file:
+                others += self._read(file, path, requests, planner)
+        for request in others:
+            path = Path(self.path) / self.storage_data[request.storage_index].relative_path
+            try:
+                super().read_data(dataclasses.replace(plan, items=[request]), planner)
+            except (RuntimeError, EOFError) as error:
+                raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
+            except pickle.UnpicklingError as error:  # damaged as well, or refused
+                raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
+        return done()
+
+    def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
+        """Serve those of one file. Returns those that are for torch."""
+        others: list[ReadItem] = []
+        wanted: list[Wanted] = []
+        known = KnownArchives()
+        tables: dict[int, dict[str, Elements]] = {}
+        engine, pool = shared_engine(), buffer_pool()
+        items = self._items(path, os.fstat(file.fileno()).st_size, requests)
+        with engine.open(os.fspath(path), "r") as source:
+            for run, chunk, begin in in_chunks(items, source, engine, pool):
+                inside: list[Wanted] = []
+                for item in run:
+                    request = item.requests[0]
+                    head = memory_of(chunk, item.offset - begin, item.nbytes)
+                    if request.type == LoadItemType.BYTE_IO:
+                        if item.nbytes < item.length:
+                            file.seek(item.offset)
+                            planner.load_bytes(request, io.BytesIO(file.read(item.length)))
+                        else:
+                            planner.load_bytes(request, io.BytesIO(head))
+                        continue
+                    elements = known.elements(file, head, item.offset, item.length)
+                    whole = item.nbytes == item.length
+                    if elements is None and head[:4] != _ARCHIVE:
+                        elements = _in_safetensors(file, path, item, tables)
+                        whole = False
+                    if elements is None:
+                        others += item.requests
+                        continue
+                    parts = [Wanted(each, part(elements, each)) for each in item.requests]
+                    (inside if whole else wanted).extend(parts)
+                _place(inside, chunk, begin, planner)
+        fill(path, wanted, planner)
+        return others
+
+    def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
+        """Raises CorruptCheckpoint for what is not wholly in the file."""
+        items: dict[object, _Item] = {}
+        for request in requests:
+            item = items.get(request.storage_index)
+            if item is not None:
+                item.requests.append(request)
+                continue
+            info = self.storage_data[request.storage_index]
+            offset, length = info.offset, info.length
+            if offset + length > size:
+                raise _cut_off(path, request, offset, length, size)
+            items[request.storage_index] = _Item(offset, length if length < DIRECT_FROM else HEAD, length, [request])
+        return list(items.values())
+
+
+def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
+    """Read the parts of tensors that lie in the file into the tensors that the planner has for them. Blocks. Raises
+    CorruptCheckpoint for what is not wholly in the file; the first OSError when all has ended."""
+    engine = shared_engine()
+    pending: list[tuple[Transfer, Wanted, torch.Tensor, torch.Tensor | None]] = []
+    to_copy = 0
+
+    def end() -> None:
+        while pending:
+            transfer, each, target, buffer = pending[0]
+            transfer.result()
+            pending.pop(0)
+            if buffer is not None:
+                _copy(buffer, each.elements, target)
+            planner.commit_tensor(each.request, target)
+
+    with engine.open(os.fspath(path), "r") as source:
+        size = source.size()
+        for each in wanted:
+            if each.offset + each.nbytes > size:
+                raise _cut_off(path, each.request, each.offset, each.nbytes, size)
+        small = [each for each in wanted if each.nbytes < DIRECT_FROM]
+        for run, chunk, begin in in_chunks(small, source, engine, buffer_pool()):
+            _place(run, chunk, begin, planner)
+        try:
+            for each in wanted:
+                if each.nbytes < DIRECT_FROM:
+                    continue
+                target = _target(each, planner)
+                buffer = None
+                if not _straight(each.elements, target):
+                    if to_copy + each.nbytes > _COPIED:
+                        end()
+                        to_copy = 0
+                    to_copy += each.nbytes
+                    buffer = torch.empty(each.nbytes, dtype=torch.uint8)
+                into = bytes_of(target) if buffer is None else buffer
+                pending.append((engine.read(into, source, each.offset), each, target, buffer))
+            end()
+        finally:
+            for transfer, *_ in pending:
+                transfer.exception()  # nothing may be read into the state any more
+
+
+@contextlib.contextmanager
+def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
+    """The file, to look into. Raises OSError naming the item too."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
+    with file:
+        yield file
+
+
+def done() -> Future[None]:
+    """A future that is."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
+    """From a chunk of the file, which begins there."""
+    targets = [_target(each, planner) for each in wanted]
+    straight = []
+    addresses = []
+    for each, target in zip(wanted, targets, strict=True):
+        if target.device.type == "cpu" and _straight(each.elements, target):
+            straight.append(each)
+            addresses.append(target.data_ptr())
+        else:
+            buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # at an address that any dtype can have
+            _copy(buffer, each.elements, target)
+    scatter(addresses, straight, chunk, begin)
+    for each, target in zip(wanted, targets, strict=True):
+        planner.commit_tensor(each.request, target)
+
+
+def part(elements: Elements, request: ReadItem) -> Elements:
+    """Of a tensor, what is asked for. Raises ValueError naming the item."""
+    try:
+        return elements.narrow(request.storage_offsets, request.lengths)
+    except ValueError as error:
+        raise ValueError(f"item {_name(request)}: {error}") from error
+
+
+def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
+    target = planner.resolve_tensor(wanted.request).detach()
+    if target.shape != wanted.elements.shape:
+        raise ValueError(
+            f"item {_name(wanted.request)}: {list(wanted.elements.shape)} elements are for a tensor of {list(target.shape)}"
+        )
+    return target
+
+
+def _straight(elements: Elements, target: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of the target."""
+    return (
+        type(target) is torch.Tensor
+        and target.dtype == elements.dtype
+        and target.device.type in ("cpu", "cuda")
+        and elements.contiguous
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> None:
+    if elements.nbytes:
+        target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
+
+
+def _in_safetensors(file: BinaryIO, path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
+    """The tensor of an item that lies in a safetensors file within this one."""
+    name = item.requests[0].storage_index.fqn
+    try:
+        if item.offset not in tables:
+            tables[item.offset] = elements_of_safetensors(file, item.offset)
+        return tables[item.offset][name]
+    except (ValueError, KeyError) as error:
+        why = f"item {name!r}: neither an archive nor a safetensors file with it begins at byte {item.offset}"
+        raise CorruptCheckpoint(path, f"{why} ({error})") from error
+
+
+def _cut_off(path: Path, request: ReadItem, offset: int, nbytes: int, size: int) -> CorruptCheckpoint:
+    found = max(0, size - offset)
+    why = f"item {_name(request)} is cut off: expected {nbytes} bytes from byte {offset} on, found {found}; the file has {size}"
+    return CorruptCheckpoint(path, why)
+
+
+def _name(request: ReadItem) -> str:
+    index = request.storage_index
+    return repr(index.fqn) if index.offset is None else f"{index.fqn!r} at {list(index.offset)}"

@@ -1,0 +1,187 @@
+"""What ``torch.distributed.checkpoint`` saves, written at the speed of the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from deepnvme.swap.buffers import buffer_pool
+
+from ._engine import shared_engine
+from .dcp_safetensors import add_safetensors
+from .file_image import DIRECT_FROM, PAGE, FileImage
+from .publication import Publication, remove_leftovers, sync_directory
+from .tensor_archive import flat, frame, memory_of_item
+from .writing import write
+
+_TAG = 8
+"""Digits of a save's id in the names of files that are written beside those of an earlier checkpoint."""
+_TAGGED = re.compile(rf"__\d+_\d+\.[0-9a-f]{{{_TAG}}}{re.escape(DEFAULT_SUFFIX)}")
+
+
+class PlannedFile(NamedTuple):
+    """What one rank writes into one file."""
+
+    name: str
+    items: Sequence[WriteItem]
+
+
+class NVMeWriter(FileSystemWriter):
+    """A ``FileSystemWriter`` at the speed of the drive, with its arguments and its files: the stock reader reads them.
+
+    >>> dcp.save(state_dict, storage_writer=NVMeWriter(path))
+
+    The checkpoint is there when its metadata is, whole, or an earlier one in the same directory still is: at any error, kill or
+    power cut (without ``sync_files``: not at a power cut). For that, the files of an earlier one stay until the new metadata
+    has its name: there must be room for both.
+
+    ``thread_count`` files for each rank, each written by a thread, as with torch; one is enough for most drives. With
+    ``_extensions`` torch itself writes the files.
+
+    Memory beyond the state: for each thread 16 MiB leased from the process's pool, and copies of tensors with gaps in their
+    memory. Raises OSError naming the file, ENOSPC before a byte of it is written, which ``dcp.save`` wraps in a
+    CheckpointException.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if getattr(getattr(self, "transforms", None), "extensions", ()):  # torch 2.7
+            return super().write_data(plan, planner)
+        if self.single_file_per_rank:
+            buckets = _split_by_size_and_type(self.thread_count, plan.items)
+        else:
+            buckets = [[item] for item in plan.items]
+        ending = f".{self.save_id[:_TAG]}{DEFAULT_SUFFIX}" if self._metadata_file().exists() else DEFAULT_SUFFIX
+        prefix = plan.storage_data.prefix
+        files = [PlannedFile(f"{prefix}{number}{ending}", items) for number, items in enumerate(buckets) if items]
+        return write_files(self, planner, files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.8
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta()
+        image = FileImage()
+        image.add_text(pickle.dumps(metadata))
+        file = self._metadata_file()
+        before = _files_of(file)
+        _publish(image, file, fsync=self.sync_files, one_of_many=False)
+        self._remove(before, {info.relative_path for info in metadata.storage_data.values()})
+
+    def _metadata_file(self) -> Path:
+        """That of all ranks, or this rank's own."""
+        rank = getattr(self, "rank", None)  # torch 2.9, as the other
+        return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
+
+    def _remove(self, before: set[str], now: set[str]) -> None:
+        """The files of the checkpoint that was written over, and those of attempts to that came to nothing."""
+        directory = Path(self.path)
+        mine = "__" if self._metadata_file().name == ".metadata" else f"__{self.rank}_"
+        tagged = {entry.name for entry in directory.iterdir() if entry.name.startswith(mine) and _TAGGED.fullmatch(entry.name)}
+        for name in (before | tagged) - now:
+            if Path(name).name == name:
+                with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
+                    (directory / name).unlink()
+
+
+def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile]) -> Future[list[WriteResult]]:
+    """Write the files of one rank, published one by one, into the directory of the writer. Blocks. Raises the first error."""
+    directory = Path(writer.path)
+    safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # torch 2.7
+    results: list[WriteResult] = []
+
+    def write_one(file: PlannedFile) -> list[WriteResult]:
+        image, written = _image(file, planner, safetensors)
+        _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
+        return written
+
+    if files:
+        remove_leftovers(directory)
+        with ThreadPoolExecutor(writer.thread_count, "deepnvme-dcp") as threads:
+            at_once = threads.map if min(len(files), writer.thread_count) > 1 else map
+            for written in at_once(write_one, files):
+                results += written
+        if writer.sync_files:
+            sync_directory(directory)
+    done: Future[list[WriteResult]] = Future()
+    done.set_result(results)
+    return done
+
+
+def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
+    """As torch lays it out: objects, then tensors."""
+    image = FileImage()
+    results = []
+
+    def wrote(item: WriteItem, begin: int, nbytes: int) -> None:
+        results.append(WriteResult(item.index, nbytes, _StorageInfo(file.name, begin, nbytes)))
+
+    tensors: list[tuple[WriteItem, torch.Tensor]] = []
+    for item in file.items:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            tensors.append((item, data))
+        else:
+            begin = image.nbytes
+            image.add_text(data.getvalue())
+            wrote(item, begin, image.nbytes - begin)
+    if safetensors and tensors:
+        begin = image.nbytes
+        add_safetensors(image, tensors)
+        for item, tensor in tensors:
+            wrote(item, begin, tensor.nbytes)
+    else:
+        for item, tensor in tensors:
+            begin, nbytes = _add(image, tensor)
+            wrote(item, begin, nbytes)
+    return image, results
+
+
+def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
+    """What torch.save writes of the tensor. Where it begins, and its length."""
+    memory = memory_of_item(tensor)
+    if memory is None:
+        stream = io.BytesIO()
+        torch.save(tensor.detach().cpu(), stream)
+        begin = image.nbytes
+        image.add_text(stream.getvalue())
+        return begin, image.nbytes - begin
+    around = frame(memory.dtype, memory.shape, memory.stride())
+    if memory.nbytes >= DIRECT_FROM:
+        # As far behind a page in the file as in memory: direct I/O needs no copy then.
+        address = memory.data_ptr() if memory.device.type == "cpu" else 0
+        image.add_padding((address - image.nbytes - len(around.head)) % PAGE)
+    begin = image.nbytes
+    image.add_text(around.head)
+    image.add(flat(memory))
+    image.add_text(around.tail)
+    return begin, image.nbytes - begin
+
+
+def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) -> None:
+    engine = shared_engine()
+    with Publication(path, image.nbytes, engine, fsync=fsync, one_of_many=one_of_many) as new:
+        write(image, new.file, engine, buffer_pool())
+        new.publish()
+
+
+def _files_of(metadata_file: Path) -> set[str]:
+    """Of the checkpoint that has this metadata. Empty if it has none, or damaged ones."""
+    try:
+        with metadata_file.open("rb") as file:
+            return {info.relative_path for info in pickle.load(file).storage_data.values()}
+    except Exception:  # whatever unpickling raises
+        return set()

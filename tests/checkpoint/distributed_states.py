@@ -1,0 +1,51 @@
+"""What tests of distributed checkpoints save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def state(seed: int) -> dict[str, Any]:
+    """One tensor of each kind that a plan tells apart, large and small, and objects; equal seeds, equal states."""
+    torch.manual_seed(seed)
+    return {
+        "large": torch.randn(600, 601),
+        "transposed": torch.randn(500, 501).t(),
+        "part": torch.randn(400, 800)[:, 10:700],
+        "bf16": torch.randn(1000, 301).bfloat16(),
+        "f8": torch.randn(30, 5).to(torch.float8_e4m3fn),
+        "bool": torch.rand(10) > 0.5,
+        "conjugate": torch.randn(10, dtype=torch.complex64).conj(),
+        "expanded": torch.randn(1, 4).expand(3, 4),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(float(seed)),
+        "parameter": torch.nn.Parameter(torch.randn(7)),
+        "objects": {"step": seed, "list": [torch.arange(5) * seed, f"text {seed}"]},
+        "small": {str(size): torch.full((size,), float(seed)) for size in range(30)},
+        "blob": "x" * (600_000 + seed),
+    }
+
+
+def blank() -> dict[str, Any]:
+    """What any of them is loaded into."""
+    found = state(0)
+    found["expanded"] = torch.zeros(3, 4)
+    return found
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.float() if found.itemsize == 1 else found, expected.float() if found.itemsize == 1 else expected)
+    else:
+        assert found == expected
