@@ -13,6 +13,8 @@ import torch
 import deepnvme
 from deepnvme.swap.sub_group import MASTER
 
+from .failed_transfer import FailedTransfer
+
 ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))
 """One that is cut into sub-groups of 4096 elements, a scalar, one without elements, one of one element."""
@@ -220,22 +222,8 @@ class FailingEngine:
                     self._engine.write(torch.zeros_like(tensor), file, offset).result()
                 else:
                     tensor.view(-1).view(torch.uint8).zero_()
-                return _Failed(OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive"))
+                return FailedTransfer(OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive"))
         return getattr(self._engine, operation)(tensor, file, offset)
-
-
-class _Failed:
-    def __init__(self, error: OSError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def exception(self, timeout: float | None = None) -> OSError:
-        return self._error
-
-    def result(self, timeout: float | None = None) -> int:
-        raise self._error
 
 
 @contextlib.contextmanager

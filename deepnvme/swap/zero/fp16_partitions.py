@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -27,29 +28,34 @@ def read_partitions(
     if sum(numels) != target.numel():
         raise ValueError(f"the partitions have {sum(numels)} elements in all, the parameter {target.numel()}")
     free = list(buffers)
-    reading: list[_Reading] = []
+    reading: deque[_Reading] = deque()
     start = 0
-    for tensor, numel, path in partitions:
-        part = target[start : start + numel]
-        start += numel
-        if path is None:
-            part.copy_(tensor.detach().reshape(-1))
-            continue
-        fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
-        if fits is None and reading:
-            _convert(reading)
-            free = list(buffers)
+    try:
+        for tensor, numel, path in partitions:
+            part = target[start : start + numel]
+            start += numel
+            if path is None:
+                part.copy_(tensor.detach().reshape(-1))
+                continue
             fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
-        if fits is None:
-            staging = torch.empty(numel, dtype=tensor.dtype)
-        else:
-            staging, free[fits] = free[fits][:numel], free[fits][numel:]
-        reading.append((engine.read(staging, path), staging, part))
-    _convert(reading)
+            if fits is None and reading:
+                _convert(reading)
+                free = list(buffers)
+                fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
+            if fits is None:
+                staging = torch.empty(numel, dtype=tensor.dtype)
+            else:
+                staging, free[fits] = free[fits][:numel], free[fits][numel:]
+            reading.append((engine.read(staging, path), staging, part))
+        _convert(reading)
+    finally:
+        for future, _, _ in reading:  # after an error: the buffers are the caller's again
+            future.exception()
 
 
-def _convert(reading: list[_Reading]) -> None:
-    for future, staging, part in reading:
+def _convert(reading: deque[_Reading]) -> None:
+    while reading:
+        future, staging, part = reading[0]
         future.result()
         part.copy_(staging)
-    reading.clear()
+        reading.popleft()
