@@ -331,8 +331,7 @@ class AsyncPartitionedParameterSwapper:
         )
         if self.use_gds:  # leases are host memory
             raise OutOfBuffers(shortage)
-        held = sum(lease.nbytes for lease in self._leases.values())
-        self._leases[key] = lease_more(buffer_pool(), numel * self.swap_element_size, held, shortage)
+        self._leases[key] = lease_more(buffer_pool(), numel * self.swap_element_size, self._leases.values(), shortage)
         return self._leases[key].tensor(numel, self.dtype)
 
     def _release_buffer(self, key: Any) -> None:

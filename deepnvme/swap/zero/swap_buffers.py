@@ -255,7 +255,7 @@ class SwapBufferManager:
                 self._free.append(memory)
 
     def _lease(self) -> Lease:
-        held = sum(memory.nbytes for _, memory in self._used.values() if isinstance(memory, Lease))
+        held = [memory for _, memory in self._used.values() if isinstance(memory, Lease)]
         shortage = f"all {self.count} swap buffers are in use, set a larger 'buffer_count'"
         return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)
 

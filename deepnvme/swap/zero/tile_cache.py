@@ -330,4 +330,5 @@ class TileCache:
             f"the sub-group at hand needs {self.used} bytes of swap buffers and {tile.nbytes} more; buffer_count allows "
             f"{self.limit}, set it larger"
         )
-        return lease_more(self._pool, tile.nbytes, self.used, shortage)
+        held = [each.lease for each in self._in_memory if each.lease is not None]
+        return lease_more(self._pool, tile.nbytes, held, shortage)

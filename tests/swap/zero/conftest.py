@@ -7,14 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepnvme.swap import buffers
-
-
-@pytest.fixture(autouse=True)
-def pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests of this process still lease is none of this one's."""
-    monkeypatch.setattr(buffers, "_pool", None)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
