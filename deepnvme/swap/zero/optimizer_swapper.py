@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.swap.interrupts import held_back
 
-from . import saved_states
 from .aio_config import (
     AIO_ALIGNED_BYTES,
     AIO_BLOCK_SIZE,
@@ -26,8 +27,8 @@ from .aio_config import (
     round_up,
 )
 from .fp16_partitions import PartitionInfo, read_partitions
+from .optimizer_states import OptimizerStates
 from .residency import Footprint, plan
-from .saved_states import SavedStates
 from .surroundings import Timers, describe, rank
 from .swap_info import OptimizerStateSwapInfo
 from .tile import Tile
@@ -102,6 +103,7 @@ class OptimizerSwapper:
             pool or buffer_pool(),
             limit=swap_config.buffer_count * self.largest_numel * self.swap_element_size,
         )
+        self._states = OptimizerStates(optimizer, self._cache, self._folder)
         self._order: list[OptimizerStateSwapInfo] = []  # as a step takes them
         self._gradient_bytes = 0  # of the gradients that wait in memory
         self._to_restore: set[Any] = set()  # parameters whose files may be another checkpoint's by now
@@ -118,7 +120,7 @@ class OptimizerSwapper:
         """
         self.flush()
         for info in self._order:
-            saved_states.save(saved_states.path_of(self._folder, info.param_id), self._states_to_save(info))
+            self._states.save(info)
         self._cache.forget_memory()
         self._to_restore = set(self.swap_params_info)
         return self._folder
@@ -130,6 +132,9 @@ class OptimizerSwapper:
 
     def flush(self) -> None:
         """Write what in the files is outdated, all but a sub-group that is swapped in. Raises OSError; then call it again."""
+        for info in self._order:
+            if not info.active:  # after a Ctrl-C it may be half in
+                self._cache.release([*info.tiles(), info.gradient], changed=False, complete=False)
         self._cache.flush([tile for info in self._order for tile in info.tiles()])
 
     # Parameters
@@ -137,10 +142,11 @@ class OptimizerSwapper:
     def initialize_parameters(self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]) -> None:
         """Take charge of parameters, with the values of ``src_tensors``, of any dtype. The order is that of a step."""
         with self._timers.measure(SWAP_INIT_TIMER):
-            for parameter, source in zip(parameters, src_tensors, strict=True):
-                info = self._register(parameter, source.numel())
-                self._initial_values(info).copy_(source.detach().reshape(-1))
-                self._cache.release([info.master.tile], changed=True)
+            self._take_charge(
+                parameters,
+                [source.numel() for source in src_tensors],
+                lambda number, target: target.copy_(src_tensors[number].detach().reshape(-1)),
+            )
 
     def initialize_from_swapped_fp16_params(
         self,
@@ -158,10 +164,11 @@ class OptimizerSwapper:
                 f"one list of partitions and one length for each parameter, got {len(fp16_partitions_info)} and "
                 f"{len(fp16_num_elems)} for {len(fp32_parameters)}"
             )
-        for parameter, partitions, numel in zip(fp32_parameters, fp16_partitions_info, fp16_num_elems, strict=True):
-            info = self._register(parameter, numel)
-            read_partitions(self._cache.engine, partitions, fp16_pinned_buffers, self._initial_values(info))
-            self._cache.release([info.master.tile], changed=True)
+        self._take_charge(
+            fp32_parameters,
+            fp16_num_elems,
+            lambda number, target: read_partitions(self._cache.engine, fp16_partitions_info[number], fp16_pinned_buffers, target),
+        )
 
     def is_swappable_tensor(self, tensor: torch.Tensor | None = None, numel: int | None = None) -> bool:
         """Whether a tensor, or one of ``numel`` elements, is large enough to be swapped, and not marked ``swappable = False``."""
@@ -179,9 +186,7 @@ class OptimizerSwapper:
         A state that the optimizer still has as it was swapped out stays: its values are nowhere else.
         """
         for info in self._order:
-            current = self._optimizer_state(info)
-            for name in [name for name in info.states if not info.is_swapped(name, current.get(name))]:
-                self._cache.discard(info.states.pop(name).tile)
+            self._states.purge(info)
             self._consume_gradient(info)
         self._to_restore.clear()
 
@@ -204,16 +209,18 @@ class OptimizerSwapper:
             in_file = tile.lease is None and tile.stored
             if not in_file:
                 self._cache.create(tile)
-            for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
-                flat = tensor.detach().reshape(-1)
-                if in_file:
-                    content = flat.to("cpu", info.dtype())
-                    self._cache.overwrite(tile, content, offset * content.element_size())
-                else:
-                    info.gradient_memory()[offset : offset + flat.numel()].copy_(flat)
-                info.gradient_ranges[offset] = max(flat.numel(), info.gradient_ranges.get(offset, 0))
-            if not tile.resident and info.gradient_complete():
-                self._cache.send(tile)
+            try:
+                for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
+                    flat = tensor.detach().reshape(-1)
+                    if in_file:
+                        content = flat.to("cpu", info.dtype())
+                        self._cache.overwrite(tile, content, offset * content.element_size())
+                    else:
+                        info.gradient_memory()[offset : offset + flat.numel()].copy_(flat)
+                    info.gradient_ranges[offset] = max(flat.numel(), info.gradient_ranges.get(offset, 0))
+            finally:
+                if not info.active:
+                    self._cache.release([tile], changed=False, complete=info.gradient_complete())
 
     def flush_gradients(self) -> None:
         """Have every gradient that does not wait in memory on its way to its file."""
@@ -233,15 +240,17 @@ class OptimizerSwapper:
         if info is None or info.active:
             return
         with self._timers.measure(self.SWAP_IN_TIMER):
-            if info.turn <= self._cache.turn:
+            if info.turn <= self._cache.memory.turn:
                 self._decide_what_stays()
-            self._cache.turn = info.turn
-            self._restore(info)
-            tiles = info.tiles() + [info.gradient] * info.has_gradients()
-            self._cache.acquire(tiles)
-            info.attach()
+            self._cache.memory.turn = info.turn
+            if info.param_id in self._to_restore:
+                self._states.restore(info)
+                self._to_restore.discard(info.param_id)
+            self._cache.acquire(info.tiles() + [info.gradient] * info.has_gradients())
             for offset, length in info.gradient_gaps() if info.has_gradients() else ():
                 info.gradient_memory()[offset : offset + length].zero_()
+            with held_back():
+                info.attach()
             self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
@@ -254,11 +263,11 @@ class OptimizerSwapper:
         if info is None:
             return
         with self._timers.measure(self.SWAP_OUT_TIMER):
-            self._adopt_states(info)
-            tiles = info.tiles()
-            info.detach()
-            self._consume_gradient(info)
-            self._cache.release(tiles, changed=True)
+            self._states.adopt(info, self.is_swappable_tensor)
+            with held_back():
+                info.detach()
+                self._consume_gradient(info)
+                self._cache.release(info.tiles(), changed=True)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -271,7 +280,7 @@ class OptimizerSwapper:
         if info is None:
             return
         if write_opt_state:
-            self._adopt_states(info)
+            self._states.adopt(info, self.is_swappable_tensor)
         self._let_go(info, write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
@@ -297,6 +306,25 @@ class OptimizerSwapper:
 
     # Parts of the above
 
+    def _take_charge(
+        self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]
+    ) -> None:
+        """Of all of the parameters or, after an error, of none. ``fill``: gives the one with this number its values, flat."""
+        known = len(self._order)
+        try:
+            for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
+                info = self._register(parameter, numel)
+                self._cache.create(info.master.tile)
+                fill(number, info.master.memory())
+                self._cache.release([info.master.tile], changed=True)
+        except BaseException:
+            for info in self._order[known:]:
+                self._cache.discard(info.master.tile)
+                del self.swap_params_info[self.parameter_id(info.parameter)]
+            del self._order[known:]
+            self._cache.memory.turns = max(known, 1)
+            raise
+
     def _register(self, parameter: torch.Tensor, numel: int) -> OptimizerStateSwapInfo:
         key = self.parameter_id(parameter)
         if key in self.swap_params_info:
@@ -304,12 +332,9 @@ class OptimizerSwapper:
         info = OptimizerStateSwapInfo(parameter, numel, self._folder, self.aligned_bytes, turn=len(self._order))
         self.swap_params_info[key] = info
         self._order.append(info)
-        self._cache.turns = len(self._order)
-        self._cache.turn = info.turn
+        self._cache.memory.turns = len(self._order)
+        self._cache.memory.turn = info.turn
         return info
-
-    def _initial_values(self, info: OptimizerStateSwapInfo) -> torch.Tensor:
-        return self._cache.create(info.master.tile).tensor(info.numel(), info.dtype())
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
         info = self.swap_params_info.get(self.parameter_id(parameter))
@@ -317,51 +342,16 @@ class OptimizerSwapper:
             raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
         return info
 
-    def _optimizer_state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.state.get(info.parameter, {})
-        return state
-
-    def _adopt_states(self, info: OptimizerStateSwapInfo) -> None:
-        """Have the states that the optimizer has now in tiles: those it made or replaced are copied, those it dropped go."""
-        state = self._optimizer_state(info)
-        for name in [name for name in info.states if name not in state]:
-            self._cache.discard(info.states.pop(name).tile)
-        for name, value in state.items():
-            known = info.states.get(name)
-            if known is not None and known.tensor is value and known.unchanged_place():
-                continue
-            if not self._can_be_swapped(value):
-                if known is not None:
-                    self._cache.discard(info.states.pop(name).tile)
-                continue
-            if known is not None and known.tile.nbytes != round_up(value.nbytes, self.aligned_bytes):
-                self._cache.discard(known.tile)
-                known = None
-            swapped = info.new_state(name, value, known.tile if known else None)
-            self._cache.create(swapped.tile)
-            swapped.memory().copy_(value.detach())
-            swapped.tile.in_use = True
-            info.states[name] = swapped
-            swapped.attach()
-
-    def _can_be_swapped(self, value: Any) -> bool:
-        return (
-            type(value) in (torch.Tensor, torch.nn.Parameter)
-            and value.layout == torch.strided
-            and value.device.type == "cpu"
-            and self.is_swappable_tensor(value)
-        )
-
     def _let_go(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
         gradient = info.parameter.grad
         if write_gradients and info.has_gradients() and gradient is not None:
             memory = info.gradient_memory()
             if gradient.data_ptr() != memory.data_ptr():
                 memory.copy_(gradient.detach().reshape(-1))
-        info.detach()
-        self._cache.release(info.tiles(), changed=write_opt_state)
-        if info.has_gradients():
-            self._cache.release([info.gradient], changed=write_gradients)
+        with held_back():
+            info.detach()
+            self._cache.release(info.tiles(), changed=write_opt_state)
+            self._cache.release([info.gradient], changed=write_gradients and info.has_gradients())
 
     def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
         info.gradient_ranges.clear()
@@ -370,21 +360,16 @@ class OptimizerSwapper:
     def _decide_what_stays(self) -> None:
         """At the beginning of a step, as what there is may have changed during the last one."""
         groups = [Footprint(tuple(tile.nbytes for tile in info.tiles()), info.gradient.nbytes) for info in self._order]
-        decided = plan(groups, self._cache.limit)
+        decided = plan(groups, self._cache.memory.limit)
         for info, count, keep in zip(self._order, decided.resident_states, decided.kept_gradients, strict=True):
             for index, tile in enumerate(info.tiles()):
-                self._stay(tile, index < count)
-            self._stay(info.gradient, keep)
+                self._cache.keep(tile, index < count)
+            self._cache.keep(info.gradient, keep)
         self._gradient_bytes = decided.gradient_bytes
-
-    def _stay(self, tile: Tile, resident: bool) -> None:
-        tile.resident = resident
-        if not resident:
-            self._cache.send(tile)
 
     def _read_ahead(self, info: OptimizerStateSwapInfo, following: torch.Tensor | None) -> None:
         """What comes after ``info``; after the last one the first of the next step, in room that its gradients will not need."""
-        limit = self._cache.limit
+        limit = self._cache.memory.limit
         ahead: list[tuple[Tile, int]] = []
         if following is not None:
             first = self.swap_params_info.get(self.parameter_id(following))
@@ -397,31 +382,6 @@ class OptimizerSwapper:
                     ahead += [(tile, limit - self._gradient_bytes) for tile in other.tiles()]
                     break
         self._cache.read_ahead(ahead)
-
-    def _states_to_save(self, info: OptimizerStateSwapInfo) -> SavedStates:
-        state = self._optimizer_state(info)
-        swapped = {name: (state.shape, state.stride, state.tensor.dtype) for name, state in info.states.items()}
-        return SavedStates({name: value for name, value in state.items() if name not in swapped}, swapped, list(state))
-
-    def _restore(self, info: OptimizerStateSwapInfo) -> None:
-        """Have the states of a checkpoint that may have been copied into the folder: which there are, and those not swapped."""
-        if info.param_id not in self._to_restore:
-            return
-        saved = saved_states.load(saved_states.path_of(self._folder, info.param_id))
-        if saved is not None and (saved.order or info.parameter in self.optimizer.state):
-            state = self.optimizer.state.setdefault(info.parameter, {})
-            for name in [name for name in state if name not in saved.order]:
-                del state[name]
-            for name in saved.order:
-                if name in saved.kept:
-                    state[name] = saved.kept[name]
-                elif name not in info.states:
-                    shape, stride, dtype = saved.swapped[name]
-                    state[name] = torch.empty(0, dtype=dtype)
-                    info.states[name] = info.stored_state(name, state[name], shape, stride)
-            for name in [name for name in info.states if name not in saved.swapped]:
-                self._cache.discard(info.states.pop(name).tile)
-        self._to_restore.discard(info.param_id)
 
 
 def _engine(aio_config: Mapping[str, Any]) -> Engine:
@@ -436,6 +396,9 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
     """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well."""
     if os.getpid() != process or not os.path.isdir(folder):  # they are the parent's, or were not wanted
+        return
+    if cache.helping():  # garbage is collected anywhere
+        threading.Thread(target=_write_back, args=(cache, order, folder, process), name="deepnvme-write-back").start()
         return
     try:
         cache.flush([tile for info in order for tile in info.tiles()])

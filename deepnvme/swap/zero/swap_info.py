@@ -23,8 +23,7 @@ class SwappedTensor:
 
     def memory(self) -> torch.Tensor:
         """The tile's, which is in memory, as a tensor that looks like this one."""
-        assert self.tile.lease is not None
-        flat = self.tile.lease.tensor(self.shape.numel(), self.tensor.dtype)
+        flat = self.tile.memory.tensor(self.shape.numel(), self.tensor.dtype)
         return flat.as_strided(self.shape, self.stride)
 
     def attach(self) -> None:
@@ -93,17 +92,19 @@ class OptimizerStateSwapInfo:
         """Theirs: all of the sub-group that lasts from step to step."""
         return [swapped.tile for swapped in self.swapped()]
 
-    def new_state(self, name: str, tensor: torch.Tensor, tile: Tile | None) -> SwappedTensor:
-        """A state that is to be swapped; ``tile``: of the one that it replaces."""
+    def new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
+        """A state that is to be swapped, in the tile of the one that it replaces, if that is as large."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
         stride = torch.empty_like(tensor, device="meta").stride()  # its own, unless that leaves gaps
-        return SwappedTensor(tensor, tensor.shape, stride, tile or self._tile(f"{name}-{self.param_id}", tensor.nbytes))
+        tile = self._tile(f"{name}-{self.param_id}", tensor.nbytes)
+        if name in self.states and self.states[name].tile.nbytes == tile.nbytes:
+            tile = self.states[name].tile
+        return SwappedTensor(tensor, tensor.shape, stride, tile)
 
     def stored_state(self, name: str, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> SwappedTensor:
         """A state whose values are in its file already; ``tensor`` is empty."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
-        tile = self._tile(f"{name}-{self.param_id}", shape.numel() * tensor.element_size())
-        tile.stored = True
+        tile = self._tile(f"{name}-{self.param_id}", shape.numel() * tensor.element_size(), stored=True)
         return SwappedTensor(tensor, shape, stride, tile)
 
     def attach(self) -> None:
@@ -122,8 +123,7 @@ class OptimizerStateSwapInfo:
 
     def gradient_memory(self) -> torch.Tensor:
         """The gradient, flat. Its tile is in memory."""
-        assert self.gradient.lease is not None
-        return self.gradient.lease.tensor(self._numel, self.parameter.dtype)
+        return self.gradient.memory.tensor(self._numel, self.parameter.dtype)
 
     def gradient_complete(self) -> bool:
         return not any(True for _ in self.gradient_gaps())
@@ -138,9 +138,19 @@ class OptimizerStateSwapInfo:
         if at < self._numel:
             yield at, self._numel - at
 
-    def _tile(self, name: str, nbytes: int) -> Tile:
-        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), round_up(nbytes, self._aligned_bytes), self.turn)
+    def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
+        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), round_up(nbytes, self._aligned_bytes), self.turn, stored)
 
     def is_swapped(self, name: str, value: Any) -> bool:
         """Whether this very object is the state that is swapped under that name."""
         return name in self.states and self.states[name].tensor is value
+
+    def is_in_place(self, name: str, value: Any) -> bool:
+        """Whether it is, and in the memory that it was given."""
+        return self.is_swapped(name, value) and self.states[name].unchanged_place()
+
+    def copied(self, value: torch.Tensor) -> torch.Tensor:
+        """Its content, apart from the memory of tiles: it may have moved into another one's, or two may have changed places."""
+        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self.swapped() if swapped.tile.lease is not None}
+        content = value.detach()
+        return content.clone() if content.untyped_storage().data_ptr() in memory else content

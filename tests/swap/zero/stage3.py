@@ -15,6 +15,8 @@ import deepnvme
 from deepnvme.swap import BufferPool
 from deepnvme.swap.zero import AIO_DEFAULT_DICT, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
 
+from ..failed_transfer import FailedTransfer
+
 NUMEL = 300_001  # 1.2 MB in fp32, and no multiple of anything: large enough to be swapped
 GROUPS = 5
 
@@ -56,20 +58,6 @@ class FlakyEngine:
                     raise error
                 return FailedTransfer(error)
         return None
-
-
-class FailedTransfer:
-    def __init__(self, error: OSError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def exception(self, timeout: float | None = None) -> OSError:
-        return self._error
-
-    def result(self, timeout: float | None = None) -> int:
-        raise self._error
 
 
 def adamw(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -128,14 +116,18 @@ class Training:
         for number, parameter in enumerate(self.parameters):
             following = self.parameters[number + 1] if number + 1 < len(self.parameters) else None
             self._call(errors, retry, self.swapper.swap_in_optimizer_state, parameter, async_parameter=following)
-            for optimizer, stepped in ((self.optimizer, parameter), (self.in_memory, self.copies[number])):
-                optimizer.param_groups[0]["params"] = [stepped]
-                optimizer.step()
-                optimizer.param_groups[0]["params"] = []
+            self.step_one(number)
             self._call(errors, retry, self.swapper.swap_out_optimizer_state, parameter, async_swap=following is not None)
             assert parameter.numel() == 0
             assert parameter.grad is None
         return errors
+
+    def step_one(self, number: int) -> None:
+        """A sub-group that is swapped in, and its copy."""
+        for optimizer, stepped in ((self.optimizer, self.parameters[number]), (self.in_memory, self.copies[number])):
+            optimizer.param_groups[0]["params"] = [stepped]
+            optimizer.step()
+            optimizer.param_groups[0]["params"] = []
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

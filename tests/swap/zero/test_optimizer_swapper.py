@@ -52,6 +52,26 @@ class Factored(torch.optim.Optimizer):
             parameter.sub_(parameter.grad * state["rate"] + state["rows"][0, 0] * 1e-3 + state["turned"].sum() * 1e-6)
 
 
+class Restless(torch.optim.Optimizer):
+    """Has its states, and the parameter's values, elsewhere after each step."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["last"], state["first"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+                state["rest"] = torch.arange(parameter.numel(), dtype=parameter.dtype)
+            state["last"], state["first"] = state["first"], state["last"]  # each in the other one's memory
+            state["last"] += parameter.grad
+            state["rest"] = state["rest"][1:]  # which overlaps what it was
+            state["again"] = state["first"]
+            parameter.data = parameter - 1e-3 * state["last"] + 1e-6 * state["rest"].sum()
+
+
 @pytest.mark.parametrize(
     ("make_optimizer", "buffer_count", "pipelined"),
     [
@@ -60,6 +80,8 @@ class Factored(torch.optim.Optimizer):
         (sgd, 7, True),
         (Factored, 1, True),
         (Factored, 30, True),
+        (Restless, 7, True),
+        (Restless, 64, False),
     ],
 )
 def test_weights_and_states_are_those_of_the_optimizer_in_memory(
@@ -161,9 +183,7 @@ def test_files_have_every_value_once_the_folder_is_asked_for(drive: Path) -> Non
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, Factored])
-def test_a_copy_of_the_folder_is_a_checkpoint_also_for_a_swapper_that_has_no_states_yet(
-    drive: Path, make_optimizer: Any
-) -> None:
+def test_a_copy_of_the_folder_is_a_checkpoint_also_for_a_swapper_that_has_no_states_yet(drive: Path, make_optimizer: Any) -> None:
     training = Training(drive / "one", make_optimizer=make_optimizer)
     training.train(2)
     shutil.copytree(training.swapper.swap_folder, drive / "saved", ignore=shutil.ignore_patterns("*gradient*"))

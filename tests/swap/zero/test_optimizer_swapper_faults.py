@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from deepnvme.swap import BufferPool
 
 from ...disks import MIB, loop_disk
 from ...interpreters import Interpreters
+from ..test_optimizer_faults import interrupt_at
 from .stage3 import GROUPS, NUMEL, FlakyEngine, Training
 
 
@@ -172,6 +175,77 @@ def test_ctrl_c_while_waiting_leaves_everything_as_it_was(drive: Path, engine: F
             training.swapper.swap_in_optimizer_state(parameter)
     training.swapper.swap_in_optimizer_state(parameter)
     assert torch.equal(parameter, training.copies[0])
+
+
+def test_ctrl_c_at_any_line_leaves_calls_that_can_be_repeated(drive: Path) -> None:
+    training = Training(drive, buffer_count=5, numels=(300_001,) * 3)
+    training.train(2)
+    interrupted = 0
+
+    def insist(call: Callable[..., None], parameter: torch.Tensor, *arguments: Any, ended: Callable[[], bool]) -> None:
+        nonlocal interrupted
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(interrupted * 7 % 220 + 1):
+            return call(parameter, *arguments)
+        interrupted += 1
+        if not ended():
+            call(parameter, *arguments)
+
+    for _ in range(8):
+        training.backward()
+        for number, parameter in enumerate(training.parameters):
+            swapper, following = training.swapper, (*training.parameters, None)[number + 1]
+            insist(swapper.swap_in_optimizer_state, parameter, following, ended=lambda: False)
+            training.step_one(number)
+            insist(swapper.swap_out_optimizer_state, parameter, ended=lambda parameter=parameter: parameter.numel() == 0)
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(interrupted % 50 + 1):
+            training.swapper.flush()
+    assert interrupted > 30
+    training.assert_same_as_in_memory()
+
+
+def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_written(drive: Path, engine: FlakyEngine) -> None:
+    """Garbage is collected in the midst of anything, also where the helper holds the lock."""
+    training = Training(drive, buffer_count=5, engine=engine)
+    training.train(2)
+    training.backward()
+    read = engine.read
+
+    def collecting(*arguments: Any) -> Any:
+        if threading.current_thread().name == "deepnvme-read-ahead":
+            engine.read = read  # type: ignore[method-assign]
+            training.swapper._end()
+        return read(*arguments)
+
+    engine.read = collecting  # type: ignore[method-assign]
+    training.step()
+    for thread in threading.enumerate():
+        if thread.name.startswith("deepnvme-"):
+            thread.join(20)
+            assert not thread.is_alive()
+    assert not training.swapper._end.alive
+    training.assert_same_as_in_memory()
+
+
+def test_parameters_that_could_not_be_read_can_be_initialized_again(drive: Path, engine: FlakyEngine) -> None:
+    training = Training(drive, numels=(400_000,) * 2, engine=engine, initialize=False)
+    values = [training.random(400_000, torch.bfloat16) for _ in training.parameters]
+    partitions = []
+    for number, value in enumerate(values):
+        halves = [(value[start : start + 200_000], 200_000, str(drive / f"{number}-{start}")) for start in (0, 200_000)]
+        for half, _, path in halves:
+            half.view(torch.uint8).numpy().tofile(path)
+        partitions.append(halves)
+    buffers = [torch.empty(500_000, dtype=torch.bfloat16)]
+    arguments = (partitions, [400_000] * 2, buffers, training.parameters)
+    engine.fail("read", "1-0", at_once=False)
+    with pytest.raises(OSError, match="injected"):
+        training.swapper.initialize_from_swapped_fp16_params(*arguments)
+    assert training.swapper.swap_params_info == {}
+    training.swapper.initialize_from_swapped_fp16_params(*arguments)
+    for parameter, value in zip(training.parameters, values, strict=True):
+        training.swapper.swap_in_optimizer_state(parameter)
+        assert torch.equal(parameter, value.float())
+        training.swapper.release_swap_buffers(parameter)
 
 
 def test_a_forked_child_that_ends_leaves_the_files_alone(drive: Path, interpreters: Interpreters) -> None:
