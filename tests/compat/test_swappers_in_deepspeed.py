@@ -29,6 +29,15 @@ COMPARED["parameters-too"] = {"dtype": "bf16", "offload_param": 12, "prefetch": 
 COMPARED["parameters-too-not-pipelined"] = {**COMPARED["parameters-too"], "pipelined": False, "buffer_count": 5}
 COMPARED["parameters-too-fast-init"] = {**COMPARED["parameters-too"], "fast_init": True}
 
+OF_OUR_PARTS = {
+    "fp32-pipelined": {"AsyncTensorSwapper", "SwapBufferManager"},
+    "bf16-not-pipelined": {"AsyncTensorSwapper", "SwapBufferManager"},
+    "accumulated-and-clipped": {"AsyncTensorSwapper", "SwapBufferManager"},
+    "parameters-too": {"AsyncTensorSwapper", "SwapBufferManager", "SwapBufferPool"},
+    "parameters-too-fast-init": {"AsyncTensorSwapper", "SwapBufferManager", "SwapBufferPool"},
+}
+"""DeepSpeed's own swappers, and what of ours they are made of in these cases: SwapBufferPool, where it is, of SwapBuffer."""
+
 ALONE: dict[str, dict[str, Any]] = {
     "few-buffers": {"swappers": "ours", "dtype": "fp32", "buffer_count": 10},
     "fewer-buffers-than-a-sub-group": {"swappers": "ours", "dtype": "fp32", "buffer_count": 2},
@@ -48,6 +57,7 @@ def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
     if not python:
         pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
     cases = {f"{name} {whose}": {**case, "swappers": whose} for name, case in COMPARED.items() for whose in ("theirs", "ours")}
+    cases |= {f"{name} theirs of our parts": {**COMPARED[name], "swappers": "theirs of our parts"} for name in OF_OUR_PARTS}
     cases |= ALONE
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,6 +96,23 @@ def test_the_files_are_deepspeeds_own_once_the_folder_is_asked_for(results: dict
     theirs, ours = results[f"{name} theirs"], results[f"{name} ours"]
     assert len(theirs["files"]) >= 12
     assert ours["files"] == theirs["files"]
+
+
+@pytest.mark.parametrize("name", OF_OUR_PARTS)
+def test_deepspeeds_swappers_work_with_our_parts(results: dict[str, Any], name: str) -> None:
+    theirs, mixed = results[f"{name} theirs"], results[f"{name} theirs of our parts"]
+    assert "error" not in mixed, mixed
+    assert mixed["class"] == theirs["class"]
+    ours = {part.rpartition(".")[2] for part in mixed["parts"] if part.startswith("deepnvme.swap.zero.")}
+    assert ours == OF_OUR_PARTS[name]
+    assert mixed["losses"] == theirs["losses"]
+    assert mixed["files"] == theirs["files"]
+
+
+def test_parameters_are_swapped_by_our_class_too(results: dict[str, Any]) -> None:
+    ours = "deepnvme.swap.zero.partitioned_param_swapper.AsyncPartitionedParameterSwapper"
+    assert ours in results["parameters-too ours"]["parts"]
+    assert ours not in results["parameters-too theirs"]["parts"]
 
 
 def test_it_trains_with_fewer_buffers_than_deepspeed_can(results: dict[str, Any]) -> None:

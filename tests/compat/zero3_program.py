@@ -2,7 +2,8 @@
 
     python -m tests.compat.zero3_program < cases.json
 
-DeepSpeed's own swapper classes or ours are put where stage 3 looks for them, in this process only, and both on our op.
+DeepSpeed's swapper classes, ours, or its own made of our parts are put where stage 3 looks for them, in this process only, all on
+our op.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ os.environ.update(
 
 import deepspeed
 import torch
-from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper
+from deepspeed.runtime.swap_tensor import (
+    optimizer_utils,
+    partitioned_optimizer_swapper,
+    partitioned_param_swapper,
+    pipelined_optimizer_swapper,
+)
 from deepspeed.runtime.zero import partition_parameters, stage3
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
@@ -35,17 +41,28 @@ WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
 LAYERS = 6
 
 
-@contextlib.contextmanager
-def swappers(ours: bool) -> Iterator[None]:
-    """Whose classes stage 3 finds."""
-    places = {
+PLACES: dict[str, dict[Any, tuple[str, ...]]] = {
+    "theirs": {},
+    "ours": {
         stage3: ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"),
         partition_parameters: ("AsyncPartitionedParameterSwapper",),
-    }
-    before = {(module, name): getattr(module, name) for module, names in places.items() for name in names}
-    if ours:
-        for module, name in before:
-            setattr(module, name, getattr(zero, name))
+    },
+    "theirs of our parts": {
+        partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+        pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
+        optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+        partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
+    },
+}
+"""Where what of ours is put."""
+
+
+@contextlib.contextmanager
+def swappers(whose: str) -> Iterator[None]:
+    """Which classes stage 3 finds."""
+    before = {(module, name): getattr(module, name) for module, names in PLACES[whose].items() for name in names}
+    for module, name in before:
+        setattr(module, name, getattr(zero, name))
     try:
         yield
     finally:
@@ -120,10 +137,20 @@ def digests(folder: str) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()[: WIDTH * WIDTH * 4]).hexdigest() for file in sorted(files)}
 
 
+def full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def parts_of(*swappers: Any) -> list[str]:
+    """The classes of swappers, and of what they consist of."""
+    parts = {type(part) for swapper in swappers if swapper is not None for part in (swapper, *vars(swapper).values())}
+    return sorted(full_name(part) for part in parts if part.__module__.startswith(("deepnvme.", "deepspeed.")))
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
     try:
-        with swappers(case["swappers"] == "ours"):
+        with swappers(case["swappers"]):
             trained = engine(case, directory)
             result: dict[str, Any] = {"losses": train(trained, range(case["steps"]))}
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
@@ -138,7 +165,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             else:
                 result["files"] = digests(trained.optimizer.optimizer_swapper.swap_folder)
             swapper = trained.optimizer.optimizer_swapper
-            result["class"] = f"{type(swapper).__module__}.{type(swapper).__name__}"
+            result["class"] = full_name(type(swapper))
+            result["parts"] = parts_of(swapper, trained.optimizer.fp16_groups[0][0].nvme_swapper)
             result["groups"] = len(trained.optimizer.fp16_groups)
             return result
     except Exception as error:
