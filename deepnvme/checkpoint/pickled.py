@@ -86,9 +86,12 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int) -> Pickled:
             return _rebuild_tensor_v2, shape
 
     buffer = io.BytesIO()
-    with _without_collections():
-        Pickler(buffer, protocol=protocol).dump(obj)
-    return Pickled(buffer.getvalue(), storages)
+    try:
+        with _without_collections():
+            Pickler(buffer, protocol=protocol).dump(obj)
+        return Pickled(buffer.getvalue(), storages.copy())
+    finally:
+        storages.clear()  # a class is a cycle, and would keep them until it is collected
 
 
 @contextlib.contextmanager
