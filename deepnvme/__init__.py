@@ -10,7 +10,7 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import NVMeReader, NVMeWriter, load, save
+    from .checkpoint import NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .swap.optimizer import OffloadedOptimizer
 
 __all__ = [
@@ -21,8 +21,10 @@ __all__ = [
     "NVMeReader",
     "NVMeWriter",
     "OffloadedOptimizer",
+    "SaveFuture",
     "Stats",
     "__version__",
+    "async_save",
     "load",
     "save",
 ]
@@ -31,6 +33,8 @@ _WITH_TORCH = {
     "NVMeReader": "checkpoint",
     "NVMeWriter": "checkpoint",
     "OffloadedOptimizer": "swap.optimizer",
+    "SaveFuture": "checkpoint",
+    "async_save": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
 from .loading import load
 from .saving import save
@@ -20,6 +21,8 @@ __all__ = [
     "NVMeHuggingFaceWriter",
     "NVMeReader",
     "NVMeWriter",
+    "SaveFuture",
+    "async_save",
     "load",
     "save",
 ]

@@ -11,6 +11,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import archive
+from .background import raise_unseen, wait_for_saves
 from .publication import Publication
 from .writing import Progress, write
 
@@ -35,10 +36,13 @@ def save(
     there otherwise. ``progress``: called with the bytes written and those of the file.
 
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises what pickling raises, before anything
-    is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers.
+    is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
+    :func:`async_save` that nobody has looked at.
     """
+    raise_unseen()
     image = archive(obj, pickle_module, pickle_protocol, checksum)
     engine = shared_engine()
+    wait_for_saves(path)
     with Publication(Path(path), image.nbytes, engine, fsync=fsync) as new:
         write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=progress)
         new.publish()
