@@ -10,11 +10,12 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
+    from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .swap.optimizer import OffloadedOptimizer
 
 __all__ = [
     "AioConfig",
+    "CheckpointManager",
     "Engine",
     "File",
     "Future",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "CheckpointManager": "checkpoint",
     "NVMeReader": "checkpoint",
     "NVMeWriter": "checkpoint",
     "OffloadedOptimizer": "swap.optimizer",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
 from .loading import load
+from .manager import CheckpointManager
 from .saving import save
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .dcp_writer import NVMeWriter
 
 __all__ = [
+    "CheckpointManager",
     "CorruptCheckpoint",
     "NVMeHuggingFaceReader",
     "NVMeHuggingFaceWriter",
