@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -46,6 +47,11 @@ class FileImage:
         self._on_devices: set[int] = set()
         self._events: list[torch.cuda.Event] = []
         """To be waited for before a device's memory is copied."""
+        self._kept: list[torch.Tensor] = []
+        self.spread: list[tuple[int, int]] = []
+        """From byte to byte, what is not all here."""
+        self.held: list[tuple[int, int]] = []
+        """What is here of it."""
         self._addresses = array("Q")
         self._lengths = array("Q")
         self._ends = array("Q")
@@ -84,6 +90,33 @@ class FileImage:
         if piece is None:
             raise ValueError("nothing of this tensor or storage was added")
         return self._ends[piece] - self._lengths[piece]
+
+    def add_part(self, data: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int], nbytes: int) -> None:
+        """Append so many bytes, of which only some runs are here: one after the other in ``data``, bytes on the CPU or a CUDA
+        device. They are what ``held`` says; the others of ``spread`` can be neither written nor copied."""
+        if not nbytes:
+            return
+        self.spread.append((self.nbytes, self.nbytes + nbytes))
+        start, at, before = self.nbytes, 0, self.nbytes
+        on_cpu = data.device.type == "cpu"
+        address = data.data_ptr()
+        for offset, length in zip(offsets, lengths, strict=True):
+            if start + offset > before:
+                self._append(0, start + offset - before)
+            before = start + offset + length
+            self.held.append((start + offset, before))
+            if length >= DIRECT_FROM or not on_cpu:
+                self.add(data[at : at + length])
+            else:
+                self._append(address + at, length)
+            at += length
+        if before < start + nbytes:
+            self._append(0, start + nbytes - before)
+        self._kept.append(data)
+
+    def digest(self) -> bytes:
+        """Of all but the tensors' bytes."""
+        return hashlib.sha256(self._text).digest()
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
         """The requests that write [begin, end) of the file, in its order. Their borders between those two are aligned, so that

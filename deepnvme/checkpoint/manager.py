@@ -9,16 +9,22 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import archive
 from .background import SaveFuture, raise_unseen, start, wait_for_saves
+from .file_image import FileImage
 from .loading import load
+from .parallel import save_together
 from .publication import Publication, sync_directory
+from .sharding import Across
 from .writing import write
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.pt")
 _IN_FLIGHT = 2
@@ -70,7 +76,7 @@ class CheckpointManager:
     @overload
     def save(
         self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool = False,
-        pool: BufferPool | None = None, lazy: bool = False,
+        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None,
     ) -> None: ...  # fmt: skip
     @overload
     def save(
@@ -87,29 +93,44 @@ class CheckpointManager:
         checksum: bool = False,
         pool: BufferPool | None = None,
         lazy: bool = False,
+        group: ProcessGroup | None = None,
     ) -> SaveFuture | None:
         """Save ``obj`` as the checkpoint of ``step``, in place of one that is there; then remove those of the lowest other steps
         that are too many.
 
-        Blocks like :func:`deepnvme.save`, or, ``asynchronous``, returns like :func:`deepnvme.async_save`, with two in flight at
-        most. The options and errors are theirs.
+        Blocks like :func:`deepnvme.save`, with a ``group`` too; or, ``asynchronous``, returns like :func:`deepnvme.async_save`,
+        with two in flight at most. The options and errors are theirs.
         """
-        raise_unseen()
         path = self.path(step)
-        image = archive(obj, pickle, 2, checksum)
         engine = shared_engine()
         pool = buffer_pool() if pool is None else pool
+
+        def make(across: Across | None = None) -> FileImage:
+            raise_unseen()
+            return archive(obj, pickle, 2, checksum, across=across)
 
         def begin(nbytes: int) -> Publication:
             return Publication(path, nbytes, engine, fsync=fsync, recycle=self._given_up(step))
 
+        def begin_here(nbytes: int) -> Publication:
+            wait_for_saves(path)
+            return begin(nbytes)
+
+        def end() -> None:
+            self._remove_surplus(step)
+
         if asynchronous:
-            return start(image, path, pool, lazy, _IN_FLIGHT, begin, lambda: self._remove_surplus(step))
-        wait_for_saves(path)
-        with begin(image.nbytes) as new:
+            if group is not None:
+                raise ValueError("the ranks of a group save together and at once: not asynchronous")
+            return start(make(), path, pool, lazy, _IN_FLIGHT, begin, end)
+        if group is not None:
+            save_together(lambda: make(Across()), group, path, begin_here, pool, fsync, None, end)
+            return None
+        image = make()
+        with begin_here(image.nbytes) as new:
             write(image, new.file, engine, pool)
             new.publish()
-        self._remove_surplus(step)
+        end()
         return None
 
     def load(self, step: int | None = None, **options: Any) -> Any:

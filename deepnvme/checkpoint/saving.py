@@ -6,14 +6,21 @@ import os
 import pickle
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import archive
 from .background import raise_unseen, wait_for_saves
+from .file_image import FileImage
+from .parallel import save_together
 from .publication import Publication
+from .sharding import Across
 from .writing import Progress, write
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def save(
@@ -26,6 +33,7 @@ def save(
     pickle_protocol: int = 2,
     pool: BufferPool | None = None,
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Save ``obj`` to ``path`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
 
@@ -35,14 +43,31 @@ def save(
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
     there otherwise. ``progress``: called with the bytes written and those of the file.
 
+    ``group``: of torch.distributed; collective. All ranks hold the same object, of a DTensor each its shard, and write the file
+    together, each as many bytes as another: an ordinary file, with the whole tensor for a DTensor, and with CUDA devices numbered
+    as they come. Compared are the objects' structure, sizes and what is no tensor; not the tensors' bytes. A rank that fails
+    makes all raise: itself its error, the others RuntimeError naming it; ValueError where the objects differ, or for a DTensor
+    that is Partial. See docs/checkpoints.md for file systems that several machines share.
+
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises what pickling raises, before anything
     is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
     :func:`async_save` that nobody has looked at.
     """
-    raise_unseen()
-    image = archive(obj, pickle_module, pickle_protocol, checksum)
     engine = shared_engine()
-    wait_for_saves(path)
-    with Publication(Path(path), image.nbytes, engine, fsync=fsync) as new:
-        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=progress)
+    pool = buffer_pool() if pool is None else pool
+
+    def begin(nbytes: int) -> Publication:
+        wait_for_saves(path)
+        return Publication(Path(path), nbytes, engine, fsync=fsync)
+
+    def make(across: Across | None = None) -> FileImage:
+        raise_unseen()
+        return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
+
+    if group is not None:
+        save_together(lambda: make(Across()), group, path, begin, pool, fsync, progress)
+        return
+    image = make()
+    with begin(image.nbytes) as new:
+        write(image, new.file, engine, pool, progress=progress)
         new.publish()
