@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +18,9 @@ from deepnvme.swap.interrupts import held_back
 
 from ._engine import shared_engine
 from .archive import archive
+from .destination import Destination
 from .file_image import FileImage
-from .publication import Publication
 from .staging import Cancelled, Snapshot
-
-Begin = Callable[[int], Publication]
-"""Of a file of so many bytes."""
 
 
 class SaveFuture:
@@ -34,11 +30,10 @@ class SaveFuture:
     and written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
-    def __init__(self, path: Path, snapshot: Snapshot, begin: Begin, end: Callable[[], None]) -> None:
-        self._path = path
+    def __init__(self, destination: Destination, snapshot: Snapshot) -> None:
+        self._destination = destination
+        self._path = Path(os.path.realpath(destination.path))
         self._snapshot = snapshot
-        self._begin = begin
-        self._end = end
         self._process = os.getpid()
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -90,10 +85,10 @@ class SaveFuture:
 
     def _run(self) -> None:
         try:
-            with self._begin(self.nbytes) as new:
+            with self._destination.begin(self.nbytes) as new:
                 self._snapshot.write(new.file, shared_engine())
                 new.publish()
-            self._end()
+            self._destination.end()
         except BaseException as error:
             self._error = error
         finally:
@@ -195,19 +190,14 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
 
 
 def start(
-    image: FileImage,
-    path: Path,
-    pool: BufferPool,
-    lazy: bool,
-    max_in_flight: int,
-    begin: Begin,
-    end: Callable[[], None] = lambda: None,
+    destination: Destination, image: FileImage, pool: BufferPool | None, lazy: bool, max_in_flight: int
 ) -> SaveFuture:
-    """Save the image as the publication that ``begin`` makes, and call ``end``, both in the background."""
+    """Stage the image, and write and publish it in the background."""
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
-    snapshot = Snapshot(image, pool)
-    save = SaveFuture(Path(os.path.realpath(path)), snapshot, begin, end)
+    shared_engine()  # now, if it cannot be made
+    snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
+    save = SaveFuture(destination, snapshot)
     try:
         _saves.add(save, max_in_flight)
         if lazy:
@@ -250,12 +240,5 @@ def async_save(
     errors are the future's: see :class:`SaveFuture`.
     """
     raise_unseen()
-    engine = shared_engine()
-    return start(
-        archive(obj, pickle_module, pickle_protocol, checksum),
-        Path(path),
-        buffer_pool() if pool is None else pool,
-        lazy,
-        max_in_flight,
-        lambda nbytes: Publication(Path(path), nbytes, engine, fsync=fsync),
-    )
+    image = archive(obj, pickle_module, pickle_protocol, checksum)
+    return start(Destination(Path(path), fsync), image, pool, lazy, max_in_flight)

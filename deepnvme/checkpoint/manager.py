@@ -8,20 +8,21 @@ import operator
 import os
 import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.swap.buffers import BufferPool
 
 from ._engine import shared_engine
 from .archive import archive
-from .background import SaveFuture, raise_unseen, start, wait_for_saves
+from .background import SaveFuture, raise_unseen, start
+from .destination import Destination
 from .file_image import FileImage
 from .loading import load
-from .parallel import save_together
 from .publication import Publication, sync_directory
+from .saving import save_to
 from .sharding import Across
-from .writing import write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,37 +102,18 @@ class CheckpointManager:
         Blocks like :func:`deepnvme.save`, with a ``group`` too; or, ``asynchronous``, returns like :func:`deepnvme.async_save`,
         with two in flight at most. The options and errors are theirs.
         """
-        path = self.path(step)
-        engine = shared_engine()
-        pool = buffer_pool() if pool is None else pool
+        destination = _Step(self.path(step), fsync, self, step)
 
-        def make(across: Across | None = None) -> FileImage:
-            raise_unseen()
+        def make(across: Across | None) -> FileImage:
             return archive(obj, pickle, 2, checksum, across=across)
 
-        def begin(nbytes: int) -> Publication:
-            return Publication(path, nbytes, engine, fsync=fsync, recycle=self._given_up(step))
-
-        def begin_here(nbytes: int) -> Publication:
-            wait_for_saves(path)
-            return begin(nbytes)
-
-        def end() -> None:
-            self._remove_surplus(step)
-
-        if asynchronous:
-            if group is not None:
-                raise ValueError("the ranks of a group save together and at once: not asynchronous")
-            return start(make(), path, pool, lazy, _IN_FLIGHT, begin, end)
-        if group is not None:
-            save_together(lambda: make(Across()), group, path, begin_here, pool, fsync, None, end)
+        if not asynchronous:
+            save_to(destination, make, pool, group=group)
             return None
-        image = make()
-        with begin_here(image.nbytes) as new:
-            write(image, new.file, engine, pool)
-            new.publish()
-        end()
-        return None
+        if group is not None:
+            raise ValueError("the ranks of a group save together and at once: not asynchronous")
+        raise_unseen()
+        return start(destination, make(None), pool, lazy, _IN_FLIGHT)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Load the checkpoint of a step, by default the latest, with the options of :func:`deepnvme.load`.
@@ -157,3 +139,16 @@ class CheckpointManager:
         for other in [other for other in steps if other != step][: max(len(steps) - self.keep, 0)]:
             with contextlib.suppress(FileNotFoundError):
                 self.path(other).unlink()
+
+
+@dataclass(frozen=True)
+class _Step(Destination):
+    manager: CheckpointManager
+    step: int
+
+    def begin(self, nbytes: int) -> Publication:
+        recycle = self.manager._given_up(self.step)
+        return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync, recycle=recycle)
+
+    def end(self) -> None:
+        self.manager._remove_surplus(self.step)

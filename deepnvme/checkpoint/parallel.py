@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepnvme.swap.buffers import BufferPool
 
 from ._engine import shared_engine
+from .background import raise_unseen, wait_for_saves
+from .destination import Destination
 from .file_image import PAGE, FileImage
 from .publication import Publication
 from .writing import Progress, write
@@ -56,24 +59,23 @@ class Ranks:
 
 
 def save_together(
+    destination: Destination,
     make: Callable[[], FileImage],
-    group: ProcessGroup,
-    path: object,
-    begin: Callable[[int], Publication],
     pool: BufferPool,
-    fsync: bool,
     progress: Progress | None,
-    end: Callable[[], None] = lambda: None,
+    group: ProcessGroup,
 ) -> None:
-    """Write the image that each rank makes, as the publication that rank 0 begins. Collective; blocks.
+    """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
 
     Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
     all of it. Nothing is published then.
     """
+    path = destination.path
     ranks = Ranks(group, f"'{path}' is not saved")
     mine: list[FileImage] = []
 
     def prepare() -> tuple[str, int, int]:
+        raise_unseen()
         mine.append(make())
         return mine[0].digest().hex(), mine[0].nbytes, sum(last - first for first, last in mine[0].held)
 
@@ -87,7 +89,8 @@ def save_together(
 
         def start() -> str:
             if ranks.rank == 0:
-                new.append(unpublished.enter_context(begin(image.nbytes)))
+                wait_for_saves(path)
+                new.append(unpublished.enter_context(destination.begin(image.nbytes)))
             return str(new[0].temporary) if new else ""
 
         temporary = ranks.all(start)[0]
@@ -95,7 +98,7 @@ def save_together(
         def write_part() -> None:
             with contextlib.nullcontext(new[0].file) if new else engine.open(temporary, "r+") as file:
                 write(image, file, engine, pool, parts, progress)
-                if fsync:
+                if destination.fsync:
                     engine.fsync(file).result()
 
         ranks.all(write_part)
@@ -103,12 +106,12 @@ def save_together(
         def publish() -> None:
             if new:
                 new[0].publish()
-                end()
+                destination.end()
 
         ranks.all(publish)
 
 
-def _check(path: object, image: FileImage, described: list[tuple[str, int, int]]) -> None:
+def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) -> None:
     """That all have images of the same object, and together the whole."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank, (digest, nbytes, _) in enumerate(described):

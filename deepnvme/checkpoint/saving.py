@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,9 +14,9 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 from ._engine import shared_engine
 from .archive import archive
 from .background import raise_unseen, wait_for_saves
+from .destination import Destination
 from .file_image import FileImage
 from .parallel import save_together
-from .publication import Publication
 from .sharding import Across
 from .writing import Progress, write
 
@@ -53,21 +54,28 @@ def save(
     is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
     :func:`async_save` that nobody has looked at.
     """
-    engine = shared_engine()
-    pool = buffer_pool() if pool is None else pool
-
-    def begin(nbytes: int) -> Publication:
-        wait_for_saves(path)
-        return Publication(Path(path), nbytes, engine, fsync=fsync)
-
-    def make(across: Across | None = None) -> FileImage:
-        raise_unseen()
+    def make(across: Across | None) -> FileImage:
         return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
 
+    save_to(Destination(Path(path), fsync), make, pool, progress, group)
+
+
+def save_to(
+    destination: Destination,
+    make: Callable[[Across | None], FileImage],
+    pool: BufferPool | None,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write and publish the image that ``make`` makes, after those under way to the same path. Blocks."""
+    pool = buffer_pool() if pool is None else pool
     if group is not None:
-        save_together(lambda: make(Across()), group, path, begin, pool, fsync, progress)
+        save_together(destination, lambda: make(Across()), pool, progress, group)
         return
-    image = make()
-    with begin(image.nbytes) as new:
-        write(image, new.file, engine, pool, progress=progress)
+    raise_unseen()
+    image = make(None)
+    wait_for_saves(destination.path)
+    with destination.begin(image.nbytes) as new:
+        write(image, new.file, shared_engine(), pool, progress=progress)
         new.publish()
+    destination.end()

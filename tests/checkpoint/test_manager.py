@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import CheckpointManager
-from deepnvme.checkpoint import manager as module
+from deepnvme.checkpoint import saving
 from deepnvme.checkpoint.publication import SUFFIX
 
 from ..disks import Disk
@@ -87,7 +87,9 @@ def test_a_full_disk_costs_at_most_the_oldest(small_disk: Disk, keep: int, left:
 @pytest.mark.parametrize(("keep", "asynchronous"), [(1, False), (2, True), (3, False)])
 def test_killed_at_any_moment_enough_are_whole(drive: Path, interpreters: Any, keep: int, asynchronous: bool) -> None:
     chance, begun = random.Random(keep), 0
-    for _ in range(5):
+    output = interpreters.stdout()
+    for _ in range(6):
+        output.write_text("")  # that of the program before
         child = interpreters.start(f"""
 import deepnvme, torch
 from deepnvme.swap import BufferPool
@@ -97,9 +99,8 @@ for step in range({begun}, {begun} + 10_000):
     manager.save(step, state, fsync=False, asynchronous={asynchronous}, pool=pool)
     print(step, flush=True)
 """)
-        output = interpreters.stdout()
         deadline = time.monotonic() + 30
-        while not (output.exists() and output.read_text().count("\n") > keep + 2) and time.monotonic() < deadline:
+        while output.read_text().count("\n") <= keep + 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(chance.random() * 0.02)
         os.kill(child, signal.SIGKILL)
@@ -139,8 +140,8 @@ def test_the_oldest_is_written_over_and_is_gone_before(drive: Path, monkeypatch:
     for step in (1, 2):
         manager.save(step, state(step))
     inode, during = manager.path(1).stat().st_ino, []
-    write = module.write
-    monkeypatch.setattr(module, "write", lambda *args: (during.append(manager.steps()), write(*args)))
+    write = saving.write
+    monkeypatch.setattr(saving, "write", lambda *args, **more: (during.append(manager.steps()), write(*args, **more)))
     manager.save(3, state(3))
     assert during == [[2]]
     assert manager.path(3).stat().st_ino == inode
@@ -150,8 +151,8 @@ def test_the_oldest_is_written_over_and_is_gone_before(drive: Path, monkeypatch:
 def test_the_only_one_stays_until_the_next_is_there(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, during = CheckpointManager(drive, keep=1), []
     manager.save(1, state(1))
-    write = module.write
-    monkeypatch.setattr(module, "write", lambda *args: (during.append(manager.steps()), write(*args)))
+    write = saving.write
+    monkeypatch.setattr(saving, "write", lambda *args, **more: (during.append(manager.steps()), write(*args, **more)))
     manager.save(2, state(2))
     assert during == [[1]]
     assert_whole(manager, [2])
