@@ -10,27 +10,33 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import NVMeReader, NVMeWriter, load, save
+    from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .swap.optimizer import OffloadedOptimizer
 
 __all__ = [
     "AioConfig",
+    "CheckpointManager",
     "Engine",
     "File",
     "Future",
     "NVMeReader",
     "NVMeWriter",
     "OffloadedOptimizer",
+    "SaveFuture",
     "Stats",
     "__version__",
+    "async_save",
     "load",
     "save",
 ]
 
 _WITH_TORCH = {
+    "CheckpointManager": "checkpoint",
     "NVMeReader": "checkpoint",
     "NVMeWriter": "checkpoint",
     "OffloadedOptimizer": "swap.optimizer",
+    "SaveFuture": "checkpoint",
+    "async_save": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",
 }

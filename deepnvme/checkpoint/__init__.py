@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
 from .loading import load
+from .manager import CheckpointManager
 from .saving import save
 
 if TYPE_CHECKING:
@@ -15,11 +17,14 @@ if TYPE_CHECKING:
     from .dcp_writer import NVMeWriter
 
 __all__ = [
+    "CheckpointManager",
     "CorruptCheckpoint",
     "NVMeHuggingFaceReader",
     "NVMeHuggingFaceWriter",
     "NVMeReader",
     "NVMeWriter",
+    "SaveFuture",
+    "async_save",
     "load",
     "save",
 ]

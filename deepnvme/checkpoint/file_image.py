@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,6 +45,13 @@ class FileImage:
         """Pieces that lie in ``_text``, whose address is known in the end."""
         self._sources: dict[int, Source] = {}
         self._on_devices: set[int] = set()
+        self._events: list[torch.cuda.Event] = []
+        """To be waited for before a device's memory is copied."""
+        self._kept: list[torch.Tensor] = []
+        self.spread: list[tuple[int, int]] = []
+        """From byte to byte, what is not all here."""
+        self.held: list[tuple[int, int]] = []
+        """What is here of it."""
         self._addresses = array("Q")
         self._lengths = array("Q")
         self._ends = array("Q")
@@ -83,9 +91,36 @@ class FileImage:
             raise ValueError("nothing of this tensor or storage was added")
         return self._ends[piece] - self._lengths[piece]
 
+    def add_part(self, data: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int], nbytes: int) -> None:
+        """Append so many bytes, of which only some runs are here: one after the other in ``data``, bytes on the CPU or a CUDA
+        device. They are what ``held`` says; the others of ``spread`` can be neither written nor copied."""
+        if not nbytes:
+            return
+        self.spread.append((self.nbytes, self.nbytes + nbytes))
+        start, at, before = self.nbytes, 0, self.nbytes
+        on_cpu = data.device.type == "cpu"
+        address = data.data_ptr()
+        for offset, length in zip(offsets, lengths, strict=True):
+            if start + offset > before:
+                self._append(0, start + offset - before)
+            before = start + offset + length
+            self.held.append((start + offset, before))
+            if length >= DIRECT_FROM or not on_cpu:
+                self.add(data[at : at + length])
+            else:
+                self._append(address + at, length)
+            at += length
+        if before < start + nbytes:
+            self._append(0, start + nbytes - before)
+        self._kept.append(data)
+
+    def digest(self) -> bytes:
+        """Of all but the tensors' bytes."""
+        return hashlib.sha256(self._text).digest()
+
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
-        """The requests that write [begin, end) of the file, in its order. ``begin`` and ``end`` are multiples of PAGE, but for
-        the end of the file. All are aligned in the file, so that each can bypass the page cache."""
+        """The requests that write [begin, end) of the file, in its order. Their borders between those two are aligned, so that
+        each can bypass the page cache."""
         end = self.nbytes if end is None else end
         at = begin
         first = bisect.bisect_right(self._large, self._piece_at(begin) - 1) if self._large else 0
@@ -103,20 +138,37 @@ class FileImage:
         yield from _chunks(at, end)
 
     def copy(self, begin: int, end: int, into: torch.Tensor) -> None:
-        """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks."""
+        """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks.
+
+        From a device, after what its current stream was given, and at the speed of its copy engine into pinned memory."""
         first, last = self._piece_at(begin), self._piece_at(end - 1)
         self._place_texts()
+        for event in self._events:
+            event.synchronize()
         sources, lengths = self._addresses[first : last + 1], self._lengths[first : last + 1]
-        copies = []  # kept until all is copied
-        for piece in self._on_devices.intersection(range(first, last + 1)):
-            copies.append(bytes_of(self._sources[piece]).cpu())
-            sources[piece - first] = copies[-1].data_ptr()
         skipped = begin - (self._ends[first] - self._lengths[first])
         sources[0] += skipped
         lengths[0] -= skipped
         lengths[-1] -= self._ends[last] - end
         destinations = array("Q", accumulate(lengths[:-1], initial=into.data_ptr()))
+        devices = set()
+        for piece in self._on_devices.intersection(range(first, last + 1)):
+            start = self._ends[piece] - self._lengths[piece]
+            at = max(start, begin)
+            part = bytes_of(self._sources[piece])[at - start : min(self._ends[piece], end) - start]
+            into[at - begin : at - begin + part.numel()].copy_(part, non_blocking=True)
+            devices.add(part.device)
+            lengths[piece - first] = 0
         copy_many(destinations, sources, lengths)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def fence(self) -> None:
+        """Have copies, by any thread, come after what the current streams of this one have been given for their devices."""
+        for device in {self._sources[piece].device for piece in self._on_devices}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -137,8 +189,10 @@ class FileImage:
 
 
 def _chunks(begin: int, end: int) -> Iterator[Range]:
-    for at in range(begin, end, CHUNK):
-        yield Range(at, min(at + CHUNK, end), None)
+    while begin < end:
+        border = min(begin // PAGE * PAGE + CHUNK, end)
+        yield Range(begin, border, None)
+        begin = border
 
 
 def bytes_of(source: Source) -> torch.Tensor:

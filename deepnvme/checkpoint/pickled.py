@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, NoneType
@@ -15,48 +16,63 @@ from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
+from .sharding import Across, Sharded
+
 
 class Pickled(NamedTuple):
     stream: bytes
-    storages: list[UntypedStorage]
-    """By their keys "0", "1", ... in the stream."""
+    storages: list[Any]
+    """UntypedStorage; across ranks also Sharded. By their keys "0", "1", ... in the stream."""
 
 
 class _Elements(NamedTuple):
     """A tensor's storage, with the dtype that it is seen as."""
 
-    storage: UntypedStorage
+    storage: UntypedStorage | Sharded
     dtype: torch.dtype
     numel: int
 
 
-def pickled(obj: object, pickle_module: ModuleType, protocol: int) -> Pickled:
-    """Pickle ``obj``: byte by byte the stream that ``torch.save`` makes. Raises what pickling raises."""
-    storages: list[UntypedStorage] = []
-    keys: dict[int, str] = {}
+def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
+    """Pickle ``obj``: byte by byte the stream that ``torch.save`` makes; ``across`` ranks, that of the object with whole tensors
+    for DTensors. Raises what pickling raises."""
+    storages: list[UntypedStorage | Sharded] = []
+    keys: dict[object, str] = {}
     dtypes: dict[int, torch.dtype] = {}
     """By address: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
     locations: dict[torch.device, str] = {}
     kinds: dict[torch.dtype, Any] = {}
+    location_of = location_tag if across is None else across.location
 
     def reference(elements: _Elements) -> tuple[str, Any, str, str, int]:
-        storage, dtype, numel = elements
+        known, dtype, numel = elements
+        storage = known.device_storage() if isinstance(known, Sharded) else known
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
-        if address and dtypes.setdefault(address, dtype) != dtype:
+        if address and storage is known and dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError(
                 f"one storage is seen as {dtypes[address]} and as {dtype}, which a .pt file cannot hold: clone one of the tensors"
             )
-        key = keys.get(storage._cdata)
+        identity: object = storage._cdata if storage is known else known
+        key = keys.get(identity)
         if key is None:
-            key = keys[storage._cdata] = str(len(storages))
-            storages.append(storage)
+            key = keys[identity] = str(len(storages))
+            storages.append(known)
         location = locations.get(storage.device)
         if location is None:
-            location = locations[storage.device] = location_tag(storage)
+            location = locations[storage.device] = location_of(storage)
         kind = kinds.get(dtype)
         if kind is None:
             kind = kinds[dtype] = _storage_type(storage, dtype)
         return "storage", kind, key, location, numel
+
+    def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
+        if tensor.dtype not in _TYPED:
+            raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
+        strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
+        elements = _Elements(shard, tensor.dtype, tensor.numel())
+        return _rebuild_tensor_v2, (
+            elements, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, OrderedDict[Any, Any]()
+        )  # fmt: skip
 
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
         def persistent_id(self, obj: object) -> Any:
@@ -78,7 +94,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int) -> Pickled:
             if kind is OrderedDict and not obj:
                 return OrderedDict, ()
             if kind is not torch.Tensor or obj.dtype not in _TYPED or not is_plain(obj):
-                return NotImplemented
+                shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None
+                return NotImplemented if shard is None else whole(obj, shard)
             storage = obj.untyped_storage()
             elements = _Elements(storage, obj.dtype, storage.nbytes() // obj.dtype.itemsize)
             hooks: OrderedDict[Any, Any] = OrderedDict()
@@ -86,9 +103,12 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int) -> Pickled:
             return _rebuild_tensor_v2, shape
 
     buffer = io.BytesIO()
-    with _without_collections():
-        Pickler(buffer, protocol=protocol).dump(obj)
-    return Pickled(buffer.getvalue(), storages)
+    try:
+        with _without_collections():
+            Pickler(buffer, protocol=protocol).dump(obj)
+        return Pickled(buffer.getvalue(), storages.copy())
+    finally:
+        storages.clear()  # a class is a cycle, and would keep them until it is collected
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ class Publication:
     Leaving ``with`` unpublished removes it. What dead processes have left in the directory is removed at the start.
 
     ``recycle``: a file of the same directory that becomes the temporary one, and whose blocks are written over: its name is gone
-    from the start. A ``path`` that is a symbolic link stays one.
+    from the start. It is only removed where it has another name, where anybody has it open or mapped, or where that cannot be
+    told. A ``path`` that is a symbolic link stays one.
 
     ``one_of_many``: whoever publishes many files of a directory calls :func:`remove_leftovers` before the first and
     :func:`sync_directory` after the last; both look at all of it.
@@ -58,7 +59,8 @@ class Publication:
         try:
             if not one_of_many:
                 remove_leftovers(self.path.parent)
-            self.temporary, self._descriptor = _start(self.path, recycle)
+            recycled = None if recycle is None else _recycled(self.path, recycle, durably=fsync)
+            self.temporary, self._descriptor = recycled or _start(self.path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
         try:
@@ -77,6 +79,7 @@ class Publication:
             self._engine.fsync(self.file).result()
         os.replace(self.temporary, self.path)
         descriptor, self._descriptor = self._descriptor, -1
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open still, as long as it lives
         os.close(descriptor)
         self.file.close()
         if self._fsync and not self._one_of_many:
@@ -130,15 +133,10 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _start(path: Path, recycle: Path | None) -> tuple[Path, int]:
+def _start(path: Path) -> tuple[Path, int]:
     """A locked temporary file for ``path``, and its descriptor."""
     while True:
-        name = os.fsencode(path.name)[:_LONGEST_NAME]
-        temporary = path.parent / os.fsdecode(b".%s.%s%s" % (name, secrets.token_hex(4).encode(), SUFFIX.encode()))
-        if recycle is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(recycle, temporary)
-            recycle = None
+        temporary = _temporary_name(path)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -152,6 +150,46 @@ def _start(path: Path, recycle: Path | None) -> tuple[Path, int]:
             os.unlink(temporary)
             raise
         os.close(descriptor)
+
+
+def _recycled(path: Path, recycle: Path, durably: bool) -> tuple[Path, int] | None:
+    """The same, of a file that was there; None where a new one has to be made."""
+    temporary = _temporary_name(path)
+    try:
+        os.rename(recycle, temporary)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # or another has taken it for a dead process's
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is(descriptor, temporary):
+            if durably:  # or a power cut could leave its old name to what is going to be written
+                sync_directory(path.parent)
+            if _is_ours_alone(descriptor):
+                return temporary, descriptor
+            os.unlink(temporary)
+    except BaseException:
+        os.close(descriptor)
+        os.unlink(temporary)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _temporary_name(path: Path) -> Path:
+    name = os.fsencode(path.name)[:_LONGEST_NAME]
+    return path.parent / os.fsdecode(b".%s.%s%s" % (name, secrets.token_hex(4).encode(), SUFFIX.encode()))
+
+
+def _is_ours_alone(descriptor: int) -> bool:
+    """Whether the file has one name, and nobody else has it open or mapped. False where the file system cannot tell."""
+    try:
+        # Granted only where there is no other descriptor, whether a process has it or a mapping.
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return os.fstat(descriptor).st_nlink == 1
 
 
 def _is(descriptor: int, path: Path) -> bool:

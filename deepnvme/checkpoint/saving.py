@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import archive
-from .publication import Publication
+from .background import raise_unseen, wait_for_saves
+from .destination import Destination
+from .file_image import FileImage
+from .parallel import save_together
+from .sharding import Across
 from .writing import Progress, write
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def save(
@@ -25,6 +34,7 @@ def save(
     pickle_protocol: int = 2,
     pool: BufferPool | None = None,
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Save ``obj`` to ``path`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
 
@@ -34,11 +44,38 @@ def save(
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
     there otherwise. ``progress``: called with the bytes written and those of the file.
 
+    ``group``: of torch.distributed; collective. All ranks hold the same object, of a DTensor each its shard, and write the file
+    together, each as many bytes as another: an ordinary file, with the whole tensor for a DTensor, and with CUDA devices numbered
+    as they come. Compared are the objects' structure, sizes and what is no tensor; not the tensors' bytes. A rank that fails
+    makes all raise: itself its error, the others RuntimeError naming it; ValueError where the objects differ, or for a DTensor
+    that is Partial. See docs/checkpoints.md for file systems that several machines share.
+
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises what pickling raises, before anything
-    is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers.
+    is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
+    :func:`async_save` that nobody has looked at.
     """
-    image = archive(obj, pickle_module, pickle_protocol, checksum)
-    engine = shared_engine()
-    with Publication(Path(path), image.nbytes, engine, fsync=fsync) as new:
-        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=progress)
+    def make(across: Across | None) -> FileImage:
+        return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
+
+    save_to(Destination(Path(path), fsync), make, pool, progress, group)
+
+
+def save_to(
+    destination: Destination,
+    make: Callable[[Across | None], FileImage],
+    pool: BufferPool | None,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write and publish the image that ``make`` makes, after those under way to the same path. Blocks."""
+    pool = buffer_pool() if pool is None else pool
+    if group is not None:
+        save_together(destination, lambda: make(Across()), pool, progress, group)
+        return
+    raise_unseen()
+    image = make(None)
+    wait_for_saves(destination.path)
+    with destination.begin(image.nbytes) as new:
+        write(image, new.file, shared_engine(), pool, progress=progress)
         new.publish()
+    destination.end()

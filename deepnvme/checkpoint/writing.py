@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
-from .file_image import CHUNK, FileImage
+from .file_image import CHUNK, PAGE, FileImage
 
 _CHUNKS = 4
 """Leased at a time: a drive is busy with three while the fourth is filled."""
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are written, and those of the file."""
+"""Told the bytes that are written, and those to be written."""
 
 
 def write(
@@ -23,48 +25,79 @@ def write(
     file: File,
     engine: Engine,
     pool: BufferPool,
-    begin: int = 0,
-    end: int | None = None,
+    parts: Sequence[tuple[int, int]] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write [begin, end) of the image (see :meth:`FileImage.ranges`) into the file. Blocks until that is done, with at most
-    16 MiB leased. Raises OutOfBuffers, and the first OSError when all that was begun has ended."""
-    end = image.nbytes if end is None else end
+    """Write the image into the file, or only its parts from a byte to another; their ends that are no page's go through the
+    page cache. Blocks until that is done, with at most 16 MiB leased. Raises OutOfBuffers, and the first OSError when all that
+    was begun has ended."""
+    parts = [(0, image.nbytes)] if parts is None else parts
+    total = sum(end - begin for begin, end in parts)
     under_way: deque[tuple[int, Future]] = deque()
-    leased: deque[tuple[Lease, Future]] = deque()
+    chunks = _Chunks(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)))
     written = 0
     try:
-        for part in image.ranges(begin, end):
-            if part.tensor is not None:
-                future = engine.write(part.tensor, file, part.begin)
-            else:
-                lease = _lease(pool, leased, min(CHUNK, end - begin))
-                buffer = lease.buffer[: part.end - part.begin]
-                image.copy(part.begin, part.end, buffer)
-                future = engine.write(buffer, file, part.begin)
-                leased.append((lease, future))
-            under_way.append((part.end - part.begin, future))
+        for begin, end in parts:
+            for part in image.ranges(begin, end):
+                if part.tensor is not None:
+                    future = engine.write(part.tensor, file, part.begin)
+                else:
+                    buffer = chunks.memory(part.begin, part.end)
+                    image.copy(part.begin, part.end, buffer)
+                    future = engine.write(buffer, file, part.begin)
+                    chunks.read_by(future)
+                under_way.append((part.end - part.begin, future))
         while under_way:
             nbytes, future = under_way[0]
             future.result()
             under_way.popleft()
             written += nbytes
             if progress is not None:
-                progress(written, end - begin)
+                progress(written, total)
     finally:
         for _, future in under_way:
             future.exception()  # nobody may go on to change what is still being read
-        for lease, future in leased:
-            lease.release(after=future)
+        chunks.release()
 
 
-def _lease(pool: BufferPool, leased: deque[tuple[Lease, Future]], nbytes: int) -> Lease:
-    """Memory of the pool, or that of the first chunk of ours that is written."""
-    lease = pool.try_lease(nbytes) if len(leased) < _CHUNKS else None
-    if lease is not None:
+class _Chunks:
+    """Leased memory that is written from, and filled again when that is done."""
+
+    def __init__(self, pool: BufferPool, nbytes: int) -> None:
+        self._pool = pool
+        self._nbytes = nbytes
+        self._leased: deque[tuple[Lease, list[Future]]] = deque()
+        """With the writes from each."""
+        self._used = nbytes
+        """Bytes of the last one."""
+
+    def memory(self, begin: int, end: int) -> torch.Tensor:
+        """For these bytes of the file: as far behind a page's boundary as they are there, so that they need no other copy."""
+        start = self._used + (begin - self._used) % PAGE
+        if not self._leased or start + end - begin > self._nbytes:
+            self._leased.append((self._lease(), []))
+            start = begin % PAGE
+        self._used = start + end - begin
+        return self._leased[-1][0].buffer[start : self._used]
+
+    def read_by(self, future: Future) -> None:
+        """Keep what was given last for this write."""
+        self._leased[-1][1].append(future)
+
+    def release(self) -> None:
+        """All, when all writes have ended."""
+        for lease, _ in self._leased:
+            lease.release()
+
+    def _lease(self) -> Lease:
+        """Of the pool, or the first of ours that is written."""
+        lease = self._pool.try_lease(self._nbytes) if len(self._leased) < _CHUNKS else None
+        if lease is not None:
+            return lease
+        if not self._leased:
+            return self._pool.lease(self._nbytes)
+        lease, futures = self._leased[0]
+        for future in futures:
+            future.result()
+        self._leased.popleft()
         return lease
-    if not leased:
-        return pool.lease(nbytes)
-    lease, future = leased.popleft()
-    future.result()
-    return lease

@@ -1,0 +1,156 @@
+"""One file written by all ranks of a process group at the same time, each its part; published once, when all have synced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deepnvme.swap.buffers import BufferPool
+
+from ._engine import shared_engine
+from .background import raise_unseen, wait_for_saves
+from .destination import Destination
+from .file_image import PAGE, FileImage
+from .publication import Publication
+from .writing import Progress, write
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Part = tuple[int, int]
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """A group that does things step by step: each step together, and only if all have done the one before."""
+
+    def __init__(self, group: ProcessGroup, what: str) -> None:
+        """``what`` they do, for messages. Raises ValueError for a process that is not of the group."""
+        import torch.distributed as dist
+
+        self._group = group
+        self._what = what
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"{what}: this process is not of the group given: only those that are may call this")
+
+    def all(self, step: Callable[[], Result]) -> list[Result]:
+        """What each rank's step returns. Collective: if any raises, all do: those their own error, the others RuntimeError
+        naming the ranks and their errors."""
+        import torch.distributed as dist
+
+        result: Result | None = None
+        error: BaseException | None = None
+        try:
+            result = step()
+        except BaseException as caught:  # the others wait, whatever it is
+            error = caught
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, (result, None if error is None else f"{type(error).__name__}: {error}"), self._group)
+        if error is not None:
+            raise error
+        failed = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None)
+        if failed:
+            raise RuntimeError(f"{self._what}: {failed}")
+        return [result for result, _ in outcomes]
+
+
+def save_together(
+    destination: Destination,
+    make: Callable[[], FileImage],
+    pool: BufferPool,
+    progress: Progress | None,
+    group: ProcessGroup,
+) -> None:
+    """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
+
+    Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
+    all of it. Nothing is published then.
+    """
+    path = destination.path
+    ranks = Ranks(group, f"'{path}' is not saved")
+    mine: list[FileImage] = []
+
+    def prepare() -> tuple[str, int, int]:
+        raise_unseen()
+        mine.append(make())
+        return mine[0].digest().hex(), mine[0].nbytes, sum(last - first for first, last in mine[0].held)
+
+    described = ranks.all(prepare)
+    image = mine[0]
+    _check(path, image, described)
+    engine = shared_engine()
+    parts = sorted([*image.held, *_share(image, ranks.rank, ranks.size)])
+    with contextlib.ExitStack() as unpublished:
+        new: list[Publication] = []
+
+        def start() -> str:
+            if ranks.rank == 0:
+                wait_for_saves(path)
+                new.append(unpublished.enter_context(destination.begin(image.nbytes)))
+            return str(new[0].temporary) if new else ""
+
+        temporary = ranks.all(start)[0]
+
+        def write_part() -> None:
+            with contextlib.nullcontext(new[0].file) if new else engine.open(temporary, "r+") as file:
+                write(image, file, engine, pool, parts, progress)
+                if destination.fsync:
+                    engine.fsync(file).result()
+
+        ranks.all(write_part)
+
+        def publish() -> None:
+            if new:
+                new[0].publish()
+                destination.end()
+
+        ranks.all(publish)
+
+
+def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) -> None:
+    """That all have images of the same object, and together the whole."""
+    holders: dict[tuple[str, int], list[int]] = {}
+    for rank, (digest, nbytes, _) in enumerate(described):
+        holders.setdefault((digest, nbytes), []).append(rank)
+    if len(holders) > 1:
+        different = " and ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in holders.values())
+        raise ValueError(
+            f"'{path}' is not saved: {different} hold different objects: other keys, order, shapes, dtypes or values that are no"
+            " tensors; save the same on all"
+        )
+    spread = sum(last - first for first, last in image.spread)
+    held = sum(held for _, _, held in described)
+    if held != spread:
+        raise ValueError(
+            f"'{path}' is not saved: of {spread} bytes of DTensors the ranks of the group hold {held}: give the group"
+            " of all ranks of their mesh"
+        )
+
+
+def _share(image: FileImage, rank: int, size: int) -> list[Part]:
+    """One rank's part of what all hold: so many bytes as another's, but for what borders on pages take."""
+    common, at = [], 0
+    for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
+        if at < first:
+            common.append((at, first))
+        at = last
+    total = sum(last - first for first, last in common)
+    low, high = total * rank // size, total * (rank + 1) // size
+    share, before = [], 0
+    for first, last in common:
+        # A border belongs to the page that it is in, so that neighbours agree on it.
+        begin = _page(first, last, first + low - before)
+        end = _page(first, last, first + high - before)
+        if begin < end:
+            share.append((begin, end))
+        before += last - first
+    return share
+
+
+def _page(first: int, last: int, at: int) -> int:
+    """The beginning of the page that ``at`` is in, within [first, last]."""
+    return last if at >= last else max(first, at // PAGE * PAGE)

@@ -1,0 +1,338 @@
+"""Saves in the background: what is saved is what was there, failures are told, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme.checkpoint import background
+from deepnvme.checkpoint.file_image import CHUNK, FileImage
+from deepnvme.swap import BufferPool, OutOfBuffers
+
+from ..disks import Disk
+
+State = dict[str, torch.Tensor]
+LAYER = CHUNK // 4
+
+
+@pytest.fixture
+def pool() -> BufferPool:
+    """With memory for two states."""
+    return BufferPool(10 * CHUNK)
+
+
+@pytest.fixture(autouse=True)
+def all_ended() -> Iterator[None]:
+    """No test leaves a save under way, or one for another to raise."""
+    yield
+    assert not background._saves._under_way
+    assert background._saves.take_unseen() is None
+
+
+@pytest.fixture
+def held(faulty: Callable[..., Any], gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The gate that holds what is written in the background, from the start."""
+    engine = faulty("threads", gate=gate)
+    monkeypatch.setattr(background, "shared_engine", lambda: engine)
+    yield gate
+    gate.release()
+
+
+def state(value: int = 0) -> State:
+    """Of four chunks and a bit."""
+    return {f"layer.{index}": torch.full((LAYER,), value + index, dtype=torch.uint8) for index in range(17)}
+
+
+def assert_saved(path: Path, expected: State) -> None:
+    found = torch.load(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [entry.name for entry in path.parent.iterdir() if entry.name.startswith(".")] == []
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_pickled_is_an_error_at_once(drive: Path) -> None:
+    with pytest.raises(AttributeError, match="local"):
+        deepnvme.async_save({"a": torch.ones(3), "f": lambda: None}, drive / "a.pt")
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("max_in_flight", [0, -1])
+def test_at_least_one_has_to_be_in_flight(drive: Path, max_in_flight: int) -> None:
+    with pytest.raises(ValueError, match=f"max_in_flight must be at least 1, got {max_in_flight}"):
+        deepnvme.async_save(state(), drive / "a.pt", max_in_flight=max_in_flight)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_failure_is_the_futures(drive: Path, pool: BufferPool, lazy: bool) -> None:
+    future = deepnvme.async_save(state(), drive / "missing" / "a.pt", pool=pool, lazy=lazy)
+    with pytest.raises(FileNotFoundError) as caught:
+        future.result(10)
+    assert caught.value.filename == str(drive / "missing" / "a.pt")
+    assert future.exception() is caught.value
+    assert future.done()
+    future.wait_staged(0)  # nothing is needed any more
+    assert pool.in_use == 0
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)  # who has seen it is not told again
+
+
+@pytest.mark.parametrize("save", [deepnvme.save, deepnvme.async_save])
+def test_one_that_nobody_looked_at_is_raised_by_the_next_save(drive: Path, save: Callable[..., Any]) -> None:
+    background._saves.wait_for(deepnvme.async_save(state(), drive / "missing" / "a.pt").path)
+    with pytest.raises(FileNotFoundError) as caught:
+        save(state(), drive / "b.pt")
+    assert caught.value.filename == str(drive / "missing" / "a.pt")
+    assert list(drive.iterdir()) == []
+    done = save(state(), drive / "b.pt")
+    assert done is None or done.result(10)
+    assert_saved(drive / "b.pt", state())
+
+
+def test_one_that_nobody_looked_at_is_told_at_exit(drive: Path, interpreters: Any) -> None:
+    ended = interpreters.run(f"""
+import deepnvme
+deepnvme.async_save([1], {str(drive)!r} + "/seen/a.pt").exception()
+deepnvme.async_save([1], {str(drive)!r} + "/unseen/a.pt")
+""")
+    assert ended.stderr == (
+        f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody looked at its future: "
+        f"FileNotFoundError: [Errno 2] No such file or directory: '{drive}/unseen/a.pt'\n"
+    )
+    assert ended.returncode == 0
+
+
+@pytest.mark.root
+def test_a_full_disk_leaves_nothing_behind(small_disk: Disk, pool: BufferPool) -> None:
+    large = {"a": torch.zeros(small_disk.bytes_free() + 1, dtype=torch.uint8)}
+    future = deepnvme.async_save(large, small_disk / "a.pt", pool=pool)
+    error = future.exception(30)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ENOSPC
+    assert pool.in_use == 0
+    assert sorted(entry.name for entry in small_disk.path.iterdir()) == ["lost+found"]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_drive_that_fails_leaves_the_old_file(
+    drive: Path, pool: BufferPool, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
+    deepnvme.save(state(1), drive / "a.pt")
+    broken = faulty("threads", error_every=50, error=errno.EIO)
+    monkeypatch.setattr(background, "shared_engine", lambda: broken)
+    error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(10)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO
+    assert pool.in_use == 0
+    assert_saved(drive / "a.pt", state(1))
+
+
+def test_a_failure_does_not_keep_the_state(drive: Path) -> None:
+    tensor = torch.ones(LAYER)
+    storage = weakref.ref(tensor.untyped_storage())
+    future = deepnvme.async_save([tensor], drive / "missing" / "a.pt", lazy=True)
+    assert future.exception(10) is not None
+    del tensor
+    kept = storage() is not None
+    assert not kept
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_ctrl_c_while_it_is_copied_leaves_nothing_behind(
+    drive: Path, pool: BufferPool, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    copy, copied = FileImage.copy, []
+
+    def interrupted(self: FileImage, begin: int, end: int, into: torch.Tensor) -> None:
+        copied.append(begin)
+        if len(copied) > chunk:
+            raise KeyboardInterrupt
+        copy(self, begin, end, into)
+
+    with monkeypatch.context() as now:
+        now.setattr(FileImage, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            deepnvme.async_save(state(), drive / "a.pt", pool=pool)
+    assert len(copied) == chunk + 1
+    assert list(drive.iterdir()) == []
+    assert pool.in_use == 0
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
+
+
+def test_a_budget_too_small_for_a_chunk_is_the_futures_error(drive: Path) -> None:
+    future = deepnvme.async_save(state(), drive / "a.pt", pool=BufferPool(CHUNK - 1))
+    with pytest.raises(OutOfBuffers, match="set a budget of at least"):
+        future.result(10)
+    assert list(drive.iterdir()) == []
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("obj", [{}, [1, "a"], torch.arange(10), state(), [torch.empty(0), torch.ones(()), torch.ones(3, 3).t()]])
+def test_the_file_is_that_of_save(drive: Path, obj: object, lazy: bool) -> None:
+    deepnvme.save(obj, drive / "expected.pt", checksum=lazy)
+    future = deepnvme.async_save(obj, drive / "found.pt", checksum=lazy, lazy=lazy)
+    assert future.result(10) == future.nbytes
+    assert (drive / "found.pt").read_bytes() == (drive / "expected.pt").read_bytes()
+
+
+def test_tensors_may_change_when_it_returns(drive: Path, pool: BufferPool, held: Any) -> None:
+    tensors = state(1)
+    future = deepnvme.async_save(tensors, drive / "a.pt", pool=pool)
+    future.wait_staged(0)
+    for tensor in tensors.values():
+        tensor.zero_()
+    held.release()
+    future.result(10)
+    assert_saved(drive / "a.pt", state(1))
+
+
+@pytest.mark.parametrize(("lazy", "budget"), [(True, 10 * CHUNK), (True, CHUNK), (False, 2 * CHUNK)])
+def test_tensors_may_change_once_they_are_staged(drive: Path, lazy: bool, budget: int) -> None:
+    tensors, pool = state(1), BufferPool(budget)
+    future = deepnvme.async_save(tensors, drive / "a.pt", pool=pool, lazy=lazy)
+    future.wait_staged(10)
+    for tensor in tensors.values():
+        tensor.zero_()
+    future.result(10)
+    assert_saved(drive / "a.pt", state(1))
+    assert pool.in_use == 0
+    assert pool.allocated <= budget
+
+
+def test_what_the_budget_does_not_hold_is_waited_for(drive: Path, held: Any) -> None:
+    future = deepnvme.async_save(state(1), drive / "a.pt", pool=BufferPool(2 * CHUNK))
+    with pytest.raises(TimeoutError, match=r"a\.pt' is not staged after 0\.05 s"):
+        future.wait_staged(0.05)
+    held.release()
+    future.wait_staged(10)
+    future.result(10)
+    assert_saved(drive / "a.pt", state(1))
+
+
+def test_writing_begins_while_the_rest_is_copied(
+    drive: Path, pool: BufferPool, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, copy = faulty("threads"), FileImage.copy
+    monkeypatch.setattr(background, "shared_engine", lambda: engine)
+
+    def patient(self: FileImage, begin: int, end: int, into: torch.Tensor) -> None:
+        while begin and not engine.stats()["bytes_written"]:
+            assert threading.main_thread() is threading.current_thread()
+        copy(self, begin, end, into)
+
+    monkeypatch.setattr(FileImage, "copy", patient)
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
+
+
+def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held: Any) -> None:
+    tensor = torch.ones(LAYER)
+    storage = weakref.ref(tensor.untyped_storage())
+    future = deepnvme.async_save([tensor], drive / "a.pt", pool=pool)
+    del tensor
+    kept = storage() is not None
+    assert not kept
+    held.release()
+    future.result(10)
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
+
+
+def test_at_most_so_many_are_in_flight(drive: Path, pool: BufferPool, held: Any) -> None:
+    futures = [deepnvme.async_save([step], drive / f"{step}.pt", pool=pool) for step in range(2)]
+    with pytest.raises(TimeoutError, match=r"0\.pt' is not saved after 0 s"):
+        futures[0].result(0)
+    third: list[deepnvme.SaveFuture] = []
+    caller = threading.Thread(target=lambda: third.append(deepnvme.async_save([2], drive / "2.pt", pool=pool)))
+    caller.start()
+    caller.join(0.05)
+    assert caller.is_alive()
+    fourth = deepnvme.async_save([3], drive / "3.pt", pool=pool, max_in_flight=3)
+    held.release()
+    caller.join(10)
+    for future in (*futures, *third, fourth):
+        future.result(10)
+    assert [torch.load(drive / f"{step}.pt") for step in range(4)] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("last", [deepnvme.save, deepnvme.async_save])
+def test_the_last_call_has_the_last_word_on_a_path(drive: Path, pool: BufferPool, last: Callable[..., Any]) -> None:
+    (drive / "link").symlink_to("a.pt")
+    for value in range(3):
+        future = deepnvme.async_save(state(value), drive / "a.pt", pool=pool)
+    done = last(state(3), drive / "link")
+    assert future.done() or done is not None
+    assert done is None or done.result(10)
+    assert_saved(drive / "a.pt", state(3))
+
+
+def test_threads_may_save_at_the_same_time(drive: Path, pool: BufferPool) -> None:
+    def work(seed: int) -> None:
+        for _ in range(5):
+            future = deepnvme.async_save(state(seed), drive / f"{seed}.pt", pool=pool)
+            future.wait_staged(30)
+            assert future.result(30) == future.nbytes
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert_saved(drive / f"{seed}.pt", state(seed))
+    assert pool.in_use == 0
+
+
+# -- ends and forks ----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, torch, deepnvme
+from deepnvme.swap import BufferPool
+path = {path!r}
+large = [torch.full((8 << 20,), 7, dtype=torch.uint8) for _ in range(4)]
+"""
+
+
+@pytest.mark.parametrize(("end", "lazy"), [("sys.exit(3)", False), ("raise ValueError", True)])
+def test_the_exit_waits_for_saves(drive: Path, interpreters: Any, end: str, lazy: bool) -> None:
+    path = drive / "a.pt"
+    program = PROGRAM.format(path=str(path)) + f"deepnvme.async_save(large, path, lazy={lazy}, pool=BufferPool(16 << 20))\n{end}"
+    assert interpreters.run(program).returncode == (1 if lazy else 3)
+    assert all(bool((tensor == 7).all()) for tensor in torch.load(path))
+
+
+def test_a_forked_child_has_none_of_them_and_may_save_itself(drive: Path, interpreters: Any) -> None:
+    program = PROGRAM.format(path=str(drive / "a.pt")) + """
+failed = deepnvme.async_save([1], path + "/missing")
+future = deepnvme.async_save(large, path)
+child = os.fork()
+if child == 0:
+    for call in (future.done, future.result, future.exception, future.wait_staged):
+        try:
+            call()
+            os._exit(1)
+        except RuntimeError as error:
+            assert "is the parent process's" in str(error)
+    deepnvme.async_save([2], path + "2").result()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+future.result()
+failed.exception()
+"""
+    ended = interpreters.run(program)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert torch.load(drive / "a.pt2") == [2]
+    assert len(torch.load(drive / "a.pt")) == 4
