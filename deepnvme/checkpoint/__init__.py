@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .contents import CorruptCheckpoint
+from .fast_file_writer import FastFileWriter, FastFileWriterConfig
 from .loading import load
 from .saving import save
 
-__all__ = ["CorruptCheckpoint", "load", "save"]
+__all__ = ["CorruptCheckpoint", "FastFileWriter", "FastFileWriterConfig", "load", "save"]

@@ -97,6 +97,8 @@ class FileImage:
 
     def copy(self, begin: int, end: int, into: torch.Tensor) -> None:
         """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks."""
+        if begin == end:
+            return
         first, last = self._piece_at(begin), self._piece_at(end - 1)
         self._place_texts()
         sources, lengths = self._addresses[first : last + 1], self._lengths[first : last + 1]
@@ -123,7 +125,8 @@ class FileImage:
     def _place_texts(self) -> None:
         """Once all are there: the memory of a bytearray moves when it grows."""
         if self._texts:
-            base = ctypes.addressof(ctypes.c_char.from_buffer(self._text))
+            self._placed = ctypes.c_char.from_buffer(self._text)  # text that is added now is refused, with BufferError
+            base = ctypes.addressof(self._placed)
             for piece in self._texts:
                 self._addresses[piece] += base
             self._texts = []

@@ -15,7 +15,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import crc32_of
-from .contents import Contents, CorruptCheckpoint, StorageRecord, contents, is_zip
+from .contents import Contents, CorruptCheckpoint, contents, is_zip, prefetch_headers
 from .pickled import pickled
 from .placing import Placed, placing
 from .reading import read
@@ -53,10 +53,13 @@ def load(
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if os.path.getsize(path) == 0:
+        raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         whole = torch.load(path, mmap=mmap, **options)
         return whole if keys is None else _chosen(whole, keys)
+    prefetch_headers(path, found)
     wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
     if keys is not None:
         keys = list(keys)
@@ -65,6 +68,7 @@ def load(
         whole = torch.load(path, mmap=True, **options)
     result = whole if keys is None else _chosen(whole, keys)
     del whole
+    _check_sizes(path, found, now.placed)
     read(now.placed, path, shared_engine(), buffer_pool() if pool is None else pool, progress)
     if checksum:
         _verify(path, found, now.placed)
@@ -88,15 +92,19 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
-    records: dict[int, StorageRecord] = {record.offset: record for record in found.storages}
+def _check_sizes(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+    """That the pickle and the records agree."""
     for offset, storage in placed:
-        record = records.get(offset)
-        if record is not None and record.crc32 and record.nbytes == storage.nbytes():
+        record = found.holding(offset)
+        if record is None or record.nbytes != storage.nbytes():
+            key, nbytes = (record.key, record.nbytes) if record is not None else ("?", 0)
+            raise CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {storage.nbytes()} bytes, found {nbytes}")
+
+
+def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+    for offset, storage in placed:
+        record = found.holding(offset)
+        if record is not None and record.crc32:
             crc = crc32_of(storage)
             if crc != record.crc32:
-                raise CorruptCheckpoint(
-                    path,
-                    f"storage {record.key}, {record.nbytes} bytes from byte {offset} on: expected CRC-32 {record.crc32:08x},"
-                    f" found {crc:08x}",
-                )
+                raise WrongChecksum(path, record, offset, crc)
