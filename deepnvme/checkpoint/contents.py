@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from .cut_off import what_is_missing
+from .pickle_scan import PickleScan
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 
@@ -51,6 +52,8 @@ class Contents:
 
     storages: tuple[StorageRecord, ...]
     """In the order of the file."""
+    stream: int
+    """Where in the file the pickle begins."""
     stored: bool
     """Whether the records lie in the file as they are, and not deflated."""
     byteorder: str
@@ -81,19 +84,33 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         except BadDirectory as error:
             raise CorruptCheckpoint(path, what_is_missing(path) or str(error)) from error
         storages = []
-        stored, script = True, False
+        stream, stored, script = 0, True, False
         byteorder = "little"
         for entry in found:
             stored = stored and entry.stored
             _, _, name = entry.name.partition("/")
             if name.startswith("data/"):
                 storages.append(StorageRecord(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
+            elif name == "data.pkl":
+                stream = data_offset(path, file.fileno(), entry.header)
             elif name == "constants.pkl":
                 script = True
             elif name == "byteorder" and entry.stored:
                 file.seek(data_offset(path, file.fileno(), entry.header))
                 byteorder = file.read(entry.nbytes).decode(errors="replace")
-    return Contents(tuple(sorted(storages, key=_header)), stored, byteorder, script)
+    return Contents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
+
+
+def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
+    """Whether unpickling looks at no storage's contents, so that they may be read afterwards."""
+    with open(path, "rb") as file:
+        file.seek(found.stream)
+        scan = PickleScan(file)
+        try:
+            scan.load()
+        except Exception:  # another's pickle, or one that torch is going to refuse
+            return False
+    return scan.plain
 
 
 def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> int:
@@ -107,9 +124,13 @@ def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> i
 def prefetch_headers(path: str | os.PathLike[str], found: Contents) -> None:
     """Have the system read the headers of all storages at once. torch asks for one after the other, which for 10 000 small
     storages takes longer than to read them."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open(path, "rb") as file:
         for record in found.storages:
-            os.posix_fadvise(descriptor, record.header, _HEADER_ROOM, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+            os.posix_fadvise(file.fileno(), record.header, _HEADER_ROOM, os.POSIX_FADV_WILLNEED)
+
+
+def data_offsets(path: str | os.PathLike[str], found: Contents) -> list[int]:
+    """Where the storages' bytes begin. Raises CorruptCheckpoint."""
+    prefetch_headers(path, found)
+    with open(path, "rb") as file:
+        return [data_offset(path, file.fileno(), record.header) for record in found.storages]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-from typing import Any, BinaryIO
 
+from .pickle_scan import PickleScan
 from .zip_directory import BadDirectory, data_of
 from .zip_layout import LOCAL_HEADER
 
@@ -17,7 +17,7 @@ def what_is_missing(path: str | os.PathLike[str]) -> str | None:
         size = len(data)
         try:
             file.seek(data_of(data[: LOCAL_HEADER.size], 0))
-            referred = _Referred(file)
+            referred = PickleScan(file)
             referred.load()
         except (EOFError, BadDirectory, pickle.UnpicklingError):
             return f"it is cut off before the first storage, at byte {size}"
@@ -35,43 +35,3 @@ def what_is_missing(path: str | os.PathLike[str]) -> str | None:
             found = max(0, size - at) if header >= 0 else 0
             return f"storage {key} is cut off: expected {expected} bytes, found {found}; the file ends at byte {size}"
     return None
-
-
-class _Anything:
-    """Stands for whatever a pickle makes: nothing of it is imported, or called."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Anything:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, values: Any) -> None: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> _Anything:
-        return self
-
-
-class _Referred(pickle.Unpickler):
-    """Finds the storages that a pickle refers to."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self.nbytes: dict[str, int] = {}
-        """By key, in the order of the file."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _StorageKind(name) if module == "torch" and name.endswith("Storage") else _Anything
-
-    def persistent_load(self, saved: Any) -> Any:
-        _, kind, key, _, numel = saved
-        self.nbytes[key] = numel * kind.itemsize
-        return _Anything()
-
-
-class _StorageKind:
-    def __init__(self, name: str) -> None:
-        import torch
-
-        kind = getattr(torch, name, None)
-        self.itemsize: int = 1 if kind is None or name == "UntypedStorage" else kind._dtype.itemsize

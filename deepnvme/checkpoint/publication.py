@@ -42,6 +42,8 @@ class Publication:
         self._fsync = fsync
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if self.path.exists() and not self.path.is_file():
+            raise OSError(errno.EINVAL, "neither a regular file nor the name of a new one", str(path))
         try:
             remove_leftovers(self.path.parent)
             self.temporary, self._descriptor = _start(self.path, recycle)

@@ -43,6 +43,12 @@ def read(
         size = file.size()
         alone: list[Future] = []
         chunks: deque[tuple[Lease, Future, int, list[Placed]]] = deque()
+
+        def first() -> Lease:
+            lease = _scatter(*chunks[0])
+            ended(sum(each.storage.nbytes() for each in chunks.popleft()[3]))
+            return lease
+
         try:
             for each in placed:
                 if each.storage.device.type == "cpu" and each.storage.nbytes() < DIRECT_FROM:
@@ -54,13 +60,13 @@ def read(
                 last = run[-1]
                 end = min(-(-(last.offset + last.storage.nbytes()) // PAGE) * PAGE, size)
                 lease = pool.try_lease(CHUNK) if len(chunks) < _CHUNKS else None
-                if lease is None:
-                    lease = _scatter(*chunks.popleft()) if chunks else pool.lease(CHUNK)
+                if lease is None and chunks:
+                    lease = first()
+                elif lease is None:
+                    lease = pool.lease(CHUNK)
                 chunks.append((lease, engine.read(lease.buffer[: end - begin], file, begin), begin, run))
             while chunks:
-                run = chunks[0][3]
-                _scatter(*chunks.popleft()).release()
-                ended(sum(each.storage.nbytes() for each in run))
+                first().release()
             for future in alone:
                 future.result()
                 ended(future.nbytes)

@@ -7,7 +7,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,6 @@ from deepnvme.checkpoint.file_image import FileImage
 from .objects import OBJECTS
 
 GIB = 1 << 30
-
-# What torch says of some of the kinds, where torch.save and torch.load meet them.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*quantiz"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype"),
-]
 
 
 def content(image: FileImage) -> bytes:
@@ -112,16 +104,6 @@ class TestIdentity:
 
         obj = TwoTensor(torch.ones(3), torch.zeros(3))
         assert_identical(ours(obj), torchs(obj))
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """Of one process."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class TestSizes:
