@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from .cut_off import what_is_missing
 from .pickle_scan import PickleScan
@@ -21,27 +23,32 @@ class CorruptCheckpoint(OSError):
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EBADMSG, why, os.fspath(path))
+        self.why = why
 
 
 @dataclass(frozen=True)
-class StorageRecord:
-    """The bytes of one storage."""
+class Record:
+    """The bytes of one storage, or of the pickle."""
 
-    key: str
+    key: str | None
+    """The storage's; None: the pickle."""
     header: int
     """Where in the file its header begins; the bytes follow."""
     nbytes: int
     crc32: int
     """0: none was kept."""
 
+    def __str__(self) -> str:
+        return "the pickle" if self.key is None else f"storage {self.key}"
+
 
 class WrongChecksum(CorruptCheckpoint):
     """A storage is there, with other bytes than were saved."""
 
-    def __init__(self, path: str | os.PathLike[str], record: StorageRecord, offset: int, crc32: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
         super().__init__(
             path,
-            f"storage {record.key}, {record.nbytes} bytes from byte {offset} on:"
+            f"{record}, {record.nbytes} bytes from byte {offset} on:"
             f" expected CRC-32 {record.crc32:08x}, found {crc32:08x}",
         )
 
@@ -50,23 +57,22 @@ class WrongChecksum(CorruptCheckpoint):
 class Contents:
     """Of an archive that torch.save made."""
 
-    storages: tuple[StorageRecord, ...]
+    storages: tuple[Record, ...]
     """In the order of the file."""
-    stream: int
-    """Where in the file the pickle begins."""
+    pickle: Record
     stored: bool
     """Whether the records lie in the file as they are, and not deflated."""
     byteorder: str
     script: bool
     """Whether it is a TorchScript archive."""
 
-    def holding(self, offset: int) -> StorageRecord | None:
+    def holding(self, offset: int) -> Record | None:
         """The storage whose bytes are at an offset."""
         at = bisect.bisect(self.storages, offset, key=_header) - 1
         return self.storages[at] if at >= 0 else None
 
 
-def _header(record: StorageRecord) -> int:
+def _header(record: Record) -> int:
     return record.header
 
 
@@ -84,28 +90,34 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         except BadDirectory as error:
             raise CorruptCheckpoint(path, what_is_missing(path) or str(error)) from error
         storages = []
-        stream, stored, script = 0, True, False
+        stored, script = True, False
+        pickle = Record(None, 0, 0, 0)
         byteorder = "little"
         for entry in found:
             stored = stored and entry.stored
             _, _, name = entry.name.partition("/")
             if name.startswith("data/"):
-                storages.append(StorageRecord(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
+                storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
             elif name == "data.pkl":
-                stream = data_offset(path, file.fileno(), entry.header)
+                pickle = Record(None, entry.header, entry.nbytes, entry.crc32)
             elif name == "constants.pkl":
                 script = True
             elif name == "byteorder" and entry.stored:
                 file.seek(data_offset(path, file.fileno(), entry.header))
                 byteorder = file.read(entry.nbytes).decode(errors="replace")
-    return Contents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
+    return Contents(tuple(sorted(storages, key=_header)), pickle, stored, byteorder, script)
+
+
+def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
+    """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
+    file.seek(data_offset(path, file.fileno(), found.pickle.header))
+    return PickleScan(file)
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
     """Whether unpickling looks at no storage's contents, so that they may be read afterwards."""
     with open(path, "rb") as file:
-        file.seek(found.stream)
-        scan = PickleScan(file)
+        scan = scan_of(path, file, found)
         try:
             scan.load()
         except Exception:  # another's pickle, or one that torch is going to refuse
@@ -129,8 +141,7 @@ def prefetch_headers(path: str | os.PathLike[str], found: Contents) -> None:
             os.posix_fadvise(file.fileno(), record.header, _HEADER_ROOM, os.POSIX_FADV_WILLNEED)
 
 
-def data_offsets(path: str | os.PathLike[str], found: Contents) -> list[int]:
-    """Where the storages' bytes begin. Raises CorruptCheckpoint."""
-    prefetch_headers(path, found)
+def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
+    """Where their bytes begin. Raises CorruptCheckpoint."""
     with open(path, "rb") as file:
-        return [data_offset(path, file.fileno(), record.header) for record in found.storages]
+        return [data_offset(path, file.fileno(), record.header) for record in records]

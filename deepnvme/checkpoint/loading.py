@@ -102,7 +102,7 @@ def _load(
             _check_sizes(path, found, now.placed)
             fill(now.placed)
             return whole
-        offsets = data_offsets(path, found)
+        offsets = data_offsets(path, found.storages)
         wanted_ones = [
             Placed(offset, memory_for(record.nbytes, offset))
             for offset, record in zip(offsets, found.storages, strict=True)

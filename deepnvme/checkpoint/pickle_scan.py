@@ -12,7 +12,6 @@ _PLAIN = {
     ("torch._utils", "_rebuild_parameter"),
     ("torch", "Size"),
     ("torch", "device"),
-    ("torch.storage", "UntypedStorage"),
     ("collections", "OrderedDict"),
 }
 """Make objects without looking at the contents of storages."""
@@ -32,7 +31,7 @@ class PickleScan(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
-        if module == "torch" and name.endswith("Storage"):
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return _StorageKind(name)
         if (module, name) not in _PLAIN and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             self.plain = False
