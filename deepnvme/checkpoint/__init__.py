@@ -6,5 +6,6 @@ from .contents import CorruptCheckpoint
 from .fast_file_writer import FastFileWriter, FastFileWriterConfig
 from .loading import load
 from .saving import save
+from .verifying import Report, verify
 
-__all__ = ["CorruptCheckpoint", "FastFileWriter", "FastFileWriterConfig", "load", "save"]
+__all__ = ["CorruptCheckpoint", "FastFileWriter", "FastFileWriterConfig", "Report", "load", "save", "verify"]

@@ -46,7 +46,8 @@ class TestKills:
             import deepnvme, random, signal, time
             from deepnvme.checkpoint import saving
             from deepnvme.checkpoint.publication import SUFFIX
-            drive, path = {str(drive)!r}, {str(drive / "file.pt")!r}
+            torch.set_num_threads(1)  # those of OpenMP are not there in a child
+            drive, path = {str(drive / "saved")!r}, {str(drive / "saved" / "file.pt")!r}
 
             def obj(value):  # through chunks and from where it is
                 return {{"small": torch.full((1000,), value), "large": torch.full((150_000,), value)}}
@@ -60,6 +61,7 @@ class TestKills:
                 child = os.fork()
                 if child == 0:
                     try:
+                        deepnvme.save(obj(0), drive + "/../warm.pt", fsync=False)
                         for value in range(before + 1, before + 1000):
                             os.write(began, b"x")
                             deepnvme.save(obj(value), path, fsync=value % 2 == 0)
@@ -71,6 +73,7 @@ class TestKills:
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
                 os.close(ready); os.close(began)
 
+            os.mkdir(drive)
             torch.save(obj(0), path)  # without an engine, which no child could use
             rng, seen, left = random.Random(0), 0, 0
             for _ in range({self.KILLS}):
@@ -253,6 +256,7 @@ class TestNames:
 def test_two_processes_that_save_to_one_path(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(f"""
         import deepnvme
+        torch.set_num_threads(1)  # those of OpenMP are not there in a child
         path = {str(drive / "file.pt")!r}
         children = []
         for value in (1, 2):
