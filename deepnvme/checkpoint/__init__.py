@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
+from .fast_file_writer import FastFileWriter, FastFileWriterConfig
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save
+from .verifying import Report, verify
 
 if TYPE_CHECKING:
     from .dcp_huggingface import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
@@ -19,14 +21,18 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointManager",
     "CorruptCheckpoint",
+    "FastFileWriter",
+    "FastFileWriterConfig",
     "NVMeHuggingFaceReader",
     "NVMeHuggingFaceWriter",
     "NVMeReader",
     "NVMeWriter",
+    "Report",
     "SaveFuture",
     "async_save",
     "load",
     "save",
+    "verify",
 ]
 
 _WITH_DISTRIBUTED = {

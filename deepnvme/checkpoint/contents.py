@@ -1,19 +1,21 @@
-"""What a .pt file holds: its records, where they lie, and what is wrong with them."""
+"""What a .pt file holds: its records, and what is wrong with them."""
 
 from __future__ import annotations
 
+import bisect
 import errno
-import io
 import os
-import pickle
-import struct
-import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import BinaryIO
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_DESCRIPTOR, _DESCRIPTOR_64 = 16, 24
-_LARGE = 0xFFFFFFFF
+from .cut_off import what_is_missing
+from .pickle_scan import PickleScan
+from .zip_directory import BadDirectory, data_of, entries
+from .zip_layout import LOCAL_HEADER
+
+_HEADER_ROOM = 1024
+"""Bytes that hold the header of a record and its name."""
 
 
 class CorruptCheckpoint(OSError):
@@ -21,30 +23,57 @@ class CorruptCheckpoint(OSError):
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EBADMSG, why, os.fspath(path))
+        self.why = why
 
 
 @dataclass(frozen=True)
-class StorageRecord:
-    """The bytes of one storage."""
+class Record:
+    """The bytes of one storage, or of the pickle."""
 
-    key: str
-    offset: int
-    """Of its first byte in the file."""
+    key: str | None
+    """The storage's; None: the pickle."""
+    header: int
+    """Where in the file its header begins; the bytes follow."""
     nbytes: int
     crc32: int
     """0: none was kept."""
+
+    def __str__(self) -> str:
+        return "the pickle" if self.key is None else f"storage {self.key}"
+
+
+class WrongChecksum(CorruptCheckpoint):
+    """A storage is there, with other bytes than were saved."""
+
+    def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
+        super().__init__(
+            path,
+            f"{record}, {record.nbytes} bytes from byte {offset} on:"
+            f" expected CRC-32 {record.crc32:08x}, found {crc32:08x}",
+        )
 
 
 @dataclass(frozen=True)
 class Contents:
     """Of an archive that torch.save made."""
 
-    storages: tuple[StorageRecord, ...]
+    storages: tuple[Record, ...]
+    """In the order of the file."""
+    pickle: Record
     stored: bool
     """Whether the records lie in the file as they are, and not deflated."""
     byteorder: str
     script: bool
     """Whether it is a TorchScript archive."""
+
+    def holding(self, offset: int) -> Record | None:
+        """The storage whose bytes are at an offset."""
+        at = bisect.bisect(self.storages, offset, key=_header) - 1
+        return self.storages[at] if at >= 0 else None
+
+
+def _header(record: Record) -> int:
+    return record.header
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
@@ -56,118 +85,63 @@ def is_zip(path: str | os.PathLike[str]) -> bool:
 def contents(path: str | os.PathLike[str]) -> Contents:
     """Read the directory of the archive. Raises CorruptCheckpoint, and OSError from reading."""
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
         try:
-            archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, struct.error, ValueError, EOFError) as error:
-            raise CorruptCheckpoint(path, _what_is_missing(file, size) or f"it ends without a directory: {error}") from error
+            found = entries(file)
+        except BadDirectory as error:
+            raise CorruptCheckpoint(path, what_is_missing(path) or str(error)) from error
         storages = []
         stored, script = True, False
+        pickle = Record(None, 0, 0, 0)
         byteorder = "little"
-        for info in archive.infolist():
-            _, _, name = info.filename.partition("/")
-            stored = stored and info.compress_type == zipfile.ZIP_STORED
-            script = script or name == "constants.pkl"
-            if name == "byteorder":
-                byteorder = archive.read(info).decode(errors="replace")
+        for entry in found:
+            stored = stored and entry.stored
+            _, _, name = entry.name.partition("/")
             if name.startswith("data/"):
-                key = name[len("data/") :]
-                file.seek(info.header_offset)
-                head = file.read(_LOCAL_HEADER.size)
-                if len(head) < _LOCAL_HEADER.size or head[:4] != b"PK\3\4":
-                    raise CorruptCheckpoint(path, f"storage {key}: its header at byte {info.header_offset} is not one")
-                _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
-                offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-                if offset + info.compress_size > size:
-                    raise CorruptCheckpoint(path, _cut(key, info.file_size, offset, size))
-                storages.append(StorageRecord(key, offset, info.file_size, info.CRC))
-    return Contents(tuple(storages), stored, byteorder, script)
+                storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
+            elif name == "data.pkl":
+                pickle = Record(None, entry.header, entry.nbytes, entry.crc32)
+            elif name == "constants.pkl":
+                script = True
+            elif name == "byteorder" and entry.stored:
+                file.seek(data_offset(path, file.fileno(), entry.header))
+                byteorder = file.read(entry.nbytes).decode(errors="replace")
+    return Contents(tuple(sorted(storages, key=_header)), pickle, stored, byteorder, script)
 
 
-def _cut(key: str, nbytes: int, offset: int, size: int) -> str:
-    found = max(0, size - offset)
-    return f"storage {key} is cut off: expected {nbytes} bytes from byte {offset} on, found {found}; the file has {size}"
+def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
+    """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
+    file.seek(data_offset(path, file.fileno(), found.pickle.header))
+    return PickleScan(file)
 
 
-def _what_is_missing(file: io.BufferedReader, size: int) -> str | None:
-    """Of an archive whose end is missing: the first storage that is not whole, by what the pickle says of it."""
+def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
+    """Whether unpickling looks at no storage's contents, so that they may be read afterwards."""
+    with open(path, "rb") as file:
+        scan = scan_of(path, file, found)
+        try:
+            scan.load()
+        except Exception:  # another's pickle, or one that torch is going to refuse
+            return False
+    return scan.plain
+
+
+def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> int:
+    """Where the data begin of the record whose header is at ``header``. Raises CorruptCheckpoint."""
     try:
-        file.seek(0)
-        at, numels = _data_of(file, 0), {}
-        file.seek(at)
-        stream = file.read(min(size, 1 << 30))
-        referred = _Referred(io.BytesIO(stream))
-        referred.load()
-        numels = referred.nbytes
-        header = at + stream.index(b"PK\3\4", referred.consumed)
-        while header < size:
-            offset = _data_of(file, header)
-            file.seek(header + _LOCAL_HEADER.size)
-            name = file.read(offset - header).split(b"FB")[0]
-            _, _, short = name.decode(errors="replace").partition("/")
-            if not short.startswith("data/"):
-                file.seek(offset)
-                header = offset + file.read(1 << 16).index(b"PK\3\4")
-                continue
-            key = short[len("data/") :].rstrip("\0\1")
-            nbytes = numels[key]
-            if offset + nbytes > size:
-                return _cut(key, nbytes, offset, size)
-            header = offset + nbytes + ((_DESCRIPTOR_64 if max(nbytes, header) >= _LARGE else _DESCRIPTOR) if nbytes else 0)
-    except Exception:  # of a file that was never one of ours, or whose beginning is gone as well
-        return None
-    return None
+        return data_of(os.pread(descriptor, LOCAL_HEADER.size, header), header)
+    except BadDirectory as error:
+        raise CorruptCheckpoint(path, str(error)) from error
 
 
-def _data_of(file: io.BufferedReader, header: int) -> int:
-    """Where the data of the record begins whose header is at ``header``."""
-    file.seek(header)
-    signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != b"PK\3\4":
-        raise ValueError("no header")
-    return int(header + _LOCAL_HEADER.size + name_length + extra_length)
+def prefetch_headers(path: str | os.PathLike[str], found: Contents) -> None:
+    """Have the system read the headers of all storages at once. torch asks for one after the other, which for 10 000 small
+    storages takes longer than to read them."""
+    with open(path, "rb") as file:
+        for record in found.storages:
+            os.posix_fadvise(file.fileno(), record.header, _HEADER_ROOM, os.POSIX_FADV_WILLNEED)
 
 
-class _Anything:
-    """Stands for whatever a pickle makes: nothing of it is imported, or called."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Anything:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, values: Any) -> None: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> _Anything:
-        return self
-
-
-class _Referred(pickle.Unpickler):
-    """Finds the storages that a pickle refers to."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream)
-        self._stream = stream
-        self.nbytes: dict[str, int] = {}
-
-    @property
-    def consumed(self) -> int:
-        return self._stream.tell()
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name.endswith("Storage"):
-            return _StorageKind(name)
-        return _Anything
-
-    def persistent_load(self, saved: Any) -> Any:
-        _, kind, key, _, numel = saved
-        self.nbytes[key] = numel * kind.itemsize
-        return _Anything()
-
-
-class _StorageKind:
-    def __init__(self, name: str) -> None:
-        import torch
-
-        kind = getattr(torch, name, None)
-        self.itemsize: int = 1 if kind is None or name == "UntypedStorage" else kind.dtype.itemsize
+def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
+    """Where their bytes begin. Raises CorruptCheckpoint."""
+    with open(path, "rb") as file:
+        return [data_offset(path, file.fileno(), record.header) for record in records]

@@ -141,6 +141,8 @@ class FileImage:
         """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks.
 
         From a device, after what its current stream was given, and at the speed of its copy engine into pinned memory."""
+        if begin == end:
+            return
         first, last = self._piece_at(begin), self._piece_at(end - 1)
         self._place_texts()
         for event in self._events:
@@ -182,7 +184,8 @@ class FileImage:
     def _place_texts(self) -> None:
         """Once all are there: the memory of a bytearray moves when it grows."""
         if self._texts:
-            base = ctypes.addressof(ctypes.c_char.from_buffer(self._text))
+            self._placed = ctypes.c_char.from_buffer(self._text)  # text that is added now is refused, with BufferError
+            base = ctypes.addressof(self._placed)
             for piece in self._texts:
                 self._addresses[piece] += base
             self._texts = []

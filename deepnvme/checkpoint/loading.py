@@ -15,9 +15,9 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import crc32_of
-from .contents import Contents, CorruptCheckpoint, StorageRecord, contents, is_zip
+from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip, prefetch_headers
 from .pickled import pickled
-from .placing import Placed, placing
+from .placing import Placed, memory_for, placing
 from .reading import read
 from .writing import Progress
 
@@ -50,31 +50,78 @@ def load(
     with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
     OSError; OutOfBuffers.
     """
-    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
+    chosen = None if keys is None else list(keys)
+    while True:
+        version = _version(path)
+        try:
+            whole = _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, progress)
+        except Exception:
+            if _version(path) == version:
+                raise
+        else:
+            if _version(path) == version:
+                return whole if chosen is None else _chosen(whole, chosen)
+
+
+def _version(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Another one has been published when this has changed: what was read may then be of both."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _load(
+    path: str | os.PathLike[str],
+    keys: list[Any] | None,
+    mmap: bool,
+    checksum: bool,
+    options: dict[str, Any],
+    pool: BufferPool,
+    progress: Progress | None,
+) -> Any:
+    """The whole object; of storages that only other ``keys`` refer to, nothing was read."""
+    if os.path.getsize(path) == 0:
+        raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
-        whole = torch.load(path, mmap=mmap, **options)
-        return whole if keys is None else _chosen(whole, keys)
+        return torch.load(path, mmap=mmap, **options)
+    prefetch_headers(path, found)
     wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
     if keys is not None:
-        keys = list(keys)
         wanted = _offsets_of(path, keys, options).__contains__
+    def fill(placed: list[Placed]) -> None:
+        read(placed, path, shared_engine(), pool, progress)
+        if checksum:
+            _verify(path, found, placed)
+
     with placing(path, wanted) as now:
-        whole = torch.load(path, mmap=True, **options)
-    result = whole if keys is None else _chosen(whole, keys)
-    del whole
-    read(now.placed, path, shared_engine(), buffer_pool() if pool is None else pool, progress)
-    if checksum:
-        _verify(path, found, now.placed)
-    return result
+        if is_plain(path, found):
+            whole = _mapped(path, options)
+            _check_sizes(path, found, now.placed)
+            fill(now.placed)
+            return whole
+        offsets = data_offsets(path, found.storages)
+        wanted_ones = [
+            Placed(offset, memory_for(record.nbytes, offset))
+            for offset, record in zip(offsets, found.storages, strict=True)
+            if record.nbytes and wanted(offset)
+        ]
+        fill(wanted_ones)
+        now.filled = dict(wanted_ones)
+        return _mapped(path, options)
+
+
+def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    with open(path, "rb") as file:  # torch maps only what has a name in UTF-8
+        return torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, **options)
 
 
 def _offsets_of(path: str | os.PathLike[str], keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Of the storages that these entries refer to. The file is mapped for it, and no storage is read."""
     with placing(path, lambda offset: False) as now:
-        chosen = _chosen(torch.load(path, mmap=True, **options), keys)
+        chosen = _chosen(_mapped(path, options), keys)
         storages = pickled(chosen, pickle, 2).storages
         return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
 
@@ -88,15 +135,19 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
-    records: dict[int, StorageRecord] = {record.offset: record for record in found.storages}
+def _check_sizes(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+    """That the pickle and the records agree."""
     for offset, storage in placed:
-        record = records.get(offset)
-        if record is not None and record.crc32 and record.nbytes == storage.nbytes():
+        record = found.holding(offset)
+        if record is None or record.nbytes != storage.nbytes():
+            key, nbytes = (record.key, record.nbytes) if record is not None else ("?", 0)
+            raise CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {storage.nbytes()} bytes, found {nbytes}")
+
+
+def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+    for offset, storage in placed:
+        record = found.holding(offset)
+        if record is not None and record.crc32:
             crc = crc32_of(storage)
             if crc != record.crc32:
-                raise CorruptCheckpoint(
-                    path,
-                    f"storage {record.key}, {record.nbytes} bytes from byte {offset} on: expected CRC-32 {record.crc32:08x},"
-                    f" found {crc:08x}",
-                )
+                raise WrongChecksum(path, record, offset, crc)

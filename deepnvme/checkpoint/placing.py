@@ -45,6 +45,8 @@ class Placing:
         self._wanted = wanted
         self._mapping = (0, 0, 0)
         self.placed: list[Placed] = []
+        self.filled: dict[int, torch.UntypedStorage] = {}
+        """By offset: memory that has been read before, for objects that look at it when they are made."""
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
         """In the file, of a storage that is a slice of its mapping."""
@@ -65,6 +67,10 @@ class Placing:
             return None
         if not self._wanted(offset):
             return storage
+        if offset in self.filled:
+            if location == "cpu":
+                return self.filled[offset]
+            return default_restore_location(self.filled[offset], location)  # type: ignore[no-any-return, no-untyped-call]
         if location == "cpu":
             made = memory_for(storage.nbytes(), offset)
         elif location.startswith("cuda"):
@@ -109,10 +115,10 @@ def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStor
 
 def _mapping_at(address: int, file: os.stat_result) -> tuple[int, int, int] | None:
     """(first address, end, offset in the file) of the mapping of this file there."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", "rb") as maps:  # whose names may be of any bytes
         for line in maps:
             bounds, _, offset, _, inode = line.split(maxsplit=5)[:5]
-            begin, end = (int(number, 16) for number in bounds.split("-"))
+            begin, end = (int(number, 16) for number in bounds.split(b"-"))
             if begin <= address < end:
                 return (begin, end, int(offset, 16)) if int(inode) == file.st_ino else None
     return None

@@ -56,6 +56,8 @@ class Publication:
         self._one_of_many = one_of_many
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if self.path.exists() and not self.path.is_file():
+            raise OSError(errno.EINVAL, "neither a regular file nor the name of a new one", str(path))
         try:
             if not one_of_many:
                 remove_leftovers(self.path.parent)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_DESCRIPTOR = struct.Struct("<4sIII")
-_DESCRIPTOR_64 = struct.Struct("<4sIQQ")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
+LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+DESCRIPTOR = struct.Struct("<4sIII")
+DESCRIPTOR_64 = struct.Struct("<4sIQQ")
+ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+END_64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR_64 = struct.Struct("<4sIQI")
+END = struct.Struct("<4sHHHHIIH")
 
 _DESCRIPTOR_FOLLOWS = 0x0008
 _UTF8 = 0x0800
-_ZIP64 = 1
-_LARGE = 0xFFFFFFFF
+ZIP64 = 1
+LARGE = 0xFFFFFFFF
 """From here on a size or an offset has its 8 bytes in an extra field."""
 _PADDING = b"FB"
 _ZIP64_END_SIZE = 44
@@ -52,27 +52,27 @@ class ZipLayout:
         header_at = self._position
         raw = name.encode()
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-        large, far = nbytes >= _LARGE, header_at >= _LARGE
+        large, far = nbytes >= LARGE, header_at >= LARGE
         extra = b""
         if large or far:
             numbers = ((nbytes, nbytes) if large else ()) + ((header_at,) if far else ())
-            extra = struct.pack(f"<HH{len(numbers)}Q", _ZIP64, 8 * len(numbers), *numbers)
-        begin = header_at + _LOCAL_HEADER.size + len(raw) + len(extra) + 4
+            extra = struct.pack(f"<HH{len(numbers)}Q", ZIP64, 8 * len(numbers), *numbers)
+        begin = header_at + LOCAL_HEADER.size + len(raw) + len(extra) + 4
         padding = -begin % self._alignment
-        header = _LOCAL_HEADER.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(extra) + 4 + padding)
+        header = LOCAL_HEADER.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(extra) + 4 + padding)
         field = struct.pack("<2sH", _PADDING, padding)
         before = b"".join((self._before, header, raw, extra, field))
         offset = begin + padding
         if not nbytes:
             self._before = b""
         elif large or far:
-            self._before = _DESCRIPTOR_64.pack(b"PK\7\10", crc32, nbytes, nbytes)
+            self._before = DESCRIPTOR_64.pack(b"PK\7\10", crc32, nbytes, nbytes)
         else:
-            self._before = _DESCRIPTOR.pack(b"PK\7\10", crc32, nbytes, nbytes)
-        small = min(nbytes, _LARGE)
+            self._before = DESCRIPTOR.pack(b"PK\7\10", crc32, nbytes, nbytes)
+        small = min(nbytes, LARGE)
         self._entries.append(
-            _ENTRY.pack(
-                b"PK\1\2", 0, 0, flags, 0, 0, 0, crc32, small, small, len(raw), len(extra), 0, 0, 0, 0, min(header_at, _LARGE)
+            ENTRY.pack(
+                b"PK\1\2", 0, 0, flags, 0, 0, 0, crc32, small, small, len(raw), len(extra), 0, 0, 0, 0, min(header_at, LARGE)
             )
             + raw
             + extra
@@ -88,8 +88,8 @@ class ZipLayout:
             (
                 self._before,
                 directory,
-                _END_64.pack(b"PK\6\6", _ZIP64_END_SIZE, _MADE_BY, _NEEDED, 0, 0, count, count, size, start),
-                _LOCATOR_64.pack(b"PK\6\7", 0, start + size, 1),
-                _END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), size, min(start, _LARGE), 0),
+                END_64.pack(b"PK\6\6", _ZIP64_END_SIZE, _MADE_BY, _NEEDED, 0, 0, count, count, size, start),
+                LOCATOR_64.pack(b"PK\6\7", 0, start + size, 1),
+                END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), size, min(start, LARGE), 0),
             )
         )

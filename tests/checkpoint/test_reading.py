@@ -1,21 +1,124 @@
-"""Pieces of a file, read together: each is in its chunk, however they lie."""
+"""Storages hold what the file has at their offsets, wherever those are."""
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import deepnvme
+from deepnvme import Engine
 from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.file_image import CHUNK
-from deepnvme.checkpoint.reading import in_chunks
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
+from deepnvme.checkpoint.placing import Placed, memory_for
+from deepnvme.checkpoint.reading import in_chunks, read
+from deepnvme.swap.buffers import BufferPool, OutOfBuffers
 
-SIZE = 300_000
+from ..memory import bytes_of as content_of
+from ..memory import pattern
+
+SIZE = 9 << 20
+CONTENT = pattern(SIZE)
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    (drive / "file").write_bytes(CONTENT)
+    return drive / "file"
+
+
+def placed_at(*places: tuple[int, int]) -> list[Placed]:
+    """(offset, bytes) of each."""
+    return [Placed(offset, memory_for(nbytes, offset)) for offset, nbytes in places]
+
+
+def assert_read(placed: list[Placed]) -> None:
+    for offset, storage in placed:
+        assert torch.equal(
+            bytes_of(storage), torch.frombuffer(bytearray(CONTENT[offset : offset + storage.nbytes()]), dtype=torch.uint8)
+        )
+
+
+class TestFailures:
+    def test_no_memory_to_copy_through(self, path: Path, engine: Engine) -> None:
+        with pytest.raises(OutOfBuffers):
+            read(placed_at((0, 100)), path, engine, BufferPool(0))
+
+    @pytest.mark.parametrize("places", [[(0, 100)], [(0, 2 * DIRECT_FROM), (3 * DIRECT_FROM, 100)]], ids=["small", "both"])
+    def test_an_error_of_the_drive(self, path: Path, faulty: Callable[..., Any], places: list[tuple[int, int]]) -> None:
+        pool = BufferPool(16 << 20)
+        with pytest.raises(OSError, match="read") as failed:
+            read(placed_at(*places), path, faulty("threads", error_every=1), pool)
+        assert failed.value.errno == errno.EIO
+        del failed  # and what its frames hold
+        assert pool.in_use == 0
+
+    def test_a_large_storage_past_the_end(self, path: Path, engine: Engine) -> None:
+        with pytest.raises(ValueError, match="past the end"):
+            read(placed_at((SIZE - 5, DIRECT_FROM)), path, engine, BufferPool(16 << 20))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_places(path: Path, engine: Engine, seed: int) -> None:
+    rng = random.Random(seed)
+    places, at = [], rng.choice((0, 5, PAGE))
+    while True:
+        nbytes = rng.choice((1, 7, 4096, 16_384, 100_001, DIRECT_FROM - 1, DIRECT_FROM, DIRECT_FROM + 4099))
+        if at + nbytes > SIZE:
+            break
+        places.append((at, nbytes))
+        at += nbytes + rng.choice((0, 1, 63, PAGE, 100_000))
+    rng.shuffle(places)
+    told: list[tuple[int, int]] = []
+    placed = placed_at(*places)
+    read(placed, path, engine, BufferPool(16 << 20), lambda done, total: told.append((done, total)))
+    assert_read(placed)
+    assert told[-1] == (sum(nbytes for _, nbytes in places),) * 2
+
+
+@pytest.mark.parametrize("budget", [CHUNK, 2 * CHUNK])
+def test_less_memory_than_would_be_used(path: Path, engine: Engine, budget: int) -> None:
+    placed = placed_at(*((offset, 1000) for offset in range(0, SIZE - 1000, 100_000)))
+    pool = BufferPool(budget)
+    read(placed, path, engine, pool)
+    assert_read(placed)
+    assert pool.in_use == 0
+
+
+def test_the_last_bytes_of_a_file(path: Path, engine: Engine) -> None:
+    placed = placed_at((SIZE - 3, 3), (SIZE - DIRECT_FROM - 1, DIRECT_FROM + 1))
+    read(placed, path, engine, BufferPool(CHUNK))
+    assert_read(placed)
+
+
+def test_nothing(path: Path, engine: Engine) -> None:
+    read([], path, engine, BufferPool(0))
+
+
+def test_what_lies_far_apart_is_not_read_together(path: Path, engine: Engine) -> None:
+    before = engine.stats().bytes_read
+    read(placed_at((0, 10), (SIZE - 10, 10), (SIZE // 2, 10)), path, engine, BufferPool(CHUNK * 4))
+    assert engine.stats().bytes_read - before <= 3 * 2 * PAGE
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, DIRECT_FROM, DIRECT_FROM + 7])
+@pytest.mark.parametrize("offset", [0, 64, PAGE + 513])
+def test_new_memory_is_as_far_behind_a_page_as_its_place_in_the_file(nbytes: int, offset: int) -> None:
+    storage = memory_for(nbytes, offset)
+    assert storage.nbytes() == nbytes
+    if nbytes >= DIRECT_FROM:
+        assert storage.data_ptr() % PAGE == offset % PAGE
+        assert content_of(bytes_of(storage)[:10]) == bytes(10)
+
+
+FILE = 300_000  # bytes
 
 
 class Piece(NamedTuple):
@@ -26,14 +129,14 @@ class Piece(NamedTuple):
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(
-        st.builds(lambda at, n: Piece(at, min(n, SIZE - at)), st.integers(0, SIZE - 1), st.integers(0, SIZE)), max_size=12
+        st.builds(lambda at, n: Piece(at, min(n, FILE - at)), st.integers(0, FILE - 1), st.integers(0, FILE)), max_size=12
     ),
     budget=st.sampled_from([CHUNK, 8 * CHUNK]),
 )
 def test_each_piece_is_in_its_chunk_however_they_overlap(
-    engine: deepnvme.Engine, drive: Path, pieces: list[Piece], budget: int
+    engine: Engine, drive: Path, pieces: list[Piece], budget: int
 ) -> None:
-    data = os.urandom(SIZE)
+    data = os.urandom(FILE)
     (drive / "file").write_bytes(data)
     pool = BufferPool(budget)
     lease = pool.lease(CHUNK)  # which is leased again below, and has nothing of the file

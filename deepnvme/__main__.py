@@ -1,0 +1,40 @@
+"""``deepnvme COMMAND``: the package's tools under one name, also as ``python -m deepnvme COMMAND``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "verify": ("checkpoint.verifying", "check the structure and the checksums of checkpoints"),
+    "report": ("report", "what this machine offers (ds_report)"),
+    "io": ("tune.io", "what a drive gives a tensor (ds_io)"),
+    "tune": ("tune.sweep", "the best settings for a drive (ds_nvme_tune)"),
+}
+"""Of each, the module whose ``main`` takes the arguments that follow, and what it is for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. Exits with status 2 where there is none of that name, else with the command's own."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    if words[0] not in _COMMANDS:
+        sys.exit(_refuse(words[0]))
+    importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main(words[1:])
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
+    return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", "deepnvme COMMAND --help lists a command's options."])
+
+
+def _refuse(word: str) -> int:
+    print(f"deepnvme: there is no command {word!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

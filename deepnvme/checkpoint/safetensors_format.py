@@ -1,0 +1,240 @@
+"""The safetensors format: 8 bytes with the length of a header, the header in JSON, and the tensors' bytes without gaps.
+
+Contract: https://github.com/huggingface/safetensors, and what its library writes: tensors in the order of their dtypes, those
+with the strictest alignment first, then of their names; the header padded with spaces to a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .contents import CorruptCheckpoint
+
+LONGEST_HEADER = 100_000_000
+"""Bytes: no library reads more."""
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+INDEX_SUFFIX = ".index.json"
+
+_NAMES = [
+    ("U64", "uint64"), ("I64", "int64"), ("F64", "float64"), ("C64", "complex64"), ("F32", "float32"), ("U32", "uint32"),
+    ("I32", "int32"), ("BF16", "bfloat16"), ("F16", "float16"), ("U16", "uint16"), ("I16", "int16"),
+    ("F8_E5M2FNUZ", "float8_e5m2fnuz"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E8M0", "float8_e8m0fnu"),
+    ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("I8", "int8"), ("U8", "uint8"), ("F4", "float4_e2m1fn_x2"),
+    ("BOOL", "bool"),
+]  # fmt: skip
+"""In the order of the file. torch has not all of them in every version."""
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in _NAMES if hasattr(torch, dtype)}
+_KINDS = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}
+
+
+class Entry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte, from that of the file."""
+    nbytes: int
+
+
+class Header(NamedTuple):
+    tensors: list[Entry]
+    """In the order of the file."""
+    metadata: dict[str, str]
+
+
+def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
+    """What stands before the tensors, and their names in the order of the file. Raises ValueError for a dtype that the format has
+    not, TypeError for metadata other than strings."""
+    fields: dict[str, Any] = {}
+    if metadata:
+        wrong = next((pair for pair in metadata.items() if not all(isinstance(each, str) for each in pair)), None)
+        if wrong is not None:
+            raise TypeError(f"metadata must be strings with names that are strings, got {wrong}")
+        fields[_METADATA] = dict(metadata)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _KINDS:
+            raise ValueError(f"tensor {name!r} is of {tensor.dtype}, which the format has not: convert it, or save a .pt")
+    names = sorted(tensors, key=lambda name: (_KINDS[tensors[name].dtype][0], name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        shape, begin = list(tensor.shape), end
+        kind = _KINDS[tensor.dtype][1]
+        if kind == "F4" and shape:
+            shape[-1] *= 2  # torch counts pairs of them
+        end += tensor.nbytes
+        fields[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > LONGEST_HEADER:
+        raise ValueError(f"the header would have {len(text)} bytes, and no library reads more than {LONGEST_HEADER}")
+    return _LENGTH.pack(len(text)) + text, names
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Raises CorruptCheckpoint saying what is wrong with it, and OSError from reading."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_LENGTH.size)
+        if len(start) < _LENGTH.size:
+            raise CorruptCheckpoint(path, f"the length of its header is cut off: expected 8 bytes, found {len(start)}")
+        (length,) = _LENGTH.unpack(start)
+        if length > LONGEST_HEADER:
+            raise CorruptCheckpoint(path, f"its header should have {length} bytes, and may have {LONGEST_HEADER}")
+        text = file.read(length)
+    if len(text) < length:
+        raise CorruptCheckpoint(path, f"its header is cut off: expected {length} bytes, found {len(text)}")
+    try:
+        return _parse(text, _LENGTH.size + length, size)
+    except _Wrong as error:
+        raise CorruptCheckpoint(path, str(error)) from None
+
+
+class _Wrong(ValueError):
+    pass
+
+
+def _parse(text: bytes, data: int, size: int) -> Header:
+    try:
+        fields = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _Wrong(f"its header is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise _Wrong("its header is no JSON object")
+    metadata = fields.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _Wrong("its metadata are not strings")
+    tensors = sorted((_entry(name, field, data) for name, field in fields.items()), key=lambda entry: entry.offset)
+    end = data
+    for entry in sorted(tensors, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != end:
+            what = "overlaps the one before it" if entry.offset < end else "leaves a gap before it"
+            raise _Wrong(f"tensor {entry.name!r} {what}: expected at byte {end}, found at {entry.offset}")
+        end += entry.nbytes
+        if end > size:
+            there = max(0, size - entry.offset)
+            raise _Wrong(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
+    if end != size:
+        raise _Wrong(f"it should end with its last tensor at byte {end}, and has {size}")
+    return Header(tensors, metadata)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Wrong(f"its header has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return fields
+
+
+def _entry(name: str, field: Any, data: int) -> Entry:
+    try:
+        kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError):
+        raise _Wrong(f"tensor {name!r} has no dtype, shape and data_offsets") from None
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or begin > end:
+        raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+    if kind not in _DTYPES:
+        raise _Wrong(f"tensor {name!r} is of {kind!r}, which this torch has not")
+    dtype = _DTYPES[kind]
+    if kind == "F4" and shape:
+        if shape[-1] % 2:
+            raise _Wrong(f"tensor {name!r} ends in the middle of a byte: its shape is {shape}")
+        shape = [*shape[:-1], shape[-1] // 2]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes != end - begin:
+        raise _Wrong(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
+    return Entry(name, dtype, tuple(shape), data + begin, nbytes)
+
+
+def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
+    """The files of an index with the names of their tensors; of a file that is none, itself, with None for all.
+
+    Raises CorruptCheckpoint for an index that is none, or that leads out of its directory."""
+    name = os.fspath(path)
+    if not name.endswith(".json"):
+        return {name: None}
+    try:
+        shards = json.loads(Path(name).read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(tensor, str) and isinstance(shard, str) for tensor, shard in shards.items()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptCheckpoint(path, 'it is no index: expected a JSON object with "weight_map"') from None
+    found: dict[str, list[str] | None] = {}
+    for tensor, shard in shards.items():
+        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise CorruptCheckpoint(path, f"shard {shard!r} of tensor {tensor!r} is no name of a file beside the index")
+        names = found.setdefault(os.path.join(os.path.dirname(name), shard), [])
+        assert names is not None
+        names.append(tensor)
+    return found
+
+
+def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """That each can be written as the bytes of its elements. The conditions are safetensors'. Raises TypeError, ValueError, and
+    RuntimeError for tensors that share memory."""
+    if not isinstance(tensors, dict):
+        raise ValueError(f"tensors must be a dict of names and tensors, got {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got {name!r}")
+        if name == _METADATA:
+            raise ValueError(f"{_METADATA!r} is the format's own name: give the tensor another, or use metadata=")
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"tensor {name!r} is sparse ({tensor.layout}), which the format has not: save tensor.to_dense()")
+        if tensor.device.type == "meta":
+            raise ValueError(f"tensor {name!r} is on the meta device, and has no bytes to save")
+    for names in _sharing(tensors):
+        raise RuntimeError(
+            f"tensors {', '.join(map(repr, names))} share memory, which the format cannot say: leave out all but one of them,"
+            " save tensor.clone(), or use a .pt"
+        )
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): save tensor.contiguous()")
+
+
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of tensors that overlap."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    groups: list[list[str]] = []
+    last_device, last_end = "", 0
+    for device, begin, end, name in spans:
+        if groups and device == last_device and begin < last_end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            last_end = 0
+        last_device, last_end = device, max(last_end, end)
+    return [group for group in groups if len(group) > 1]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def not_a_directory(path: str | os.PathLike[str]) -> None:
+    """Raises IsADirectoryError."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))

@@ -1,0 +1,179 @@
+"""Whether a file holds what was saved: its structure and, where they were kept, its checksums."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepnvme._tensor_memory import memory_of
+from deepnvme.engine import Future
+from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.swap.lease import Lease
+
+from . import safetensors_format
+from ._engine import shared_engine
+from .contents import (
+    Contents,
+    CorruptCheckpoint,
+    Record,
+    WrongChecksum,
+    contents,
+    data_offsets,
+    is_zip,
+    prefetch_headers,
+    scan_of,
+)
+from .file_image import CHUNK
+
+_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a file holds."""
+
+    path: str
+    format: str
+    """``"pt"`` or ``"safetensors"``."""
+    tensors: int
+    """Storages of a .pt; tensors of safetensors."""
+    nbytes: int
+    """Of those."""
+    checksums: int
+    """How many have one."""
+    problems: tuple[str, ...]
+    """What is wrong: of which storage, what was expected, what was found. Empty: nothing."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> Report:
+    """Look at a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
+
+    The pickle and every storage that has a checksum are read, at the speed of the drive or that of CRC-32 on one core, whichever
+    is less, with at most 16 MiB leased from ``pool``. What is wrong is in the report; raises OSError for what cannot be read.
+    """
+    name = os.fspath(path)
+    if not is_zip(path):
+        return _safetensors(name)
+    try:
+        found = contents(path)
+        problems = _pickle_problems(path, found)
+        problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+    except CorruptCheckpoint as error:
+        return Report(name, "pt", 0, 0, 0, (error.why,))
+    storages = found.storages
+    return Report(
+        name,
+        "pt",
+        len(storages),
+        sum(record.nbytes for record in storages),
+        sum(record.crc32 != 0 for record in storages),
+        tuple(problems),
+    )
+
+
+def _safetensors(path: str) -> Report:
+    tensors = nbytes = 0
+    problems = []
+    try:
+        for shard, names in safetensors_format.shards_of(path).items():
+            header = safetensors_format.read_header(shard)
+            tensors += len(header.tensors)
+            nbytes += sum(entry.nbytes for entry in header.tensors)
+            missing = set(names or ()) - {entry.name for entry in header.tensors}
+            problems += [f"tensor {name!r}: expected in {shard}, found nowhere in it" for name in sorted(missing)]
+    except CorruptCheckpoint as error:
+        problems.append(error.why if error.filename == path else f"{error.filename}: {error.why}")
+    except FileNotFoundError as error:
+        if error.filename == path:
+            raise
+        problems.append(f"shard {error.filename} is not there")
+    return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
+
+
+def _pickle_problems(path: str | os.PathLike[str], found: Contents) -> list[str]:
+    """Storages that the pickle refers to and the file has not, or not of that size."""
+    with open(path, "rb") as file:
+        scan = scan_of(path, file, found)
+        try:
+            scan.load()
+        except Exception as error:
+            return [] if found.script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
+    there = {record.key: record.nbytes for record in found.storages}
+    return [
+        f"storage {key}: expected {nbytes} bytes, found {there.get(key, 'none')}"
+        for key, nbytes in scan.nbytes.items()
+        if there.get(key) != nbytes
+    ]
+
+
+def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: BufferPool) -> list[str]:
+    """Read all that has a checksum, some chunks ahead of what is computed."""
+    problems = []
+    engine = shared_engine()
+    with engine.open(os.fspath(path), "r") as file:
+        ahead: deque[tuple[Record, int, int, Lease, Future]] = deque()
+        crc = 0
+
+        def finish() -> Lease:
+            nonlocal crc
+            record, offset, at, lease, future = ahead.popleft()
+            nbytes = future.result()
+            crc = zlib.crc32(memory_of(lease.buffer, 0, nbytes), crc if at else 0)
+            if at + nbytes == record.nbytes and crc != record.crc32:
+                problems.append(WrongChecksum(path, record, offset, crc).why)
+            return lease
+
+        try:
+            prefetch_headers(path, found)
+            records = [found.pickle, *found.storages]
+            for record, offset in zip(records, data_offsets(path, records), strict=True):
+                for at in range(0, record.nbytes if record.crc32 and found.stored else 0, CHUNK):
+                    lease = pool.try_lease(CHUNK) if len(ahead) < _CHUNKS else None
+                    if lease is None:
+                        lease = finish() if ahead else pool.lease(CHUNK)
+                    part = lease.buffer[: min(CHUNK, record.nbytes - at)]
+                    ahead.append((record, offset, at, lease, engine.read(part, file, offset + at)))
+            while ahead:
+                finish().release()
+        finally:
+            for *_, future in ahead:
+                future.exception()
+    return problems
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``deepnvme verify``. Exits with status 0 if all is well with every file, 1 if not, 2 if the arguments are wrong."""
+    parser = argparse.ArgumentParser("deepnvme verify", description="Check the structure and the checksums of checkpoints.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a .pt, .safetensors or .safetensors.index.json")
+    well = True
+    for path in parser.parse_args(arguments).files:
+        try:
+            report = verify(path)
+        except OSError as error:
+            print(f"{path}: {error.strerror}", file=sys.stderr)
+            well = False
+            continue
+        print(_line(report))
+        for problem in report.problems:
+            print(f"  {problem}")
+        well = well and report.ok
+    sys.exit(0 if well else 1)
+
+
+def _line(report: Report) -> str:
+    things = "storages" if report.format == "pt" else "tensors"
+    verdict = "ok" if report.ok else f"{len(report.problems)} wrong"
+    return f"{report.path}: {verdict} ({report.tensors} {things}, {report.nbytes} bytes, {report.checksums} with a checksum)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The records of a zip archive, as the directory at its end has them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import BinaryIO, NamedTuple
+
+from .zip_layout import END, END_64, ENTRY, LARGE, LOCAL_HEADER, LOCATOR_64, ZIP64
+
+_LONGEST_COMMENT = 0xFFFF
+
+
+class Entry(NamedTuple):
+    """One record."""
+
+    name: str
+    header: int
+    """Where in the file its header begins; the data follow."""
+    nbytes: int
+    """Of its data, in the file."""
+    crc32: int
+    stored: bool
+    """Whether the data are as they were, and not deflated or encrypted."""
+
+
+class BadDirectory(ValueError):
+    """There is none, or one that contradicts itself or the file's size."""
+
+
+def entries(file: BinaryIO) -> list[Entry]:
+    """In the order of the directory. Raises BadDirectory."""
+    size = os.fstat(file.fileno()).st_size
+    tail_at = max(0, size - _LONGEST_COMMENT - END.size - LOCATOR_64.size - END_64.size)
+    file.seek(tail_at)
+    tail = file.read()
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 or at + END.size > len(tail):
+        raise BadDirectory("the directory at its end is missing")
+    _, _, _, _, count, nbytes, start, _ = END.unpack_from(tail, at)
+    if tail[max(0, at - LOCATOR_64.size) : at].startswith(b"PK\6\7"):
+        _, _, end_64, _ = LOCATOR_64.unpack_from(tail, at - LOCATOR_64.size)
+        if not tail_at <= end_64 <= size - END_64.size or tail[end_64 - tail_at :][:4] != b"PK\6\6":
+            raise BadDirectory(f"the end of the directory is not at byte {end_64}, where it should be")
+        *_, count, nbytes, start = END_64.unpack_from(tail, end_64 - tail_at)
+    if start + nbytes > size:
+        raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and the file has {size}")
+    file.seek(start)
+    try:
+        return _parse(file.read(nbytes), count, size)
+    except (struct.error, IndexError) as error:
+        raise BadDirectory(f"its directory is damaged: {error}") from error
+
+
+def _parse(directory: bytes, count: int, size: int) -> list[Entry]:
+    found = []
+    at = 0
+    for _ in range(count):
+        fields = ENTRY.unpack_from(directory, at)
+        if fields[0] != b"PK\1\2":
+            raise BadDirectory(f"its directory is damaged: no record's entry at byte {at} of it")
+        _, _, _, flags, method, _, _, crc32, nbytes, whole, name_length, extra_length, comment_length, *_, header = fields
+        at += ENTRY.size
+        name = directory[at : at + name_length].decode(errors="replace")
+        at += name_length
+        if LARGE in (nbytes, whole, header):
+            numbers = _zip64(directory[at : at + extra_length])
+            whole = numbers.pop(0) if whole == LARGE else whole
+            nbytes = numbers.pop(0) if nbytes == LARGE else nbytes
+            header = numbers.pop(0) if header == LARGE else header
+        at += extra_length + comment_length
+        if header + LOCAL_HEADER.size + name_length + nbytes > size:
+            raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
+        found.append(Entry(name, header, nbytes, crc32, method == 0 and nbytes == whole and not flags & 1))
+    return found
+
+
+def _zip64(extra: bytes) -> list[int]:
+    """The numbers that are too large for their fields."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == ZIP64:
+            return [number for (number,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
+        at += 4 + length
+    return []
+
+
+def data_of(head: bytes, header: int) -> int:
+    """Where the data begin of the record whose header is at byte ``header``, and begins with the bytes ``head``.
+    Raises BadDirectory where it is none."""
+    if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
+        raise BadDirectory(f"no record's header is at byte {header}")
+    *_, name_length, extra_length = LOCAL_HEADER.unpack_from(head)
+    return int(header + LOCAL_HEADER.size + name_length + extra_length)

@@ -1,0 +1,392 @@
+"""The result is torch.load's, whoever wrote the file; what is wrong with it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import pickle
+import threading
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.serialization import config
+
+import deepnvme
+from deepnvme.checkpoint import CorruptCheckpoint, loading
+from deepnvme.checkpoint.zip_directory import data_of, entries
+
+from .objects import OBJECTS, SAFE, assert_same, tensors_of
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    return drive / "file.pt"
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def place_of(path: Path, record: str) -> int:
+    """Where the data of a record begin."""
+    with path.open("rb") as file:
+        header = next(entry.header for entry in entries(file) if entry.name.endswith(record))
+        file.seek(header)
+        return data_of(file.read(30), header)
+
+
+class TestFilesThatAreNotThere:
+    def test_missing(self, path: Path) -> None:
+        with pytest.raises(FileNotFoundError) as failed:
+            deepnvme.load(path)
+        assert failed.value.filename == str(path)
+
+    def test_a_directory(self, drive: Path) -> None:
+        with pytest.raises(IsADirectoryError):
+            deepnvme.load(drive)
+
+    def test_empty(self, path: Path) -> None:
+        path.touch()
+        with pytest.raises(CorruptCheckpoint, match="empty"):
+            deepnvme.load(path)
+
+    @pytest.mark.parametrize("content", [b"PK\3\4", b"PK\3\4" + bytes(10_000)], ids=["head", "zeros"])
+    def test_something_else(self, path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError)):
+            deepnvme.load(path)
+
+
+class TestCutFiles:
+    SIZES = (1, 100, 100_000, 0, 7)
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save], ids=["ours", "torch's"])
+    @pytest.mark.parametrize("key", [0, 1, 2, 4])
+    @pytest.mark.parametrize("found", ["none", "some"])
+    def test_the_storage_is_named_with_what_is_expected_and_found(
+        self, path: Path, save: Callable[..., None], key: int, found: str
+    ) -> None:
+        save([torch.ones(size) for size in self.SIZES], path)
+        expected = 4 * self.SIZES[key]
+        there = 0 if found == "none" else expected - 1
+        os.truncate(path, place_of(path, f"/data/{key}") + there)
+        with pytest.raises(CorruptCheckpoint) as cut:
+            deepnvme.load(path)
+        assert (cut.value.errno, cut.value.filename) == (errno.EBADMSG, str(path))
+        assert f"storage {key} is cut off: expected {expected} bytes, found {there};" in str(cut.value)
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save], ids=["ours", "torch's"])
+    def test_anywhere_it_is_corrupt(self, path: Path, save: Callable[..., None]) -> None:
+        save(OBJECTS["an optimizer"](), path)
+        data = path.read_bytes()
+        for size in range(4, len(data), max(1, len(data) // 97)):
+            path.write_bytes(data[:size])
+            with pytest.raises(CorruptCheckpoint):
+                deepnvme.load(path)
+
+    def test_within_the_pickle(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path)
+        os.truncate(path, place_of(path, "data.pkl") + 10)
+        with pytest.raises(CorruptCheckpoint, match="before the first storage, at byte"):
+            deepnvme.load(path)
+
+    def test_before_the_directory(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path)
+        os.truncate(path, place_of(path, "/version") + 2)
+        with pytest.raises(CorruptCheckpoint, match="directory"):
+            deepnvme.load(path)
+
+    def test_nothing_of_the_pickle_is_called(self, path: Path, drive: Path) -> None:
+        class Evil:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (str(drive / "evil"),)
+
+        torch.save([Evil(), torch.ones(1000)], path)
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(CorruptCheckpoint):
+            deepnvme.load(path, weights_only=False)
+        assert not (drive / "evil").exists()
+
+
+class TestDamagedFiles:
+    @pytest.mark.parametrize("key", [0, 1])
+    def test_a_flipped_bit_is_found_by_its_checksum(self, path: Path, key: int) -> None:
+        deepnvme.save([torch.ones(100), torch.ones(300_000)], path, checksum=True)
+        deepnvme.load(path, checksum=True)
+        flip(path, place_of(path, f"/data/{key}") + 17)
+        with pytest.raises(CorruptCheckpoint, match=rf"storage {key}, .* expected CRC-32 [0-9a-f]{{8}}, found [0-9a-f]{{8}}"):
+            deepnvme.load(path, checksum=True)
+
+    def test_files_without_checksums_have_nothing_to_verify(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100)], path)
+        flip(path, place_of(path, "/data/0"))
+        deepnvme.load(path, checksum=True)
+
+    def test_torchs_checksums_are_verified(self, path: Path) -> None:
+        torch.save([torch.ones(100)], path)
+        flip(path, place_of(path, "/data/0"))
+        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+            deepnvme.load(path, checksum=True)
+
+    def test_a_record_of_another_size_than_the_pickle_says(self, path: Path) -> None:
+        torch.save([torch.ones(100)], path)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w") as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name)[: 396 if name.endswith("/data/0") else None])
+        with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
+            deepnvme.load(path.with_suffix(".new"))
+
+    def test_a_damaged_directory(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100)], path)
+        flip(path, path.read_bytes().index(b"PK\1\2"))
+        with pytest.raises(CorruptCheckpoint, match="directory is damaged"):
+            deepnvme.load(path)
+
+
+class TestRefusals:
+    def test_what_weights_only_refuses(self, path: Path) -> None:
+        deepnvme.save(OBJECTS["a module"](), path)
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            deepnvme.load(path)
+
+    def test_a_device_that_is_not_there(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path)
+        with pytest.raises((RuntimeError, AssertionError)) as expected:
+            torch.load(path, map_location="cuda:77")
+        with pytest.raises(type(expected.value)):
+            deepnvme.load(path, map_location="cuda:77")
+
+    def test_a_key_that_is_not_there(self, path: Path) -> None:
+        deepnvme.save({"a": 1, "b": 2}, path)
+        with pytest.raises(KeyError, match="no 'c'; there is 'a', 'b'"):
+            deepnvme.load(path, keys=["a", "c"])
+
+    def test_keys_of_what_has_none(self, path: Path) -> None:
+        deepnvme.save([1, 2], path)
+        with pytest.raises(TypeError, match="list"):
+            deepnvme.load(path, keys=["a"])
+
+    def test_a_read_that_fails(self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        deepnvme.save([torch.ones(300_000), torch.ones(3)], path)
+        failing = faulty("threads", error_every=2)
+        monkeypatch.setattr(loading, "shared_engine", lambda: failing)
+        with pytest.raises(OSError, match="read") as failed:
+            deepnvme.load(path)
+        assert failed.value.errno == errno.EIO
+
+
+class Sum:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.sum = tensor, int(tensor.sum())
+
+    def __reduce__(self) -> Any:
+        return Sum, (self.tensor,)
+
+
+def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, folder: str | None = None) -> None:
+    """As another program packs the records again, in alphabetical order."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in sorted(records.items()):
+            new.writestr(name if folder is None else f"{folder}/{name.partition('/')[2]}", data)
+
+
+class TestTheSameAsTorchs:
+    @pytest.mark.parametrize("kind", OBJECTS)
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save], ids=["ours", "torch's"])
+    def test_of_every_kind_of_object(self, path: Path, kind: str, save: Callable[..., None]) -> None:
+        obj = OBJECTS[kind]()
+        save(obj, path)
+        assert_same(deepnvme.load(path, weights_only=kind in SAFE), torch.load(path, weights_only=kind in SAFE))
+
+    @pytest.mark.parametrize("kind", ["views", "shared storages", "tied weights", "an optimizer"])
+    def test_storages_are_shared_as_they_were(self, path: Path, kind: str) -> None:
+        def sharing(obj: Any) -> list[int]:
+            pointers = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(obj)]
+            return [pointers.index(pointer) for pointer in pointers]
+
+        obj = OBJECTS[kind]()
+        torch.save(obj, path)
+        assert sharing(deepnvme.load(path)) == sharing(obj)
+
+    @pytest.mark.parametrize("written", ["renamed", "zipped again", "deflated", "legacy", "unaligned", "mmap", "8192"])
+    def test_however_it_was_written(self, path: Path, written: str) -> None:
+        obj = OBJECTS["large among small"]()
+        alignment = {"unaligned": 1, "8192": 8192}.get(written, 64)
+        with config.patch("save.storage_alignment", alignment):
+            torch.save(obj, path, _use_new_zipfile_serialization=written != "legacy")
+        if written == "renamed":
+            path = path.rename(path.with_name("other.bin"))
+            rezipped(path, folder="née")
+        elif written == "zipped again":
+            rezipped(path)
+        elif written == "deflated":
+            rezipped(path, zipfile.ZIP_DEFLATED)
+        assert_same(deepnvme.load(path, mmap=written == "mmap"), obj)
+
+    def test_of_the_other_byte_order(self, path: Path) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".big"), "w") as new:
+            for name in old.namelist():
+                new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+        found = deepnvme.load(path.with_suffix(".big"))
+        assert_same(found, torch.load(path.with_suffix(".big")))
+        assert found[0][1] == 1 << 24
+
+    def test_torchscript(self, path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+            found = deepnvme.load(path, weights_only=False)
+        assert isinstance(found, torch.jit.ScriptModule)
+
+    def test_with_a_pickle_module(self, path: Path) -> None:
+        deepnvme.save(OBJECTS["a module"](), path)
+        assert_same(deepnvme.load(path, weights_only=False, pickle_module=pickle), OBJECTS["a module"]())
+
+    @pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, "meta", {"cpu": "meta"}], ids=str)
+    def test_on_another_device(self, path: Path, location: Any) -> None:
+        obj = OBJECTS["an optimizer"]()
+        torch.save(obj, path)
+        assert_same(deepnvme.load(path, location), torch.load(path, location))
+
+    @pytest.mark.parametrize("answer", ["itself", "none", "a copy"])
+    def test_where_a_function_decides(self, path: Path, answer: str) -> None:
+        obj = OBJECTS["large among small"]()
+        torch.save(obj, path)
+        locations = []
+
+        def locate(storage: Any, location: str) -> Any:
+            locations.append(location)
+            return {"itself": storage, "none": None, "a copy": storage.clone()}[answer]
+
+        assert_same(deepnvme.load(path, locate), obj)
+        assert set(locations) == {"cpu"}
+
+    @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
+    def test_of_objects_that_look_at_their_tensors_when_they_are_made(self, path: Path, keys: list[str] | None) -> None:
+        obj = {"a": Sum(torch.arange(1000)), "b": Sum(torch.arange(300_000))}
+        deepnvme.save(obj, path, checksum=True)
+        found = deepnvme.load(path, weights_only=False, keys=keys, checksum=True)
+        assert {key: each.sum for key, each in found.items()} == {key: obj[key].sum for key in keys or obj}
+
+    def test_memory_is_its_own(self, path: Path) -> None:
+        torch.save([torch.ones(300_000), torch.ones(3)], path)
+        found = deepnvme.load(path)
+        before = path.read_bytes()
+        for tensor in found:
+            tensor.zero_()
+        assert path.read_bytes() == before
+        path.unlink()
+        assert not any(tensor.any() for tensor in found)
+
+
+class TestKeys:
+    def test_only_their_bytes_are_read(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        obj = {"small": torch.arange(10), "wanted": torch.arange(1_000_000), "large": torch.arange(3_000_000)}
+        deepnvme.save(obj, path)
+        with deepnvme.Engine() as engine:
+            monkeypatch.setattr(loading, "shared_engine", lambda: engine)
+            found = deepnvme.load(path, keys=["wanted"])
+            assert engine.stats().bytes_read == 8_000_000
+        assert_same(found, {"wanted": obj["wanted"]})
+
+    def test_in_the_order_asked_for_with_what_they_share(self, path: Path) -> None:
+        whole = torch.arange(1000)
+        deepnvme.save(OrderedDict(a=whole[:3], b=[whole[5:]], c=torch.ones(3)), path)
+        found = deepnvme.load(path, keys=iter(("b", "a")))
+        assert list(found) == ["b", "a"]
+        assert found["a"].untyped_storage().data_ptr() == found["b"][0].untyped_storage().data_ptr()
+        assert torch.equal(found["b"][0], whole[5:])
+
+    @pytest.mark.parametrize("options", [{"mmap": True}, {"map_location": "meta"}], ids=str)
+    def test_in_other_ways(self, path: Path, options: dict[str, Any]) -> None:
+        torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, path)
+        assert_same(deepnvme.load(path, keys=["b"], **options), {"b": torch.load(path, **options)["b"]})
+
+    def test_checksums_of_only_those(self, path: Path) -> None:
+        deepnvme.save({"a": torch.ones(2), "b": torch.zeros(2)}, path, checksum=True)
+        flip(path, place_of(path, "/data/0"))
+        assert_same(deepnvme.load(path, keys=["b"], checksum=True), {"b": torch.zeros(2)})
+        with pytest.raises(CorruptCheckpoint):
+            deepnvme.load(path, keys=["a"], checksum=True)
+
+
+def test_large_storages_are_read_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save([torch.arange(1_000_003), torch.arange(2_000_000)], path)  # at multiples of 64
+    with deepnvme.Engine() as engine:
+        monkeypatch.setattr(loading, "shared_engine", lambda: engine)
+        deepnvme.load(path)
+        stats = engine.stats()
+    if not stats.bytes_direct:
+        pytest.skip("needs a file system with direct I/O")
+    assert stats.bytes_staged == 0
+    assert stats.bytes_zero_copy > 0.99 * stats.bytes_read
+
+
+def test_a_file_that_is_replaced_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepnvme.save([torch.zeros(300_000), torch.zeros(5)], path)
+    read = loading.read
+    calls = []
+
+    def replaced(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            deepnvme.save([torch.ones(3), torch.ones(300_000), torch.ones(5)], path)
+        read(*arguments)
+
+    monkeypatch.setattr(loading, "read", replaced)
+    assert_same(deepnvme.load(path), [torch.ones(3), torch.ones(300_000), torch.ones(5)])
+
+
+def test_threads_that_load_different_files(drive: Path) -> None:
+    for value in range(2):
+        deepnvme.save([torch.full((200_000,), value), torch.full((5,), value)], drive / str(value))
+    failed: list[object] = []
+
+    def work(value: int) -> None:
+        for _ in range(10):
+            with contextlib.suppress(FileNotFoundError):
+                deepnvme.load(drive / "missing")
+            for tensor in deepnvme.load(drive / str(value)):
+                if not (tensor == value).all():
+                    failed.append(tensor)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_torchs_own_loads_are_left_alone(path: Path) -> None:
+    obj = OBJECTS["large among small"]()
+    torch.save(obj, path)
+    deepnvme.load(path)
+    assert_same(torch.load(path), obj)
+    assert_same(torch.load(path, mmap=True), obj)
+    assert_same(torch.load(io.BytesIO(path.read_bytes())), obj)
+
+
+def test_progress_is_told_bytes_up_to_those_wanted(path: Path) -> None:
+    obj = OBJECTS["large among small"]()
+    deepnvme.save(obj, path)
+    told: list[tuple[int, int]] = []
+    deepnvme.load(path, progress=lambda done, total: told.append((done, total)))
+    total = sum(tensor.nbytes for tensor in obj)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)

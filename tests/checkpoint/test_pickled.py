@@ -1,0 +1,84 @@
+"""The pickle stream of torch.save, and the storages it refers to."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import threading
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.checkpoint.pickled import pickled
+
+from .objects import OBJECTS
+
+
+def torchs(obj: Any) -> bytes:
+    saved = io.BytesIO()
+    torch.save(obj, saved)
+    with zipfile.ZipFile(saved) as opened:
+        return opened.read(next(name for name in opened.namelist() if name.endswith("/data.pkl")))
+
+
+def ours(obj: Any) -> bytes:
+    return pickled(obj, pickle, 2).stream
+
+
+class TestWhatCannotBeSaved:
+    def test_a_storage_that_is_seen_as_two_dtypes(self) -> None:
+        tensor = torch.ones(4)
+        for save in (torchs, ours):
+            with pytest.raises(RuntimeError, match=r"storage|dtype"):
+                save([tensor, tensor.view(torch.int32)])
+
+    @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None, [torch.ones(3), (each for each in [])]], ids=str)
+    def test_an_object_that_cannot_be_pickled(self, obj: object) -> None:
+        with pytest.raises((TypeError, pickle.PicklingError, AttributeError)) as expected:
+            torchs(obj)
+        with pytest.raises(type(expected.value)):
+            ours(obj)
+        assert gc.isenabled()
+
+    def test_a_plain_pickler_that_cannot_refer_to_storages(self) -> None:
+        class Module:
+            Pickler = None
+
+        with pytest.raises(TypeError):
+            pickled({}, Module, 2)  # type: ignore[arg-type]
+
+    def test_a_tensor_that_needs_hooks_to_be_serialized(self) -> None:
+        tensor = torch.ones(3, requires_grad=True)
+        tensor.register_hook(lambda gradient: gradient)
+        for save in (torchs, ours):
+            with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
+                save(tensor)
+
+
+def test_storages_are_numbered_as_the_stream_meets_them_each_once() -> None:
+    one, other = torch.arange(3.0), torch.arange(5)
+    found = pickled([other[1:], one, other, one.view(3, 1)], pickle, 2)
+    assert [storage.data_ptr() for storage in found.storages] == [other.data_ptr(), one.data_ptr()]
+
+
+def test_empty_storages_are_told_apart() -> None:
+    assert len(pickled([torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32)], pickle, 2).storages) == 3
+
+
+def test_the_stream_of_a_module_is_torchs() -> None:
+    obj = OBJECTS["a module"]()
+    assert ours(obj) == torchs(obj)
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    gc.disable()
+    try:
+        ours({})
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    ours({})
+    assert gc.isenabled()

@@ -1,0 +1,291 @@
+"""What is under the name, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme import Engine
+from deepnvme.checkpoint import saving
+from deepnvme.checkpoint.publication import SUFFIX, Publication
+
+from ..disks import MIB, Disk
+from ..interpreters import Interpreters
+
+OLD = {"old": torch.arange(100)}
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    """A file that is there."""
+    path = drive / "file.pt"
+    deepnvme.save(OLD, path)
+    return path
+
+
+def assert_old(path: Path) -> None:
+    """And nothing else in its directory."""
+    assert torch.equal(torch.load(path)["old"], OLD["old"])
+    assert os.listdir(path.parent) == [path.name]
+
+
+class TestKills:
+    KILLS = 200
+
+    def test_at_any_moment_there_is_one_whole_file(self, drive: Path, interpreters: Interpreters) -> None:
+        printed = interpreters.run(f"""
+            import deepnvme, random, signal, time
+            from deepnvme.checkpoint import saving
+            from deepnvme.checkpoint.publication import SUFFIX
+            torch.set_num_threads(1)  # those of OpenMP are not there in a child
+            drive, path = {str(drive / "saved")!r}, {str(drive / "saved" / "file.pt")!r}
+
+            def obj(value):  # through chunks and from where it is
+                return {{"small": torch.full((1000,), value), "large": torch.full((150_000,), value)}}
+
+            def values():
+                found = torch.load(path)
+                return {{int(bound) for tensor in found.values() for bound in tensor.aminmax()}}
+
+            def kill(before, rng):
+                ready, began = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    try:
+                        deepnvme.save(obj(0), drive + "/../warm.pt", fsync=False)
+                        for value in range(before + 1, before + 1000):
+                            os.write(began, b"x")
+                            deepnvme.save(obj(value), path, fsync=value % 2 == 0)
+                    finally:
+                        os._exit(1)
+                os.read(ready, 1)
+                time.sleep(rng.random() * 0.02)
+                os.kill(child, signal.SIGKILL)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+                os.close(ready); os.close(began)
+
+            os.mkdir(drive)
+            torch.save(obj(0), path)  # without an engine, which no child could use
+            rng, seen, left = random.Random(0), 0, 0
+            for _ in range({self.KILLS}):
+                kill(seen, rng)
+                found = values()
+                assert len(found) == 1, f"torn: {{found}}"
+                assert seen <= min(found)
+                seen = found.pop()
+                names = set(os.listdir(drive)) - {{"file.pt"}}
+                assert len(names) <= 1 and all(name.endswith(SUFFIX) for name in names), names
+                left += len(names)
+            deepnvme.save(obj(-1), path)
+            assert os.listdir(drive) == ["file.pt"]
+            assert values() == {{-1}}
+            print(seen, left)
+        """, timeout=240.0)  # fmt: skip
+        saved, left = map(int, printed.check().split())
+        assert saved > 20, "hardly a child came to save anything"
+        assert left > 20, "hardly a child was killed while it wrote"
+
+    def test_what_is_being_written_is_not_taken_for_a_leftover(self, path: Path, engine: Engine) -> None:
+        with Publication(path, 5, engine) as one:
+            with Publication(path, 5, engine) as other:
+                assert one.temporary.exists()
+                engine.write(torch.full((5,), 1, dtype=torch.uint8), other.file).result()
+                other.publish()
+            assert one.temporary.exists()
+            engine.write(torch.full((5,), 2, dtype=torch.uint8), one.file).result()
+            one.publish()
+        assert path.read_bytes() == bytes([2] * 5)
+        assert os.listdir(path.parent) == [path.name]
+
+    def test_leftovers_that_cannot_be_removed_are_left(self, path: Path) -> None:
+        (path.parent / f"directory{SUFFIX}").mkdir()
+        (path.parent / f"link{SUFFIX}").symlink_to(path)
+        deepnvme.save(OLD, path)
+        assert sorted(os.listdir(path.parent)) == [f"directory{SUFFIX}", path.name, f"link{SUFFIX}"]
+
+
+class TestRefusals:
+    """The old file stays, and nothing else."""
+
+    @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None], ids=["lock", "lambda"])
+    def test_an_object_that_cannot_be_pickled(self, path: Path, obj: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(saving, "Publication", None)  # not even begun
+        with pytest.raises((TypeError, AttributeError, saving.pickle.PicklingError)):
+            deepnvme.save({"tensor": torch.ones(3), "obj": obj}, path)
+        assert_old(path)
+
+    def test_a_directory(self, drive: Path) -> None:
+        with pytest.raises(IsADirectoryError) as refused:
+            deepnvme.save(OLD, drive)
+        assert refused.value.filename == str(drive)
+        assert os.listdir(drive) == []
+
+    def test_a_device(self, drive: Path) -> None:
+        with pytest.raises(OSError, match="regular file") as refused:
+            deepnvme.save(OLD, "/dev/null")
+        assert refused.value.errno == errno.EINVAL
+        assert Path("/dev/null").is_char_device()
+
+    def test_a_directory_that_is_not_there(self, drive: Path) -> None:
+        with pytest.raises(FileNotFoundError) as refused:
+            deepnvme.save(OLD, drive / "gone" / "file.pt")
+        assert refused.value.filename == str(drive / "gone" / "file.pt")
+
+    def test_a_directory_that_is_a_file(self, path: Path) -> None:
+        with pytest.raises(NotADirectoryError):
+            deepnvme.save(OLD, path / "file.pt")
+        assert_old(path)
+
+    def test_a_read_only_directory(self, path: Path, interpreters: Interpreters) -> None:
+        path.parent.chmod(0o555)
+        program = f"""
+            if os.geteuid() == 0:
+                os.setgid(65534); os.setuid(65534)
+            import deepnvme
+            try:
+                deepnvme.save([1], {str(path)!r})
+            except PermissionError as error:
+                print(error.filename)
+        """
+        assert interpreters.run(program).check().strip() == str(path)
+        assert_old(path)
+
+    @pytest.mark.root
+    def test_a_full_disk_before_a_byte_is_written(self, small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = small_disk / "file.pt"
+        deepnvme.save(OLD, path)
+        (small_disk / "lost+found").rmdir()
+        free = small_disk.bytes_free()
+        monkeypatch.setattr(saving, "write", None)
+        with pytest.raises(OSError, match="more bytes wanted") as full:
+            deepnvme.save([torch.empty(100 * MIB, dtype=torch.uint8)], path)
+        assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
+        assert small_disk.bytes_free() == free
+        assert_old(path)
+
+    def test_a_name_that_is_too_long(self, drive: Path) -> None:
+        with pytest.raises(OSError, match="too long") as refused:
+            deepnvme.save(OLD, drive / ("n" * 256))
+        assert refused.value.errno == errno.ENAMETOOLONG
+        assert os.listdir(drive) == []
+
+
+class TestFaults:
+    """The old file stays, and nothing else."""
+
+    def test_a_write_that_fails(self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        failing = faulty("threads", error_every=3)
+        monkeypatch.setattr(saving, "shared_engine", lambda: failing)
+        with pytest.raises(OSError, match="write") as failed:
+            deepnvme.save([torch.ones(1 << 20), torch.ones(3)], path)
+        assert failed.value.errno == errno.EIO
+        assert_old(path)
+
+    @pytest.mark.parametrize("call", ["fsync", "replace", "interrupt"])
+    def test_the_drive_cannot_keep_it(self, path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        def fail(*arguments: object) -> None:
+            raise KeyboardInterrupt if call == "interrupt" else OSError(errno.EIO, os.strerror(errno.EIO))
+
+        if call == "replace":
+            monkeypatch.setattr(os, "replace", fail)
+        else:
+            monkeypatch.setattr(engine, "fsync", fail)
+            monkeypatch.setattr(saving, "shared_engine", lambda: engine)
+        with pytest.raises((OSError, KeyboardInterrupt)):
+            deepnvme.save([torch.ones(3)], path)
+        monkeypatch.undo()
+        assert_old(path)
+
+    def test_a_directory_that_vanishes(self, drive: Path, engine: Engine) -> None:
+        directory = drive / "directory"
+        directory.mkdir()
+        with Publication(directory / "file.pt", 5, engine) as new:
+            new.temporary.unlink()
+            directory.rmdir()
+            with pytest.raises(FileNotFoundError):
+                new.publish()
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "a b", os.fsdecode(b"not utf-8 \xff\xfe"), ".hidden"], ids=ascii)
+    def test_of_any_kind(self, drive: Path, name: str) -> None:
+        deepnvme.save(OLD, drive / name)
+        assert os.listdir(drive) == [name]
+        assert torch.equal(deepnvme.load(drive / name)["old"], OLD["old"])
+
+    def test_relative_ones(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(drive)
+        deepnvme.save(OLD, "file.pt")
+        assert_old(drive / "file.pt")
+
+    def test_a_symbolic_link_stays_one(self, path: Path, drive: Path) -> None:
+        link = drive / "link"
+        link.symlink_to("file.pt")
+        deepnvme.save({"new": 1}, link)
+        assert link.is_symlink()
+        assert deepnvme.load(path) == {"new": 1}
+
+    def test_the_mode_of_the_file_is_kept(self, path: Path) -> None:
+        path.chmod(0o640)
+        deepnvme.save({"new": 1}, path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+    def test_the_mode_of_a_new_one_is_the_umasks(self, drive: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            deepnvme.save(OLD, drive / "file.pt")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((drive / "file.pt").stat().st_mode) == 0o640
+
+    def test_a_shorter_file_has_nothing_of_the_longer_one(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100_000)], path)
+        deepnvme.save(OLD, path)
+        assert_old(path)
+
+
+def test_two_processes_that_save_to_one_path(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(f"""
+        import deepnvme
+        torch.set_num_threads(1)  # those of OpenMP are not there in a child
+        path = {str(drive / "file.pt")!r}
+        children = []
+        for value in (1, 2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                for _ in range(20):
+                    deepnvme.save([torch.full((200_000,), value)] * 2, path, fsync=False)
+                    assert len(set(torch.load(path)[0].tolist())) == 1
+                os._exit(0)
+        for child in children:
+            assert os.waitpid(child, 0)[1] == 0
+        assert os.listdir({str(drive)!r}) == ["file.pt"]
+    """).check()
+
+
+def test_two_threads_that_save_to_one_path(drive: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work(value: int) -> None:
+        try:
+            for _ in range(10):
+                deepnvme.save([torch.full((100,), value)], drive / "file.pt", fsync=False)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert os.listdir(drive) == ["file.pt"]

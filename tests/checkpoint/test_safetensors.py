@@ -1,0 +1,269 @@
+"""Files of safetensors: the same bytes, the same tensors, and more said of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme.checkpoint import CorruptCheckpoint
+from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong
+from deepnvme.safetensors import load_file, save_file, save_sharded
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+DTYPES = sorted((dtype for dtype in safetensors._SIZE if dtype is not None), key=str)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Of each dtype, large and small, scalar and empty."""
+    made = {str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 and dtype is not torch.bool
+            else torch.arange(24).to(dtype) for dtype in DTYPES}  # fmt: skip
+    return {
+        **made,
+        "large": torch.arange(300_001),
+        "large bytes": torch.arange(600_007).to(torch.uint8),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "né \"quoted\"\n": torch.ones(2, 3),
+        "a parameter": torch.nn.Parameter(torch.ones(3)),
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(expected) and all(
+        (found[name].dtype, found[name].shape, found[name].stride()) == (each.dtype, each.shape, each.stride())
+        and torch.equal(found[name].reshape(-1).view(torch.uint8), each.detach().reshape(-1).view(torch.uint8))
+        for name, each in expected.items()
+    )
+
+
+class TestRefusals:
+    """As safetensors' own, before anything is created."""
+
+    @pytest.mark.parametrize(
+        ("obj", "match"),
+        [
+            ([torch.ones(3)], "dict"),
+            ({"a": 1}, "'a' must be a tensor"),
+            ({1: torch.ones(3)}, "strings"),
+            ({"a": torch.ones(3).to_sparse()}, "sparse"),
+            ({"a": torch.ones(4, 4).t()}, "not contiguous"),
+            ({"a": torch.ones(3), "b": torch.ones(8)[::2]}, "'b' is not contiguous"),
+            ({"a": torch.ones(3, dtype=torch.complex128)}, "complex128"),
+            ({"__metadata__": torch.ones(3)}, "format's own name"),
+            ({"a": torch.empty(3, device="meta")}, "meta device"),
+        ],
+        ids=["list", "number", "name", "sparse", "transposed", "strided", "dtype", "metadata", "meta"],
+    )
+    def test_what_the_format_has_not(self, drive: Path, obj: Any, match: str) -> None:
+        with pytest.raises((ValueError, TypeError), match=match):
+            save_file(obj, drive / "file")
+        assert list(drive.iterdir()) == []
+
+    @pytest.mark.parametrize("overlap", ["same", "partly", "within"])
+    def test_tensors_that_share_memory(self, drive: Path, overlap: str) -> None:
+        whole = torch.ones(10)
+        parts = {"same": (whole, whole.view(2, 5)), "partly": (whole[:6], whole[5:]), "within": (whole, whole[3:5])}[overlap]
+        obj = {"a": parts[0], "b": torch.ones(3), "c": parts[1]}
+        for save in (safetensors.save_file, save_file):
+            with pytest.raises(RuntimeError, match="share memory"):
+                save(obj, drive / "file")
+
+    def test_parts_of_one_storage_that_do_not_overlap(self, drive: Path) -> None:
+        whole = torch.arange(10)
+        obj = {"a": whole[5:], "b": whole[:5], "c": whole[5:5]}
+        save_file(obj, drive / "file")
+        assert same(load_file(drive / "file"), obj)
+
+    @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}])
+    def test_metadata_of_other_types(self, drive: Path, metadata: Any) -> None:
+        with pytest.raises(TypeError, match="strings"):
+            save_file({}, drive / "file", metadata)
+
+    def test_a_directory(self, drive: Path) -> None:
+        for call in (lambda: save_file({}, drive), lambda: load_file(drive)):
+            with pytest.raises(IsADirectoryError):
+                call()
+
+    def test_a_missing_file(self, drive: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            load_file(drive / "file")
+
+
+def written(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def field(begin: int, end: int, shape: list[Any] | None = None, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+class TestCorruptFiles:
+    @pytest.mark.parametrize(
+        ("content", "match"),
+        [
+            (b"", "expected 8 bytes, found 0"),
+            (b"1234", "expected 8 bytes, found 4"),
+            (written({}, length=LONGEST_HEADER + 1), "may have"),
+            (written({}, length=100), "expected 100 bytes, found 2"),
+            (written(b"[]"), "no JSON object"),
+            (written(b"{"), "no JSON"),
+            (written(b"\xff\xfe"), "no JSON"),
+            (written(b"[" * 100_000), "no JSON"),
+            (written(b'{"a": 1, "a": 1}'), "'a' twice"),
+            (written({"__metadata__": {"a": 1}}), "metadata"),
+            (written({"a": 1}), "has no dtype"),
+            (written({"a": {"dtype": "U8", "shape": [1]}}), "has no dtype"),
+            (written({"a": field(0, 4, dtype="U7")}, bytes(4)), "'U7'"),
+            (written({"a": field(0, 4, [-4])}, bytes(4)), "shape"),
+            (written({"a": field(0, 4, [True, 4])}, bytes(4)), "shape"),
+            (written({"a": field(0, 4, [2.0, 2])}, bytes(4)), "shape"),
+            (written({"a": field(4, 0, [0])}, bytes(4)), "data_offsets"),
+            (written({"a": field(0, 4, [3])}, bytes(4)), "should have 3 bytes by its shape, and has 4"),
+            (written({"a": field(0, 1 << 62, [1 << 31, 1 << 31])}), "cut off"),
+            (written({"a": field(0, 4)}, bytes(3)), "'a' is cut off: expected 4 bytes, found 3"),
+            (written({"a": field(0, 4)}, bytes(5)), "should end"),
+            (written({"a": field(0, 4), "b": field(3, 7)}, bytes(7)), "'b' overlaps"),
+            (written({"a": field(0, 4), "b": field(5, 7)}, bytes(7)), "'b' leaves a gap"),
+            (written({"a": field(1, 4)}, bytes(4)), "'a' leaves a gap"),
+        ],
+    )
+    def test_are_refused_and_so_they_are_by_safetensors(self, drive: Path, content: bytes, match: str) -> None:
+        path = drive / "file"
+        path.write_bytes(content)
+        with pytest.raises(CorruptCheckpoint, match=match) as refused:
+            load_file(path)
+        assert refused.value.filename == str(path)
+        with pytest.raises(Exception):  # noqa: B017, PT011 - of several types
+            safetensors.load_file(path)
+
+    @given(st.binary(max_size=60), st.integers(0, 100))
+    def test_a_header_of_any_bytes_is_refused_in_one_way(self, text: bytes, size: int) -> None:
+        try:
+            _parse(text, 8 + len(text), 8 + len(text) + size)
+        except _Wrong:
+            pass
+        else:
+            assert text.strip() == b"{}"
+
+    def test_a_file_that_is_cut_anywhere(self, drive: Path) -> None:
+        path = drive / "file"
+        save_file(tensors(), path)
+        content = path.read_bytes()
+        for size in range(0, len(content), len(content) // 50):
+            path.write_bytes(content[:size])
+            with pytest.raises(CorruptCheckpoint):
+                load_file(path)
+
+
+class TestTheSameAsSafetensors:
+    @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"né": "\n\x7f\u2028\"\\/\x01"}], ids=repr)
+    def test_the_bytes(self, drive: Path, metadata: dict[str, str] | None) -> None:
+        save_file(tensors(), drive / "ours", metadata)
+        safetensors.save_file(tensors(), drive / "theirs", metadata)
+        assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
+
+    def test_the_bytes_of_nothing(self, drive: Path) -> None:
+        save_file({}, drive / "ours", {})
+        safetensors.save_file({}, drive / "theirs")
+        assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
+        assert load_file(drive / "ours") == {}
+
+    @pytest.mark.parametrize("save", [save_file, safetensors.save_file], ids=["ours", "theirs"])
+    def test_the_tensors(self, drive: Path, save: Any) -> None:
+        save(tensors(), drive / "file")
+        found, expected = load_file(drive / "file"), safetensors.load_file(drive / "file")
+        assert list(found) == sorted(expected)
+        assert same(found, expected)
+
+    def test_each_tensor_has_memory_of_its_own(self, drive: Path) -> None:
+        save_file(tensors(), drive / "file")
+        found = load_file(drive / "file")
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values())
+        (drive / "file").unlink()
+        assert same(found, tensors())
+
+    def test_tensors_at_offsets_that_are_no_multiples_of_their_size(self, drive: Path) -> None:
+        header = {"a": field(0, 1), "b": field(1, 1 + 4 * 200_000, [200_000], "F32")}
+        text = json.dumps(header).encode()
+        large = torch.arange(200_000.0)
+        content = written(text + b" " * (-len(text) % 8), b"x" + bytes(large.view(torch.uint8).tolist()))
+        (drive / "file").write_bytes(content)
+        found = load_file(drive / "file")["b"]
+        assert found.data_ptr() % 4 == 0
+        assert torch.equal(found, large)
+
+    @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"], ids=str)
+    def test_other_devices(self, drive: Path, device: Any) -> None:
+        save_file({"a": torch.ones(3)}, drive / "file")
+        assert load_file(drive / "file", device)["a"].device == torch.device(device)
+        assert load_file(str(drive / "file"), device=device, backend="pread")["a"].shape == (3,)
+
+    def test_conjugate_and_negative_views_have_their_values(self, drive: Path) -> None:
+        tensor = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+        save_file({"a": tensor.conj()}, drive / "file")
+        assert torch.equal(load_file(drive / "file")["a"], tensor.conj().resolve_conj())
+
+    def test_plain_torch_loads_it(self, drive: Path) -> None:
+        save_file({"a": torch.ones(3)}, drive / "file.safetensors")
+        assert torch.equal(safetensors.load_file(drive / "file.safetensors")["a"], torch.ones(3))
+
+
+class TestShards:
+    def test_they_hold_no_more_than_asked_for(self, drive: Path) -> None:
+        obj = {name: torch.full((100,), float(index)) for index, name in enumerate("edcba")}
+        paths = save_sharded(obj, drive / "new", {"format": "pt"}, max_shard_size="0.9KB")
+        assert [path.name for path in paths] == [
+            "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors",
+            "model.safetensors.index.json",
+        ]  # fmt: skip
+        index = json.loads(paths[-1].read_text())
+        assert index["metadata"] == {"total_size": 2000}
+        assert index["weight_map"]["e"] == index["weight_map"]["d"] == paths[0].name
+        assert sorted(safetensors.load_file(paths[1])) == ["b", "c"]
+        assert same(load_file(paths[-1]), obj)
+
+    def test_one_that_takes_all_has_no_index(self, drive: Path) -> None:
+        assert save_sharded({"a": torch.ones(3)}, drive) == [drive / "model.safetensors"]
+        assert save_sharded({}, drive, name="empty") == [drive / "empty.safetensors"]
+
+    def test_a_tensor_that_is_larger_than_a_shard(self, drive: Path) -> None:
+        paths = save_sharded({"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}, drive, max_shard_size=8)
+        assert len(paths) == 4
+        assert same(load_file(paths[-1]), {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)})
+
+    @pytest.mark.parametrize("size", ["5", "GB", "5XB", "-1GB", 0, "0GB"])
+    def test_sizes_that_are_none(self, drive: Path, size: Any) -> None:
+        with pytest.raises(ValueError, match="max_shard_size"):
+            save_sharded({"a": torch.ones(1)}, drive, max_shard_size=size)
+
+    @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{}"])
+    def test_an_index_that_is_none(self, drive: Path, index: str) -> None:
+        (drive / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(CorruptCheckpoint, match="no index"):
+            load_file(drive / "model.safetensors.index.json")
+
+    @pytest.mark.parametrize("shard", ["../file", "/etc/passwd", "..", ""])
+    def test_an_index_that_leads_elsewhere(self, drive: Path, shard: str) -> None:
+        (drive / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+        with pytest.raises(CorruptCheckpoint, match="no name of a file beside the index"):
+            load_file(drive / "model.safetensors.index.json")
+
+    def test_a_tensor_that_its_shard_has_not(self, drive: Path) -> None:
+        save_file({"a": torch.ones(1)}, drive / "shard")
+        (drive / "index.json").write_text(json.dumps({"weight_map": {"a": "shard", "b": "shard"}}))
+        with pytest.raises(CorruptCheckpoint, match="tensor 'b'"):
+            load_file(drive / "index.json")
+
+
+def test_entries_know_their_place_in_the_file() -> None:
+    text = json.dumps({"a": field(0, 4)}).encode()
+    assert _parse(text, 100, 104).tensors == [Entry("a", torch.uint8, (4,), 100, 4)]

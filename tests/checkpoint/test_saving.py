@@ -1,0 +1,112 @@
+"""What is saved loads with plain torch, in every way torch has."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+
+from ..interpreters import Interpreters
+from .objects import OBJECTS, SAFE, assert_same
+
+
+class TestFailures:
+    def test_a_budget_that_is_too_small(self, drive: Path) -> None:
+        with pytest.raises(OutOfBuffers):
+            deepnvme.save([torch.ones(100_000)], drive / "file.pt", pool=BufferPool(4096))
+        assert list(drive.iterdir()) == []
+
+    def test_progress_that_raises(self, drive: Path) -> None:
+        def stop(done: int, total: int) -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            deepnvme.save([torch.ones(100)], drive / "file.pt", progress=stop)
+        assert list(drive.iterdir()) == []
+
+
+class TestTorchLoads:
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_every_kind_of_object(self, drive: Path, kind: str) -> None:
+        obj = OBJECTS[kind]()
+        deepnvme.save(obj, drive / "ours.pt")
+        torch.save(obj, drive / "torchs.pt")
+        found, expected = (torch.load(drive / name, weights_only=kind in SAFE) for name in ("ours.pt", "torchs.pt"))
+        assert_same(found, expected)
+
+    @pytest.mark.parametrize("kind", ["an optimizer", "large among small", "views", "every dtype"])
+    @pytest.mark.parametrize("options", [{"mmap": True}, {"map_location": "meta"}], ids=str)
+    def test_in_other_ways(self, drive: Path, kind: str, options: dict[str, Any]) -> None:
+        obj = OBJECTS[kind]()
+        deepnvme.save(obj, drive / "ours.pt")
+        torch.save(obj, drive / "torchs.pt")
+        assert_same(torch.load(drive / "ours.pt", **options), torch.load(drive / "torchs.pt", **options))
+
+    def test_with_the_pickle_protocol_asked_for(self, drive: Path) -> None:
+        deepnvme.save(OBJECTS["an optimizer"](), drive / "file.pt", pickle_protocol=4)
+        assert_same(torch.load(drive / "file.pt", weights_only=False), OBJECTS["an optimizer"]())
+
+    def test_distributed_tensors(self, drive: Path, process_group: None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        weight = distribute_tensor(torch.arange(600_000.0).view(4, -1), init_device_mesh("cpu", (1,)), [Shard(0)])
+        deepnvme.save({"weight": weight}, drive / "file.pt")
+        for load in (torch.load, deepnvme.load):
+            found = load(drive / "file.pt", weights_only=False)["weight"]
+            assert found.placements == weight.placements
+            assert torch.equal(found.to_local(), weight.to_local())
+
+
+def test_checksums_are_those_of_zip_tools(drive: Path) -> None:
+    if shutil.which("unzip") is None:
+        pytest.skip("needs unzip")
+    deepnvme.save(OBJECTS["large among small"](), drive / "file.pt", checksum=True)
+    assert "No errors detected" in subprocess.run(["unzip", "-t", drive / "file.pt"], capture_output=True, text=True).stdout
+
+
+def test_progress_is_told_bytes_up_to_those_of_the_file(drive: Path) -> None:
+    told: list[tuple[int, int]] = []
+    deepnvme.save(OBJECTS["large among small"](), drive / "file.pt", progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    size = (drive / "file.pt").stat().st_size
+    assert {total for _, total in told} == {size}
+    assert told[-1][0] == size
+
+
+def test_no_more_memory_than_said(drive: Path) -> None:
+    pool = BufferPool(16 << 20)
+    deepnvme.save([torch.ones(5000) for _ in range(2000)], drive / "file.pt", pool=pool)
+    assert pool.allocated <= 16 << 20
+    assert pool.in_use == 0
+
+
+def test_without_fsync(drive: Path) -> None:
+    deepnvme.save([torch.ones(3)], drive / "file.pt", fsync=False)
+    assert_same(torch.load(drive / "file.pt"), [torch.ones(3)])
+
+
+def test_a_forked_child_saves_with_an_engine_of_its_own(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(f"""
+        import deepnvme
+        torch.set_num_threads(1)  # those of OpenMP are not there in a child
+        from pathlib import Path
+        drive = Path({str(drive)!r})
+        obj = [torch.arange(200_000), torch.arange(3)]
+        deepnvme.save(obj, drive / "parents.pt")
+        child = os.fork()
+        deepnvme.save(obj, drive / ("childs.pt" if child == 0 else "again.pt"))
+        assert torch.equal(deepnvme.load(drive / "parents.pt")[0], obj[0])
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for name in ("childs.pt", "again.pt"):
+            assert torch.equal(torch.load(drive / name)[0], obj[0])
+    """).check()

@@ -1,0 +1,138 @@
+"""What is wrong with a file is found and named, and a sound one is said to be so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme.__main__ import main
+from deepnvme.checkpoint import verify
+from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.swap.buffers import BufferPool
+
+from .objects import OBJECTS
+from .test_loading import flip, place_of
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    """With checksums: of small storages, one that is empty, and one of several chunks."""
+    deepnvme.save([torch.arange(10), torch.arange(1_500_000), torch.empty(0), torch.arange(7)], drive / "file.pt", checksum=True)
+    return drive / "file.pt"
+
+
+class TestProblems:
+    @pytest.mark.parametrize(("key", "at"), [(0, 0), (1, 0), (1, 8_000_000), (1, 11_999_999), (3, 55)])
+    def test_a_flipped_bit(self, path: Path, key: int, at: int) -> None:
+        flip(path, place_of(path, f"/data/{key}") + at)
+        (problem,) = verify(path).problems
+        assert problem.startswith(f"storage {key}, ")
+        assert "expected CRC-32" in problem
+
+    def test_all_of_them(self, path: Path) -> None:
+        for key in (0, 1, 3):
+            flip(path, place_of(path, f"/data/{key}"))
+        assert [problem[:9] for problem in verify(path).problems] == ["storage 0", "storage 1", "storage 3"]
+
+    def test_in_the_pickle(self, path: Path) -> None:
+        flip(path, place_of(path, "data.pkl") + 60)
+        assert any(problem.startswith("the pickle") for problem in verify(path).problems)
+
+    def test_a_file_that_is_cut_off(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            file.truncate(place_of(path, "/data/1") + 5)
+        assert verify(path).problems == (
+            f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
+        )
+
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            (lambda data: data[:-1], "tensor 'b' is cut off: expected 12 bytes, found 11"),
+            (lambda data: data + b"x", "it should end"),
+            (lambda data: data[:5], "expected 8 bytes, found 5"),
+            (lambda data: data.replace(b"F32", b"F16"), "should have 6 bytes by its shape, and has 12"),
+        ],
+    )
+    def test_in_safetensors(self, drive: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+        path = drive / "file.safetensors"
+        save_file({"a": torch.arange(3), "b": torch.ones(3)}, path)
+        path.write_bytes(damage(path.read_bytes()))
+        (problem,) = verify(path).problems
+        assert said in problem
+
+    def test_in_shards(self, drive: Path) -> None:
+        *shards, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
+        shards[0].write_bytes(shards[0].read_bytes()[:-1])
+        assert [str(shards[0]) in problem for problem in verify(index).problems] == [True]
+        shards[0].unlink()
+        assert verify(index).problems == (f"shard {shards[0]} is not there",)
+
+    def test_a_tensor_that_its_shard_has_not(self, drive: Path) -> None:
+        *_, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
+        written = json.loads(index.read_text())
+        written["weight_map"]["c"] = written["weight_map"]["a"]
+        index.write_text(json.dumps(written))
+        (problem,) = verify(index).problems
+        assert "tensor 'c'" in problem
+
+
+class TestSound:
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_every_kind_of_object(self, drive: Path, kind: str) -> None:
+        for save in (lambda obj, path: deepnvme.save(obj, path, checksum=True), deepnvme.save, torch.save):
+            save(OBJECTS[kind](), drive / "file.pt")
+            assert verify(drive / "file.pt").problems == ()
+
+    def test_it_is_counted(self, path: Path) -> None:
+        report = verify(path, pool=BufferPool(4 << 20))
+        assert report.ok
+        assert (report.tensors, report.nbytes, report.checksums) == (4, 8 * 1_500_017, 3)
+
+    def test_without_checksums_nothing_of_the_storages_is_read(self, drive: Path) -> None:
+        deepnvme.save([torch.ones(5)], drive / "file.pt")
+        flip(drive / "file.pt", place_of(drive / "file.pt", "/data/0"))
+        assert (verify(drive / "file.pt").ok, verify(drive / "file.pt").checksums) == (True, 0)
+
+
+class TestCommand:
+    def test_it_says_what_each_file_is_and_ends_with_0(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        save_file({"a": torch.ones(3)}, drive / "a.safetensors")
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(path), str(drive / "a.safetensors")])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"{path}: ok (4 storages, 12000136 bytes, 3 with a checksum)",
+            f"{drive / 'a.safetensors'}: ok (1 tensors, 12 bytes, 0 with a checksum)",
+        ]
+
+    def test_it_ends_with_1_if_anything_is_wrong(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip(path, place_of(path, "/data/0"))
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(drive / "missing"), str(path)])
+        assert ended.value.code == 1
+        said = capsys.readouterr()
+        assert said.err == f"{drive / 'missing'}: No such file or directory\n"
+        assert said.out.splitlines()[0] == f"{path}: 1 wrong (4 storages, 12000136 bytes, 3 with a checksum)"
+        assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
+
+    @pytest.mark.parametrize("module", [["deepnvme.checkpoint.verify"], ["deepnvme", "verify"]], ids=" ".join)
+    def test_it_is_a_module(self, path: Path, module: list[str]) -> None:
+        done = subprocess.run([sys.executable, "-W", "error", "-m", *module, path], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "ok" in done.stdout
+
+    @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nothing"], 2), (["verify"], 2)])
+    def test_other_words(self, words: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == status
+        said = capsys.readouterr()
+        assert "verify" in said.out + said.err

@@ -1,0 +1,117 @@
+"""Archives that other programs read, whatever their records' sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepnvme.checkpoint.zip_directory import BadDirectory, data_of, entries
+from deepnvme.checkpoint.zip_layout import LOCAL_HEADER, ZipLayout
+
+GIB = 1 << 30
+records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,
+                   unique_by=lambda record: record[0])  # fmt: skip
+
+
+def archive(contents: list[tuple[str, bytes]], alignment: int = 64) -> bytes:
+    layout, written = ZipLayout(alignment), io.BytesIO()
+    for name, data in contents:
+        record = layout.add(name, len(data), zlib.crc32(data))
+        written.write(record.header + bytes(record.padding))
+        assert written.tell() == record.offset
+        written.write(data)
+    written.write(layout.end())
+    return written.getvalue()
+
+
+@settings(deadline=None, max_examples=50)
+@given(records, st.sampled_from([1, 64, 4096]))
+def test_the_standard_librarys_reader_finds_every_record(contents: list[tuple[str, bytes]], alignment: int) -> None:
+    with zipfile.ZipFile(io.BytesIO(archive(contents, alignment))) as opened:
+        assert opened.testzip() is None
+        assert [(info.filename, opened.read(info)) for info in opened.infolist()] == contents
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 6 * GIB), max_size=6), st.sampled_from([64, 4096]))
+def test_data_begin_at_multiples_of_the_alignment_and_do_not_overlap(sizes: list[int], alignment: int) -> None:
+    layout, end = ZipLayout(alignment), 0
+    for index, size in enumerate(sizes):
+        record = layout.add(f"data/{index}", size, 0)
+        assert record.offset == end + len(record.header) + record.padding
+        assert record.offset % alignment == 0
+        assert record.padding < alignment
+        end = record.offset + size
+
+
+class TestDirectory:
+    """As this package reads it."""
+
+    @settings(deadline=None, max_examples=50)
+    @given(records)
+    def test_it_has_what_was_written(self, tmp_path_factory: pytest.TempPathFactory, contents: list[tuple[str, bytes]]) -> None:
+        path = tmp_path_factory.mktemp("zip") / "file"
+        data = archive(contents)
+        path.write_bytes(data)
+        with path.open("rb") as file:
+            found = entries(file)
+        assert [(entry.name, entry.nbytes, entry.crc32) for entry in found] == [
+            (name, len(content), zlib.crc32(content)) for name, content in contents
+        ]
+        for entry, (_, content) in zip(found, contents, strict=True):
+            offset = data_of(data[entry.header :][: LOCAL_HEADER.size], entry.header)
+            assert data[offset : offset + entry.nbytes] == content
+
+    def test_of_an_archive_with_large_records(self, tmp_path: Path) -> None:
+        layout, path = ZipLayout(64), tmp_path / "file"
+        offsets = [layout.add(f"data/{index}", size, 7).offset for index, size in enumerate((5 * GIB, 3, 4 * GIB - 1, 5))]
+        end = layout.end()
+        with path.open("wb") as file:
+            file.seek(offsets[-1] + 5)
+            file.write(end)
+        with path.open("rb") as file:
+            found = entries(file)
+        assert [entry.nbytes for entry in found] == [5 * GIB, 3, 4 * GIB - 1, 5]
+        assert found[-1].header > 9 * GIB
+
+    def test_of_an_archive_of_another_program_with_a_comment(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+            made.writestr("a/data/0", b"0" * 1000)
+            made.writestr(zipfile.ZipInfo("a/byteorder"), b"little")
+            made.comment = b"PK\5\5 " * 1000
+        with path.open("rb") as file:
+            assert [(entry.name, entry.stored) for entry in entries(file)] == [("a/data/0", False), ("a/byteorder", True)]
+
+    @pytest.mark.parametrize("damage", ["cut", "entry", "beyond", "no archive"])
+    def test_that_is_damaged(self, tmp_path: Path, damage: str) -> None:
+        data = archive([("a/data/0", b"x" * 100), ("a/data/1", b"y" * 100)])
+        at = data.index(b"PK\1\2")
+        damaged = {
+            "cut": data[:-30],
+            "entry": data[:at] + b"QQ" + data[at + 2 :],
+            "beyond": data[: at + 20] + b"\xff\xff\xff\x7f" + data[at + 24 :],
+            "no archive": b"PK\3\4" + bytes(5000),
+        }[damage]
+        path = tmp_path / "file"
+        path.write_bytes(damaged)
+        with path.open("rb") as file, pytest.raises(BadDirectory):
+            entries(file)
+
+    @settings(deadline=None, max_examples=50)
+    @given(st.data())
+    def test_damage_is_never_another_error(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+        content = bytearray(archive([("a/data/0", b"x" * 10), ("a/data/1", b"y" * 10)]))
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(200, len(content) - 1))] = data.draw(st.integers(0, 255))
+        path = tmp_path_factory.mktemp("zip") / "file"
+        path.write_bytes(content)
+        with path.open("rb") as file, contextlib.suppress(BadDirectory):
+            assert len(entries(file)) <= 2
