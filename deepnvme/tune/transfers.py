@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.config import AioConfig
+from deepnvme.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 
 from .buffer import Buffer, locked, random_bytes
 from .folder import Unsuitable

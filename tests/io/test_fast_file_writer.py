@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint import FastFileWriter, FastFileWriterConfig
+from deepnvme.io import FastFileWriter, FastFileWriterConfig
 
 from ..disks import MIB, Disk
 
@@ -93,8 +93,29 @@ def test_a_closed_file_takes_nothing_more(fast: Open, drive: Path) -> None:
 
 
 def test_nobody_gets_the_descriptor_because_torch_would_write_past_this_object(fast: Open, drive: Path) -> None:
-    with fast(drive / "file") as file, pytest.raises(io.UnsupportedOperation):
-        file.fileno()
+    with fast(drive / "file") as file:
+        assert file.fileno() == -1
+
+
+@pytest.mark.parametrize(("rank", "writers"), [(-1, 1), (1, 1), (3, 2), (0, 0)])
+def test_a_writer_that_is_none_of_them_is_refused_and_the_file_not_touched(
+    fast: Open, drive: Path, rank: int, writers: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"writer_rank must be in \[0, num_parallel_writers = {writers}\), got {rank}"):
+        fast(drive / "file", num_parallel_writers=writers, writer_rank=rank)
+    assert not (drive / "file").exists()
+
+
+def test_a_position_that_is_none_is_refused(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        file.write(b"abc")
+        for wrong in ((-1,), (-4, os.SEEK_CUR), (-4, os.SEEK_END), (0, 9)):
+            with pytest.raises(ValueError, match="must"):
+                file.seek(*wrong)
+        file.write(b"def")
+    assert (drive / "file").read_bytes() == b"abcdef"
+    with pytest.raises(ValueError, match="closed"):
+        file.seek(0)
 
 
 def test_only_whole_buffers_of_bytes_can_be_written(fast: Open, drive: Path) -> None:
@@ -262,8 +283,120 @@ def test_whole_halves_go_past_the_page_cache(handle: Any, drive: Path) -> None:
     assert (stats["bytes_zero_copy"], stats["bytes_buffered"] + stats["bytes_staged"]) == (64 * PAGE, 100)
 
 
-def test_it_is_a_writable_file_and_nothing_else(fast: Open, drive: Path) -> None:
+def test_flushing_costs_no_copies_later(handle: Any, drive: Path) -> None:
+    tensor = handle.new_cpu_locked_tensor(8 * PAGE, torch.empty(0, dtype=torch.uint8))
+    with FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor)) as file:
+        file.write(bytes(100))
+        file.flush()
+        before = handle.stats()
+        file.write(bytes(64 * PAGE - 100))
+        file.flush()
+        stats = handle.stats()
+    if stats["bytes_direct"] == 0:
+        pytest.skip("needs direct I/O")
+    assert stats["bytes_staged"] == before["bytes_staged"]
+    assert stats["bytes_zero_copy"] - before["bytes_zero_copy"] == 64 * PAGE
+
+
+@examples
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.integers(0, 40_000).map(lambda n: ("write", n)),
+            st.integers(0, 60_000).map(lambda n: ("seek", n)),
+            st.integers(-3_000, 3_000).map(lambda n: ("back", n)),
+            st.just(("flush", 0)),
+        ),
+        max_size=10,
+    ),
+    double_buffer=st.booleans(),
+)
+def test_any_going_about_in_the_file_makes_what_it_makes_in_memory(
+    fast: Open, drive: Path, steps: list[tuple[str, int]], double_buffer: bool
+) -> None:
+    expected = io.BytesIO()
+    with fast(drive / "file", double_buffer=double_buffer) as file:
+        for step, number in steps:
+            if step == "write":
+                data = os.urandom(number)
+                assert file.write(data) == expected.write(data)
+            elif step == "seek":
+                assert file.seek(number) == expected.seek(number)
+            elif step == "back":
+                end = len(expected.getbuffer())
+                assert file.seek(max(number, -end), os.SEEK_END) == expected.seek(max(0, end + number))
+            else:
+                file.flush()
+                assert (drive / "file").read_bytes() == expected.getvalue()
+            assert file.tell() == expected.tell()
+    assert (drive / "file").read_bytes() == expected.getvalue()
+
+
+def test_it_is_a_writable_file(fast: Open, drive: Path) -> None:
     with fast(drive / "file") as file:
-        assert (file.writable(), file.readable(), file.seekable()) == (True, False, False)
-        with pytest.raises(io.UnsupportedOperation):
-            file.seek(0)
+        assert (file.writable(), file.readable(), file.seekable()) == (True, False, True)
+        assert file.file_path() == drive / "file"
+        assert file.seek(0, os.SEEK_CUR) == file.tell() == 0
+
+
+# -- DeepSpeed's -------------------------------------------------------------------------------------------------------
+
+
+def storages() -> list[tuple[torch.UntypedStorage, torch.dtype]]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(7), torch.randn(30_001).bfloat16(), torch.empty(0), torch.arange(5000)]
+    return [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
+
+
+@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize("save_size", [True, False])
+@pytest.mark.parametrize("writers", [1, 2, 3, 64])
+def test_writers_share_the_bytes_of_storages(
+    fast: Open, drive: Path, double_buffer: bool, save_size: bool, writers: int
+) -> None:
+    expected = b""
+    for storage, dtype in storages():
+        expected += (storage.nbytes() // dtype.itemsize).to_bytes(8, "little") if save_size else b""
+        expected += bytes(storage)
+    parts = []
+    for rank in range(writers):
+        config = {"double_buffer": double_buffer, "num_parallel_writers": writers, "writer_rank": rank}
+        with fast(drive / f"{rank}", **config) as file:
+            written = file.save_torch_storage_object_list(storages(), save_size)
+        parts.append((drive / f"{rank}").read_bytes())
+        assert written == len(parts[-1])
+        assert (file._stats["save_storage"], file._stats["save_storage_bytes"]) == (4, written)
+    assert b"".join(parts) == expected
+    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
+    assert len(parts[0]) - len(parts[-1]) <= 1
+
+
+def test_it_is_dumped_what_was_done_by_deepspeeds_names(
+    fast: Open, drive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fast(drive / "file") as file:
+        file.write(bytes(10 * PAGE))
+        file.write(bytes(100))
+        file.flush()
+        file.fileno()
+    file._dump_state()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("stats = ")
+    stats = file._stats
+    counted = {"close": 1, "fileno": 1, "flush": 1, "write": 2}
+    counted |= {"bytes": 10 * PAGE + 100, "aio_bytes": 10 * PAGE, "slow_bytes": 100}
+    assert {key: stats[key] for key in counted} == counted
+    assert stats.keys() - counted.keys() == {
+        *("write_secs", "write_GB/s", "aio_write_secs", "aio_GB/s", "slow_write_secs", "fill_buffer_count", "fill_buffer_secs"),
+        *("fill_buffer_GB/s", "save_storage", "save_storage_bytes", "path"),
+    }
+    assert stats["path"] == drive / "file"
+    assert min(stats[key] for key in ("write_secs", "write_GB/s", "aio_write_secs", "aio_GB/s", "fill_buffer_GB/s")) > 0
+
+
+@pytest.mark.gpu
+def test_storages_of_a_device_are_written(fast: Open, drive: Path) -> None:
+    tensor = torch.randn(30_001, device="cuda")
+    with fast(drive / "file") as file:
+        file.save_torch_storage_object_list([(tensor.untyped_storage(), tensor.dtype)], False)
+    assert (drive / "file").read_bytes() == bytes(tensor.cpu().untyped_storage())

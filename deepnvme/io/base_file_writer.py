@@ -1,0 +1,85 @@
+"""What DeepSpeed's file writers have in common: a path and statistics."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+from .constants import (
+    CLOSE_COUNT_KEY,
+    FILE_PATH_KEY,
+    FILENO_COUNT_KEY,
+    FLUSH_COUNT_KEY,
+    INVALID_FD,
+    WRITE_BYTES_KEY,
+    WRITE_COUNT_KEY,
+    WRITE_SEC_KEY,
+    WRITE_SPEED_KEY,
+)
+
+_COUNTED = (
+    CLOSE_COUNT_KEY,
+    FILENO_COUNT_KEY,
+    FLUSH_COUNT_KEY,
+    WRITE_COUNT_KEY,
+    WRITE_BYTES_KEY,
+    WRITE_SEC_KEY,
+    WRITE_SPEED_KEY,
+)
+
+
+class BaseFileWriter(io.RawIOBase):
+    """A file that is written to. A context manager, which closes it, as does dropping the last reference.
+
+    Contract: DeepSpeed 0.19, ``io/base_file_writer.py``, of which ``_dump_state`` and the keys of ``_stats`` are part.
+    """
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._file_path = file_path
+        self._stats: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+
+    def file_path(self) -> str | os.PathLike[str]:
+        """As it was given."""
+        return self._file_path
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        """-1, as DeepSpeed's: torch's older file format would write to a descriptor past this object."""
+        self._incr_stats(FILENO_COUNT_KEY)
+        return INVALID_FD
+
+    def flush(self) -> None:
+        if not self.closed:
+            self._incr_stats(FLUSH_COUNT_KEY)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._incr_stats(CLOSE_COUNT_KEY)
+            flushes = self._stats[FLUSH_COUNT_KEY]
+            try:
+                super().close()
+            finally:
+                self._stats[FLUSH_COUNT_KEY] = flushes  # those that were asked for
+
+    def _incr_stats(self, key: str, incr: float = 1) -> None:
+        self._stats[key] += incr
+
+    def _wrote(self, nbytes: int, seconds: float) -> None:
+        self._incr_stats(WRITE_COUNT_KEY)
+        self._incr_stats(WRITE_BYTES_KEY, nbytes)
+        self._incr_stats(WRITE_SEC_KEY, seconds)
+
+    def _dump_state(self) -> None:
+        """Print the statistics, as ``show_statistics`` has DeepSpeed do."""
+        self._stats[WRITE_SPEED_KEY] = self._speed(WRITE_BYTES_KEY, WRITE_SEC_KEY)
+        self._stats[FILE_PATH_KEY] = self._file_path
+        print(f"stats = {self._stats}")
+
+    def _speed(self, bytes_key: str, seconds_key: str) -> float:
+        """GiB/s."""
+        seconds = self._stats[seconds_key]
+        return float(self._stats[bytes_key] / seconds / (1 << 30)) if seconds > 0 else 0.0
