@@ -35,7 +35,11 @@ class TestWhatCannotBeSaved:
             with pytest.raises(RuntimeError, match=r"storage|dtype"):
                 save([tensor, tensor.view(torch.int32)])
 
-    @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None, [torch.ones(3), (each for each in [])]], ids=str)
+    @pytest.mark.parametrize(
+        "obj",
+        [threading.Lock(), lambda: None, [torch.ones(3), (each for each in [])]],
+        ids=["lock", "lambda", "generator"],
+    )
     def test_an_object_that_cannot_be_pickled(self, obj: object) -> None:
         with pytest.raises((TypeError, pickle.PicklingError, AttributeError)) as expected:
             torchs(obj)
