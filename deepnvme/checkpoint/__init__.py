@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
-from .fast_file_writer import FastFileWriter, FastFileWriterConfig
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointManager",
     "CorruptCheckpoint",
-    "FastFileWriter",
-    "FastFileWriterConfig",
     "NVMeHuggingFaceReader",
     "NVMeHuggingFaceWriter",
     "NVMeReader",
