@@ -20,6 +20,7 @@ from deepnvme.checkpoint._engine import shared_engine
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import FileImage
 from deepnvme.checkpoint.placing import Placed, memory_for
+from deepnvme.checkpoint.progress import Wanted, following
 from deepnvme.checkpoint.publication import Publication
 from deepnvme.checkpoint.reading import read
 from deepnvme.checkpoint.safetensors_format import (
@@ -46,7 +47,7 @@ def save_file(
     *,
     fsync: bool = True,
     pool: BufferPool | None = None,
-    progress: Progress | None = None,
+    progress: Wanted = None,
 ) -> None:
     """Save tensors, contiguous and dense, on the CPU or CUDA devices, none overlapping another. Blocks.
 
@@ -64,8 +65,8 @@ def save_file(
     for name in names:
         image.add(tensors[name].resolve_conj().resolve_neg())
     engine = shared_engine()
-    with Publication(Path(filename), image.nbytes, engine, fsync=fsync) as new:
-        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=progress)
+    with Publication(Path(filename), image.nbytes, engine, fsync=fsync) as new, following(progress, f"saving {filename}") as told:
+        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=told)
         new.publish()
 
 
@@ -75,12 +76,12 @@ def load_file(
     *,
     backend: str = "mmap",
     pool: BufferPool | None = None,
-    progress: Progress | None = None,
+    progress: Wanted = None,
 ) -> dict[str, torch.Tensor]:
     """Load a file, or all shards of ``model.safetensors.index.json``: each tensor in memory of its own. Blocks.
 
-    ``device``: the number of a CUDA device is one, too. ``backend`` is safetensors', and of no effect. ``progress``: called with
-    the bytes read and those of each file.
+    ``device``: the number of a CUDA device is one, too. ``backend`` is safetensors', and of no effect. ``progress``: as of
+    :func:`deepnvme.load`, of each file.
 
     Raises CorruptCheckpoint naming the tensor with the bytes expected and found; OSError; OutOfBuffers.
     """
@@ -89,7 +90,8 @@ def load_file(
     pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
     for shard, names in shards_of(filename).items():
-        found = _load(shard, target, pool, progress)
+        with following(progress, f"loading {shard}") as told:
+            found = _load(shard, target, pool, told)
         if names is not None:
             missing = [name for name in names if name not in found]
             if missing:

@@ -20,6 +20,7 @@ DIRECT_FROM = 512 << 10
 CHUNK = 4 << 20
 """Bytes that are copied together at most."""
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
+_PADDING_ADDRESS = ctypes.addressof(_PADDING)
 
 Source = torch.Tensor | torch.UntypedStorage
 
@@ -68,7 +69,7 @@ class FileImage:
     def add_padding(self, nbytes: int) -> None:
         """Append so many bytes of no meaning, at most PAGE."""
         if nbytes:
-            self._append(ctypes.addressof(_PADDING), nbytes)
+            self._append(_PADDING_ADDRESS, nbytes)
 
     def add(self, source: Source) -> None:
         """Append the bytes of a contiguous tensor, or of a storage, on the CPU or a CUDA device."""
@@ -173,10 +174,10 @@ class FileImage:
             self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
-        self.nbytes += nbytes
+        end = self.nbytes = self.nbytes + nbytes
         self._addresses.append(address)
         self._lengths.append(nbytes)
-        self._ends.append(self.nbytes)
+        self._ends.append(end)
 
     def _piece_at(self, offset: int) -> int:
         return bisect.bisect_right(self._ends, offset)

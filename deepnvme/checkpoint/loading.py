@@ -18,6 +18,7 @@ from .archive import crc32_of
 from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip, prefetch_headers
 from .pickled import pickled
 from .placing import Placed, memory_for, placing
+from .progress import Wanted, following
 from .reading import read
 from .writing import Progress
 
@@ -35,12 +36,13 @@ def load(
     checksum: bool = False,
     pickle_module: ModuleType | None = None,
     pool: BufferPool | None = None,
-    progress: Progress | None = None,
+    progress: Wanted = None,
 ) -> Any:
     """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
-    that has one. ``progress``: called with the bytes read and those wanted.
+    that has one. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called with the bytes
+    read and those wanted.
 
     Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; into
     that of other devices they come through the page cache. Files of the older formats and with deflated records are left to
@@ -57,7 +59,8 @@ def load(
     while True:
         version = _version(path)
         try:
-            whole = _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, progress)
+            with following(progress, f"loading {path}") as told:
+                whole = _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, told)
         except Exception:
             if _version(path) == version:
                 raise

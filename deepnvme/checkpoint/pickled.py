@@ -77,10 +77,10 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
         def persistent_id(self, obj: object) -> Any:
             kind = type(obj)
-            if kind is _Elements:
-                return reference(obj)  # type: ignore[arg-type]
             if kind in _COMMON:
                 return None
+            if kind is _Elements:
+                return reference(obj)  # type: ignore[arg-type]
             if isinstance(obj, TypedStorage):
                 return reference(_Elements(obj._untyped_storage, obj.dtype, obj._size()))  # type: ignore[no-untyped-call]
             if isinstance(obj, UntypedStorage):

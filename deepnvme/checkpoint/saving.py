@@ -17,6 +17,7 @@ from .background import raise_unseen, wait_for_saves
 from .destination import Destination
 from .file_image import FileImage
 from .parallel import save_together
+from .progress import Wanted, following
 from .sharding import Across
 from .writing import Progress, write
 
@@ -33,7 +34,7 @@ def save(
     pickle_module: ModuleType = pickle,
     pickle_protocol: int = 2,
     pool: BufferPool | None = None,
-    progress: Progress | None = None,
+    progress: Wanted = None,
     group: ProcessGroup | None = None,
 ) -> None:
     """Save ``obj`` to ``path`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
@@ -42,7 +43,8 @@ def save(
 
     ``fsync``: have it on stable storage before that. Without, a power cut can leave less than a whole file.
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
-    there otherwise. ``progress``: called with the bytes written and those of the file.
+    there otherwise. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called
+    with the bytes written and those of the file.
 
     ``group``: of torch.distributed; collective. All ranks hold the same object, of a DTensor each its shard, and write the file
     together, each as many bytes as another: an ordinary file, with the whole tensor for a DTensor, and with CUDA devices numbered
@@ -57,7 +59,10 @@ def save(
     def make(across: Across | None) -> FileImage:
         return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
 
-    save_to(Destination(Path(path), fsync), make, pool, progress, group)
+    if progress is True and group is not None and group.rank() != 0:
+        progress = None  # one bar for all
+    with following(progress, f"saving {path}") as told:
+        save_to(Destination(Path(path), fsync), make, pool, told, group)
 
 
 def save_to(

@@ -50,7 +50,7 @@ class TestKills:
             drive, path = {str(drive / "saved")!r}, {str(drive / "saved" / "file.pt")!r}
 
             def obj(value):  # through chunks and from where it is
-                return {{"small": torch.full((1000,), value), "large": torch.full((150_000,), value)}}
+                return {{"small": torch.full((1000,), value), "large": torch.full((70_000,), value)}}
 
             def values():
                 found = torch.load(path)

@@ -1,0 +1,31 @@
+"""How far a long save or load has come: told to a function, or shown to whoever looks at the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+from .writing import Progress
+
+Wanted = Progress | Literal[True] | None
+"""A function of the bytes done and those in all; True for a bar."""
+
+
+@contextlib.contextmanager
+def following(progress: Wanted, what: str) -> Iterator[Progress | None]:
+    """What to tell how far it has come. The bar is on stderr, where that is a terminal, and gone in the end."""
+    if progress is not True:
+        yield progress
+        return
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
