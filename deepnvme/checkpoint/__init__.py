@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
+from .engine import NVMeCheckpointEngine
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointManager",
     "CorruptCheckpoint",
+    "NVMeCheckpointEngine",
     "NVMeHuggingFaceReader",
     "NVMeHuggingFaceWriter",
     "NVMeReader",

@@ -50,14 +50,11 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
             by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with opened(path, requests[0]) as file:
-                try:
-                    elements = elements_of_safetensors(file, 0)
-                except ValueError as error:
-                    raise CorruptCheckpoint(path, f"no safetensors file: {error}") from error
-                try:
-                    wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
-                except KeyError as error:
-                    raise CorruptCheckpoint(path, f"item {error} is not in it") from error
+            with opened(path, requests[0]):
+                elements = elements_of_safetensors(path)
+            try:
+                wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
+            except KeyError as error:
+                raise CorruptCheckpoint(path, f"item {error} is not in it") from error
             fill(path, wanted, planner)
         return done()

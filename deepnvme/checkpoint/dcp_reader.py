@@ -119,7 +119,7 @@ class NVMeReader(FileSystemReader):
                     elements = known.elements(file, head, item.offset, item.length)
                     whole = item.nbytes == item.length
                     if elements is None and head[:4] != _ARCHIVE:
-                        elements = _in_safetensors(file, path, item, tables)
+                        elements = _in_safetensors(path, item, tables)
                         whole = False
                     if elements is None:
                         others += item.requests
@@ -260,14 +260,14 @@ def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> Non
         target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
 
 
-def _in_safetensors(file: BinaryIO, path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
+def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
     """The tensor of an item that lies in a safetensors file within this one."""
     name = item.requests[0].storage_index.fqn
     try:
         if item.offset not in tables:
-            tables[item.offset] = elements_of_safetensors(file, item.offset)
+            tables[item.offset] = elements_of_safetensors(path, item.offset)
         return tables[item.offset][name]
-    except (ValueError, KeyError) as error:
+    except (CorruptCheckpoint, KeyError) as error:
         why = f"item {name!r}: neither an archive nor a safetensors file with it begins at byte {item.offset}"
         raise CorruptCheckpoint(path, f"{why} ({error})") from error
 

@@ -83,10 +83,12 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     return _LENGTH.pack(len(text)) + text, names
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Raises CorruptCheckpoint saying what is wrong with it, and OSError from reading."""
+def read_header(path: str | os.PathLike[str], begin: int = 0) -> Header:
+    """Of the file, or of what follows in it from ``begin`` on. Raises CorruptCheckpoint saying what is wrong with it, and OSError
+    from reading."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        file.seek(begin)
         start = file.read(_LENGTH.size)
         if len(start) < _LENGTH.size:
             raise CorruptCheckpoint(path, f"the length of its header is cut off: expected 8 bytes, found {len(start)}")
@@ -97,7 +99,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     if len(text) < length:
         raise CorruptCheckpoint(path, f"its header is cut off: expected {length} bytes, found {len(text)}")
     try:
-        return _parse(text, _LENGTH.size + length, size)
+        return _parse(text, begin + _LENGTH.size + length, size)
     except _Wrong as error:
         raise CorruptCheckpoint(path, str(error)) from None
 

@@ -20,6 +20,8 @@ from deepnvme._tensor_memory import memory_of
 
 from .archive import archive
 from .pickled import is_plain
+from .zip_directory import BadDirectory, Entry, data_of, parse
+from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
 
 _ALIGNMENT = 64
 """Of records, as torch has it by default: a small tensor is not to take pages. A large one is made to begin on a page by where
@@ -102,6 +104,14 @@ class Elements(NamedTuple):
         return Elements(self.offset + first * self.dtype.itemsize, self.dtype, tuple(lengths), self.stride)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements, of a tensor whose last dimension is dense."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return tuple(strides)
+
+
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements from the first to the last, both included."""
     if 0 in shape:
@@ -140,63 +150,36 @@ class KnownArchives:
         return found
 
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")
-_END = struct.Struct("<4s8xI4xH")
-_LOCATOR = b"PK\6\7"
-_LOCATOR_AND_ZIP64_END = 20 + 56
-
-
 def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None:
     """Offsets from the archive's first byte."""
     try:
-        records = _records(tail)
+        records = _records(tail, length)
         stream = records["data.pkl"]
-        found = _Described(io.BytesIO(beginning[_data_of(beginning, stream.header) :])).load()
+        found = _Described(io.BytesIO(beginning[_data_of(beginning, stream) :])).load()
         if type(found) is not _Tensor or found.first:
             return None
         storage = records[f"data/{found.storage.key}"]
-        begin = _data_of(beginning, storage.header)
+        begin = _data_of(beginning, storage)
     except (pickle.UnpicklingError, struct.error, LookupError, ValueError, TypeError, AttributeError, EOFError):
         return None
     elements = Elements(begin, found.dtype, found.shape, found.stride)
-    whole = not stream.method and not storage.method and begin + found.storage.nbytes <= length
+    whole = stream.stored and storage.stored and begin + found.storage.nbytes <= length
     return elements if whole and elements.nbytes <= found.storage.nbytes else None
 
 
-class _Record(NamedTuple):
-    header: int
-    """Where it begins: exact below 4 GiB, where all but the last records of one tensor's archive do."""
-    method: int
-    """0: stored."""
-
-
-def _records(tail: bytes) -> dict[str, _Record]:
+def _records(tail: bytes, length: int) -> dict[str, Entry]:
     """By their names, without the folder that all of them are in."""
-    at = len(tail) - _END.size
-    signature, size, comment = _END.unpack_from(tail, at)
+    at = len(tail) - END.size
+    signature, _, _, _, count, nbytes, _, comment = END.unpack_from(tail, at)
     if signature != b"PK\5\6" or comment:
-        raise ValueError("no directory")
-    if tail[at - 20 : at - 16] == _LOCATOR:
-        at -= _LOCATOR_AND_ZIP64_END
-    begin, end = at - size, at
-    records = {}
-    while begin < end:
-        signature, method, _, _, name_length, extra, comment, header = _ENTRY.unpack_from(tail, begin)
-        if signature != b"PK\1\2":
-            raise ValueError("no entry")
-        begin += _ENTRY.size
-        _, _, name = tail[begin : begin + name_length].decode().partition("/")
-        records[name] = _Record(header, method)
-        begin += name_length + extra + comment
-    return records
+        raise BadDirectory("the directory at its end is missing")
+    if tail[at - LOCATOR_64.size : at].startswith(b"PK\6\7"):
+        at -= LOCATOR_64.size + END_64.size
+    return {entry.name.partition("/")[2]: entry for entry in parse(tail[at - nbytes : at], count, length)}
 
 
-def _data_of(beginning: bytes, header: int) -> int:
-    signature, name_length, extra = _LOCAL_HEADER.unpack_from(beginning, header)
-    if signature != b"PK\3\4":
-        raise ValueError("no header")
-    return int(header + _LOCAL_HEADER.size + name_length + extra)
+def _data_of(beginning: bytes, record: Entry) -> int:
+    return data_of(beginning[record.header : record.header + LOCAL_HEADER.size], record.header)
 
 
 class _Storage(NamedTuple):

@@ -47,12 +47,13 @@ def entries(file: BinaryIO) -> list[Entry]:
         raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and the file has {size}")
     file.seek(start)
     try:
-        return _parse(file.read(nbytes), count, size)
+        return parse(file.read(nbytes), count, size)
     except (struct.error, IndexError) as error:
         raise BadDirectory(f"its directory is damaged: {error}") from error
 
 
-def _parse(directory: bytes, count: int, size: int) -> list[Entry]:
+def parse(directory: bytes, count: int, size: int) -> list[Entry]:
+    """The directory of an archive of ``size`` bytes. Raises BadDirectory, and struct.error for one that is cut off."""
     found = []
     at = 0
     for _ in range(count):

@@ -1,0 +1,140 @@
+"""DeepSpeed's checkpoints in earnest, for an interpreter that has DeepSpeed: reads cases from standard input, prints what came of
+each.
+
+    python -m tests.compat.checkpoint_program < cases.json
+
+Our checkpoint engine, or our file writers on our op, are put where DeepSpeed looks for them, in this process only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+
+import deepspeed
+import torch
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.model_checkpointing import writer_factory
+
+from deepnvme import io as ours
+from deepnvme.checkpoint import NVMeCheckpointEngine
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
+WIDTH = 64
+create = engine_module.create_checkpoint_engine
+opened: list[str] = []
+
+
+class Writer(ours.FastFileWriter):
+    def __init__(self, file_path: str, config: Any) -> None:
+        opened.append(os.path.basename(file_path))
+        super().__init__(file_path, config)
+
+
+class Pins:
+    """For DeepSpeed's writers on a machine without an accelerator, where torch pins nothing."""
+
+    @staticmethod
+    def pin_memory(tensor: torch.Tensor, make_copy: bool = True) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return True
+
+
+def engine(case: dict[str, Any], which: str) -> Any:
+    """``which``: "theirs", "ours", or the type of writer that DeepSpeed's own fast engine uses, of our writers."""
+    own = which == "ours"
+    engine_module.create_checkpoint_engine = (lambda config_params, **_: NVMeCheckpointEngine(config_params)) if own else create
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": case["stage"]},
+        "bf16": {"enabled": case["stage"] > 0},
+    }
+    if which not in ("ours", "theirs"):
+        writer = {"type": which, "io_buffer_size": 1 << 20, "io_buffer_double": case.get("double", True), "show_statistics": True}
+        config["checkpoint"] = {"checkpoint_serialization": case.get("zipped", True), "writer": writer}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: Any, batches: range) -> list[str]:
+    """The losses, exactly."""
+    losses = []
+    for number in batches:
+        torch.manual_seed(number)
+        batch = torch.randn(4, WIDTH, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
+        loss = (engine(batch).float() - batch.float().roll(1)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    directory = tempfile.mkdtemp(prefix="checkpoint-", dir=os.environ["IO_DIR"])
+    opened.clear()
+    try:
+        trained = engine(case, case["saved_by"])
+        train(trained, range(2))
+        trained.save_checkpoint(directory, tag="saved", client_state={"text": "kept"})
+        result: dict[str, Any] = {"class": type(trained.checkpoint_engine).__name__, "opened": list(opened)}
+        result["files"] = sorted(path.name for path in Path(directory, "saved").iterdir())
+        result["latest"] = Path(directory, "latest").read_text()
+        result["continued"] = train(trained, range(2, 4))
+        loaded = engine(case, case["loaded_by"])
+        _, client_state = loaded.load_checkpoint(directory)
+        result["client_state"] = client_state.get("text")
+        result["resumed"] = train(loaded, range(2, 4))
+        return result
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def contract() -> dict[str, list[str]]:
+    """What DeepSpeed's have and ours lack."""
+    from deepspeed import io as theirs
+
+    lacking = {"engine": [name for name in vars(CheckpointEngine) if not name.startswith("__") and name != "_abc_impl"]}
+    lacking["engine"] = [name for name in lacking["engine"] if name not in dir(NVMeCheckpointEngine)]
+    fields = theirs.FastFileWriterConfig.__dataclass_fields__
+    own = ours.FastFileWriterConfig.__dataclass_fields__
+    lacking["config"] = [name for name in fields if name not in own or fields[name].default != own[name].default]
+    if list(fields) != list(own):
+        lacking["config"].append(f"order: {list(own)}")
+    for name in ("FastFileWriter", "PyFileWriter", "MockFileWriter"):
+        public = [each for each in dir(getattr(theirs, name)) if not each.startswith("_")]
+        lacking[name] = [each for each in public if each not in dir(getattr(ours, name))]
+    from deepspeed.io import constants
+
+    from deepnvme.io import constants as own_constants
+
+    names = [name for name in vars(constants) if name.isupper()]
+    lacking["constants"] = [name for name in names if getattr(own_constants, name, None) != getattr(constants, name)]
+    assert CheckpointCommitInfo.__dataclass_fields__.keys() == {"tag", "save_dir", "save_latest"}
+    return lacking
+
+
+if __name__ == "__main__":
+    writer_factory.AsyncIOBuilder, writer_factory.get_accelerator = AsyncIOBuilder, Pins
+    writer_factory.FastFileWriter, writer_factory.FastFileWriterConfig = Writer, ours.FastFileWriterConfig
+    writer_factory.PyFileWriter, writer_factory.MockFileWriter = ours.PyFileWriter, ours.MockFileWriter
+    results: list[Any] = [run(case) for case in json.load(sys.stdin)]
+    print("RESULTS " + json.dumps([*results, contract()]))

@@ -1,0 +1,78 @@
+"""Our checkpoint engine and our file writers in DeepSpeed: what one saves the other loads, and training goes on as if never
+interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..interpreters import REPOSITORY
+
+CASES: dict[str, dict[str, Any]] = {
+    f"{saved}-{loaded}-stage-{stage}": {"saved_by": saved, "loaded_by": loaded, "stage": stage}
+    for stage in (0, 2, 3)
+    for saved, loaded in (("ours", "ours"), ("ours", "theirs"), ("theirs", "ours"))
+}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "fast": {"saved_by": "fast", "loaded_by": "ours", "stage": 3},
+    "fast-single-buffer-older-format": {
+        "saved_by": "fast", "loaded_by": "theirs", "stage": 3, "double": False, "zipped": False
+    },
+    "python": {"saved_by": "python", "loaded_by": "theirs", "stage": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
+    """Of each case, and what DeepSpeed's classes have that ours lack, from one process."""
+    python = request.config.getoption("--deepspeed-python")
+    if not python:
+        pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cases = CASES | WRITTEN
+    done = subprocess.run(
+        [python, "-m", "tests.compat.checkpoint_program"],
+        input=json.dumps(list(cases.values())),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PORT": str(port), "IO_DIR": str(io_dir)},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, f"the program ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return dict(zip([*cases, "lacking"], json.loads(lines[0].removeprefix("RESULTS ")), strict=True))
+
+
+def test_nothing_that_deepspeeds_have_is_lacking(results: dict[str, Any]) -> None:
+    lacking = results["lacking"]
+    assert lacking.pop("FastFileWriter") == ["split_index_list"]  # which nothing calls
+    assert lacking == {name: [] for name in ("engine", "config", "PyFileWriter", "MockFileWriter", "constants")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(results: dict[str, Any], name: str) -> None:
+    result = results[name]
+    assert "error" not in result, result
+    assert result["class"] == {"ours": "NVMeCheckpointEngine", "theirs": "TorchCheckpointEngine"}[CASES[name]["saved_by"]]
+    assert (result["client_state"], result["latest"]) == ("kept", "saved")
+    assert len(result["files"]) == (1 if CASES[name]["stage"] == 0 else 2)
+    assert len(set(result["continued"])) == 2
+    assert result["resumed"] == result["continued"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_deepspeeds_fast_engine_saves_through_our_writers(results: dict[str, Any], name: str) -> None:
+    result = results[name]
+    assert "error" not in result, result
+    assert result["class"] == "FastCheckpointEngine"
+    assert sorted(result["opened"]) == (result["files"] if "fast" in name else [])
+    assert len(result["files"]) == 2
+    assert result["resumed"] == result["continued"]
