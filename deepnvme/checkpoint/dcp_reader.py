@@ -165,9 +165,11 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     with engine.open(os.fspath(path), "r") as source:
         size = source.size()
         for each in wanted:
-            if each.offset + each.nbytes > size:
+            if not each.nbytes:  # which may stand past the end
+                planner.commit_tensor(each.request, _target(each, planner))
+            elif each.offset + each.nbytes > size:
                 raise _cut_off(path, each.request, each.offset, each.nbytes, size)
-        small = [each for each in wanted if each.nbytes < DIRECT_FROM]
+        small = [each for each in wanted if 0 < each.nbytes < DIRECT_FROM]
         for run, chunk, begin in in_chunks(small, source, engine, buffer_pool()):
             _place(run, chunk, begin, planner)
         try:

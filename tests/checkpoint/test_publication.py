@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import Engine
-from deepnvme.checkpoint import saving
+from deepnvme.checkpoint import destination, saving
 from deepnvme.checkpoint.publication import SUFFIX, Publication
 
 from ..disks import MIB, Disk
@@ -118,7 +118,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None], ids=["lock", "lambda"])
     def test_an_object_that_cannot_be_pickled(self, path: Path, obj: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(saving, "Publication", None)  # not even begun
+        monkeypatch.setattr(destination, "Publication", None)  # not even begun
         with pytest.raises((TypeError, AttributeError, saving.pickle.PicklingError)):
             deepnvme.save({"tensor": torch.ones(3), "obj": obj}, path)
         assert_old(path)
@@ -199,7 +199,7 @@ class TestFaults:
             monkeypatch.setattr(os, "replace", fail)
         else:
             monkeypatch.setattr(engine, "fsync", fail)
-            monkeypatch.setattr(saving, "shared_engine", lambda: engine)
+            monkeypatch.setattr(destination, "shared_engine", lambda: engine)
         with pytest.raises((OSError, KeyboardInterrupt)):
             deepnvme.save([torch.ones(3)], path)
         monkeypatch.undo()

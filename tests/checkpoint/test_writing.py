@@ -66,7 +66,7 @@ def test_a_part_touches_nothing_else(drive: Path, engine: Engine, begin: int) ->
     before = pattern(len(content), 9)
     (drive / "file").write_bytes(before)
     with engine.open(drive / "file", "r+") as file:
-        write(image, file, engine, BufferPool(16 << 20), begin, end)
+        write(image, file, engine, BufferPool(16 << 20), [(begin, end)])
     assert (drive / "file").read_bytes() == before[:begin] + content[begin:end] + before[end:]
 
 
