@@ -31,6 +31,13 @@ def test_a_model_is_saved_and_restored(drive: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
+def test_a_checkpoint_is_saved_and_loaded_both_ways(drive: Path) -> None:
+    printed = run("checkpoint.py", "--dir", drive, "--layers", 1, "--rounds", 1)
+    assert "each reads what the other wrote, every byte the same" in printed
+    assert re.search(r"^save: [\d.]+ times as fast$", printed, re.MULTILINE)
+    assert list(drive.iterdir()) == []
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_model_is_trained_with_its_states_on_the_drive_as_in_memory(drive: Path, processes: int) -> None:
     printed = run(
