@@ -161,9 +161,7 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
         return begin, image.nbytes - begin
     around = frame(memory.dtype, memory.shape, memory.stride())
     if memory.nbytes >= DIRECT_FROM:
-        # As far behind a page in the file as in memory: direct I/O needs no copy then.
-        address = memory.data_ptr() if memory.device.type == "cpu" else 0
-        image.add_padding((address - image.nbytes - len(around.head)) % PAGE)
+        image.add_padding(-(image.nbytes + len(around.head)) % PAGE)  # direct I/O needs no copy of memory that is aligned as well
     begin = image.nbytes
     image.add_text(around.head)
     image.add(flat(memory))
