@@ -14,9 +14,6 @@ from .pickle_scan import PickleScan
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 
-_HEADER_ROOM = 1024
-"""Bytes that hold the header of a record and its name."""
-
 
 class CorruptCheckpoint(OSError):
     """A file is not, or not wholly, what was saved (EBADMSG); the message says which part of it."""
@@ -131,14 +128,6 @@ def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> i
         return data_of(os.pread(descriptor, LOCAL_HEADER.size, header), header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
-
-
-def prefetch_headers(path: str | os.PathLike[str], found: Contents) -> None:
-    """Have the system read the headers of all storages at once. torch asks for one after the other, which for 10 000 small
-    storages takes longer than to read them."""
-    with open(path, "rb") as file:
-        for record in found.storages:
-            os.posix_fadvise(file.fileno(), record.header, _HEADER_ROOM, os.POSIX_FADV_WILLNEED)
 
 
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:

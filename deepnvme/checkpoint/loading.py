@@ -15,7 +15,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .archive import crc32_of
-from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip, prefetch_headers
+from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
 from .pickled import pickled
 from .placing import Placed, memory_for, placing
 from .progress import Wanted, following
@@ -90,7 +90,6 @@ def _load(
     found = contents(path) if is_zip(path) else None
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return torch.load(path, mmap=mmap, **options)
-    prefetch_headers(path, found)
     wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
     if keys is not None:
         wanted = _offsets_of(path, keys, options).__contains__

@@ -25,7 +25,6 @@ from .contents import (
     contents,
     data_offsets,
     is_zip,
-    prefetch_headers,
     scan_of,
 )
 from .file_image import CHUNK
@@ -133,7 +132,6 @@ def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: Buff
             return lease
 
         try:
-            prefetch_headers(path, found)
             records = [found.pickle, *found.storages]
             for record, offset in zip(records, data_offsets(path, records), strict=True):
                 for at in range(0, record.nbytes if record.crc32 and found.stored else 0, CHUNK):
