@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from array import array
 
     import torch
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_WRITE = 23
+_PAGE = mmap.PAGESIZE
 
 
 def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> memoryview:
@@ -32,3 +38,14 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
     from deepnvme.ops.op_builder import AsyncIOBuilder
 
     AsyncIOBuilder().load().copy_many(destinations, sources, lengths)
+
+
+def give_pages(address: int, nbytes: int) -> None:
+    """Have the kernel find and clear the pages of new memory now, in this thread. Blocks, the GIL released. Memory that has its pages
+    stays as it is; kernels before 5.14 give them when they are touched.
+
+    A direct read into memory without pages waits for them block by block, and clears huge ones more than once: 2 GB took 4 times as
+    long, and 6 times the processor's time.
+    """
+    begin = address // _PAGE * _PAGE
+    _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from deepnvme._tensor_memory import memory_of
+from deepnvme._tensor_memory import give_pages, memory_of
 from deepnvme.engine import Future as Transfer
 from deepnvme.swap.buffers import buffer_pool
 
@@ -185,6 +185,8 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
                     to_copy += each.nbytes
                     buffer = torch.empty(each.nbytes, dtype=torch.uint8)
                 into = bytes_of(target) if buffer is None else buffer
+                if into.device.type == "cpu":
+                    give_pages(into.data_ptr(), into.nbytes)  # while the drive reads those before
                 pending.append((engine.read(into, source, each.offset), each, target, buffer))
             end()
         finally:

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from deepnvme._tensor_memory import copy_many
+from deepnvme._tensor_memory import copy_many, give_pages
 from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
@@ -62,6 +62,8 @@ def read(
                 if each.storage.device.type == "cpu" and each.nbytes < DIRECT_FROM:
                     together.append(each)
                 else:
+                    if each.storage.device.type == "cpu":
+                        give_pages(each.storage.data_ptr(), each.nbytes)  # while the drive reads those before
                     alone.append(engine.read(bytes_of(each.storage), file, each.offset))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
                 scatter([each.storage.data_ptr() for each in run], run, chunk, begin)

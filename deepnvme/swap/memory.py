@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from deepnvme._tensor_memory import memory_of
+from deepnvme._tensor_memory import give_pages, memory_of
 
 from .extents import ALIGNMENT
 
@@ -127,7 +127,9 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    give_pages(memory.data_ptr(), nbytes)
+    return memory
 
 
 def give_back_heap() -> None:
