@@ -241,4 +241,4 @@ def async_save(
     """
     raise_unseen()
     image = archive(obj, pickle_module, pickle_protocol, checksum)
-    return start(Destination(Path(path), fsync), image, pool, lazy, max_in_flight)
+    return start(Destination(Path(path).absolute(), fsync), image, pool, lazy, max_in_flight)

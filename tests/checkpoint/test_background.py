@@ -247,6 +247,21 @@ def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held:
     future.result(10)
 
 
+def test_a_relative_path_is_that_of_the_call(
+    drive: Path, tmp_path: Path, pool: BufferPool, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(drive)
+    futures = [deepnvme.async_save(state(value), f"{value}.pt", pool=pool) for value in range(2)]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    held.release()  # and the second begins
+    for value, future in enumerate(futures):
+        future.result(10)
+        assert future.path == drive / f"{value}.pt"
+    assert_saved(drive / "1.pt", state(1))
+    assert list(Path().iterdir()) == []
+
+
 # -- several -----------------------------------------------------------------------------------------------------------
 
 
