@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.engine import Engine
+from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._engine import shared_engine
 from .background import raise_unseen, wait_for_saves
@@ -61,7 +62,7 @@ class Ranks:
 def save_together(
     destination: Destination,
     make: Callable[[], FileImage],
-    pool: BufferPool,
+    pool: BufferPool | None,
     progress: Progress | None,
     group: ProcessGroup,
 ) -> None:
@@ -72,17 +73,17 @@ def save_together(
     """
     path = destination.path
     ranks = Ranks(group, f"'{path}' is not saved")
-    mine: list[FileImage] = []
+    mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
     def prepare() -> tuple[str, int, int]:
         raise_unseen()
-        mine.append(make())
-        return mine[0].digest().hex(), mine[0].nbytes, sum(last - first for first, last in mine[0].held)
+        image = make()
+        mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
+        return image.digest().hex(), image.nbytes, sum(last - first for first, last in image.held)
 
     described = ranks.all(prepare)
-    image = mine[0]
+    image, engine, memory = mine[0]
     _check(path, image, described)
-    engine = shared_engine()
     parts = sorted([*image.held, *_share(image, ranks.rank, ranks.size)])
     with contextlib.ExitStack() as unpublished:
         new: list[Publication] = []
@@ -97,7 +98,7 @@ def save_together(
 
         def write_part() -> None:
             with contextlib.nullcontext(new[0].file) if new else engine.open(temporary, "r+") as file:
-                write(image, file, engine, pool, parts, progress)
+                write(image, file, engine, memory, parts, progress)
                 if destination.fsync:
                     engine.fsync(file).result()
 

@@ -128,13 +128,15 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
             deepnvme.checkpoint.background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "b.pt").path)
         refused(FileNotFoundError, "missing/b.pt", state, RuntimeError)
 
-        # a rank writes, or rank 0 begins or publishes, in vain
+        # a rank has no engine or memory, writes, or rank 0 begins or publishes, in vain
         def failing(error):
             def fail(*args, **more):
                 raise error
             return fail
 
         for module, name, at, error in (
+            (parallel, "shared_engine", 1, OSError(errno.ENOMEM, "Cannot allocate memory")),
+            (parallel, "buffer_pool", 1, MemoryError("none")),
             (parallel, "write", 1, OSError(errno.EIO, "Input/output error", "a.pt")),
             (parallel, "write", 1, KeyboardInterrupt()),
             (publication, "_start", 0, PermissionError(errno.EACCES, "Permission denied", "a.pt")),
