@@ -15,7 +15,7 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import background
 from deepnvme.checkpoint.file_image import CHUNK, FileImage
-from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 
 from ..disks import Disk
 
@@ -168,11 +168,42 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing_behind(
     deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
 
 
-def test_a_budget_too_small_for_a_chunk_is_the_futures_error(drive: Path) -> None:
-    future = deepnvme.async_save(state(), drive / "a.pt", pool=BufferPool(CHUNK - 1))
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_budget_too_small_for_a_chunk_is_an_error_at_once(drive: Path, lazy: bool) -> None:
     with pytest.raises(OutOfBuffers, match="set a budget of at least"):
-        future.result(10)
+        deepnvme.async_save(state(), drive / "a.pt", pool=BufferPool(CHUNK - 1), lazy=lazy)
     assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("left", [0, CHUNK - 4096])
+def test_memory_that_its_caller_holds_is_not_waited_for(drive: Path, pool: BufferPool, lazy: bool, left: int) -> None:
+    with pool.lease(pool.budget - left), pytest.raises(OutOfBuffers, match="all held by this thread"):
+        deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
+    assert list(drive.iterdir()) == []
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy).result(10)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_that_another_thread_holds_is_waited_for(drive: Path, pool: BufferPool, lazy: bool) -> None:
+    leases: list[Lease] = []
+    held, back = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        leases.append(pool.lease(pool.budget))
+        held.set()
+        back.wait(10)
+        leases.pop().release()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(10)
+    future = deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
+    assert not future.done()
+    back.set()
+    future.result(10)
+    other.join()
+    assert_saved(drive / "a.pt", state())
 
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
