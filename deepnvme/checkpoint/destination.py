@@ -21,4 +21,4 @@ class Destination:
         return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync)
 
     def end(self) -> None:
-        """After it is published."""
+        """After it is published; an error says so."""

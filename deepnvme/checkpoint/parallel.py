@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool, buffer_pool
@@ -24,11 +25,20 @@ Part = tuple[int, int]
 Result = TypeVar("Result")
 
 
+class _Description(NamedTuple):
+    """What one rank tells the others of its image."""
+
+    digest: str
+    nbytes: int
+    held: list[int]
+    """Bytes, of each DTensor."""
+
+
 class Ranks:
     """A group that does things step by step: each step together, and only if all have done the one before."""
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
-        """``what`` they do, for messages. Raises ValueError for a process that is not of the group."""
+        """``what`` they do, for messages: "saving" something. Raises ValueError for a process that is not of the group."""
         import torch.distributed as dist
 
         self._group = group
@@ -69,17 +79,18 @@ def save_together(
     """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
 
     Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
-    all of it. Nothing is published then.
+    each byte of a DTensor once. Nothing is published then, unless the error is that of what follows (``Destination.end``), and
+    says so.
     """
     path = destination.path
-    ranks = Ranks(group, f"'{path}' is not saved")
+    ranks = Ranks(group, f"saving '{path}'")
     mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
-    def prepare() -> tuple[str, int, int]:
+    def prepare() -> _Description:
         raise_unseen()
         image = make()
         mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
-        return image.digest().hex(), image.nbytes, sum(last - first for first, last in image.held)
+        return _Description(image.digest().hex(), image.nbytes, _held(image))
 
     described = ranks.all(prepare)
     image, engine, memory = mine[0]
@@ -112,7 +123,7 @@ def save_together(
         ranks.all(publish)
 
 
-def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) -> None:
+def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
     """That all have images of the same object, and together the whole."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank, (digest, nbytes, _) in enumerate(described):
@@ -123,13 +134,21 @@ def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) 
             f"'{path}' is not saved: {different} hold different objects: other keys, order, shapes, dtypes or values that are no"
             " tensors; save the same on all"
         )
-    spread = sum(last - first for first, last in image.spread)
-    held = sum(held for _, _, held in described)
-    if held != spread:
-        raise ValueError(
-            f"'{path}' is not saved: of {spread} bytes of DTensors the ranks of the group hold {held}: give the group"
-            " of all ranks of their mesh"
-        )
+    for (first, last), *held in zip(image.spread, *(each.held for each in described), strict=True):
+        if sum(held) != last - first:
+            raise ValueError(
+                f"'{path}' is not saved: of a DTensor of {last - first} bytes the ranks of the group hold {sum(held)}: give the"
+                " group of all ranks of its mesh"
+            )
+
+
+def _held(image: FileImage) -> list[int]:
+    """Bytes that are here of each DTensor."""
+    ends = [last for _, last in image.spread]
+    held = [0] * len(ends)
+    for first, last in image.held:
+        held[bisect.bisect_right(ends, first)] += last - first
+    return held
 
 
 def _share(image: FileImage, rank: int, size: int) -> list[Part]:
