@@ -16,7 +16,7 @@ from types import ModuleType
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 from deepnvme.swap.interrupts import held_back
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .destination import Destination
 from .file_image import FileImage

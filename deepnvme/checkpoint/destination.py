@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .publication import Publication
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme.swap.buffers import BufferPool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .background import SaveFuture, raise_unseen, start
 from .destination import Destination

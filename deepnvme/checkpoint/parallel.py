@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
-from .file_image import PAGE, FileImage
+from .file_image import FileImage
 from .publication import Publication
+from .sharding import equal_share
 from .writing import Progress, write
 
 if TYPE_CHECKING:
@@ -152,25 +154,12 @@ def _held(image: FileImage) -> list[int]:
 
 
 def _share(image: FileImage, rank: int, size: int) -> list[Part]:
-    """One rank's part of what all hold: so many bytes as another's, but for what borders on pages take."""
-    common, at = [], 0
+    """One rank's part of what all hold."""
+    offsets, lengths, at = array("Q"), array("Q"), 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
         if at < first:
-            common.append((at, first))
+            offsets.append(at)
+            lengths.append(first - at)
         at = last
-    total = sum(last - first for first, last in common)
-    low, high = total * rank // size, total * (rank + 1) // size
-    share, before = [], 0
-    for first, last in common:
-        # A border belongs to the page that it is in, so that neighbours agree on it.
-        begin = _page(first, last, first + low - before)
-        end = _page(first, last, first + high - before)
-        if begin < end:
-            share.append((begin, end))
-        before += last - first
-    return share
-
-
-def _page(first: int, last: int, at: int) -> int:
-    """The beginning of the page that ``at`` is in, within [first, last]."""
-    return last if at >= last else max(first, at // PAGE * PAGE)
+    _, _, offsets, lengths = equal_share(offsets, lengths, rank, size)
+    return [(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
