@@ -134,7 +134,7 @@ def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
         different = " and ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in holders.values())
         raise ValueError(
             f"'{path}' is not saved: {different} hold different objects: other keys, order, shapes, dtypes or values that are no"
-            " tensors; save the same on all"
+            " tensors, or equal ones that are one object here and several there (strings too); save the same on all"
         )
     for (first, last), *held in zip(image.spread, *(each.held for each in described), strict=True):
         if sum(held) != last - first:

@@ -118,6 +118,8 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
         refused(pickle.PicklingError, "Can.t pickle .function", {**state, **({"f": (lambda: 0)} if one else {})}, RuntimeError)
         refused(ValueError, "ranks 0 and ranks 1 hold different objects", {**state, "step": rank})
         refused(ValueError, "ranks 0 and ranks 1 hold different objects", {"a": whole(100_000 + rank)})
+        text = "text" * 10
+        refused(ValueError, "one object here and several there", {"a": text, "b": "".join(["text"] * 10) if one else text})
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(whole(10), mesh, [Partial()])
         refused(ValueError, "cannot be saved: redistribute it to shards or replicas", {"a": partial})
