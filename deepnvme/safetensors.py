@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.checkpoint._engine import shared_engine
+from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import FileImage
 from deepnvme.checkpoint.placing import Placed, memory_for

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import zlib
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from .sharding import Across, Sharded
 from .zip_layout import ZipLayout
 
 _CRC_CHUNK = 16 << 20
+_Source = TypeVar("_Source", torch.Tensor, torch.UntypedStorage)
 
 
 def archive(
@@ -41,9 +42,9 @@ def archive(
         if isinstance(data, bytes):
             image.add_text(data)
         elif isinstance(data, Sharded):
-            image.add_part(data.local, data.offsets, data.lengths, nbytes)
+            image.add_part(_reachable(data.local), data.offsets, data.lengths, nbytes)
         else:
-            image.add(data)
+            image.add(_reachable(data))
 
     def add_text(name: str, text: bytes) -> None:
         add(name, text, len(text), zlib.crc32(text))
@@ -60,6 +61,11 @@ def archive(
     add_text(".data/serialization_id", _identity(stream, storages))
     image.add_text(layout.end())
     return image
+
+
+def _reachable(source: _Source) -> _Source:
+    """Where the engine can read it: itself on the CPU and on CUDA devices, as torch.save has it from any other device a copy."""
+    return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[no-untyped-call]
 
 
 def crc32_of(source: Source) -> int:

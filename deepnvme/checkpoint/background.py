@@ -16,7 +16,7 @@ from types import ModuleType
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 from deepnvme.swap.interrupts import held_back
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .destination import Destination
 from .file_image import FileImage
@@ -197,6 +197,7 @@ def start(
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
     shared_engine()  # now, if it cannot be made
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
+    snapshot.ensure_memory()
     save = SaveFuture(destination, snapshot)
     try:
         _saves.add(save, max_in_flight)
@@ -236,9 +237,10 @@ def async_save(
     Saves are written one after the other, in the order of their calls. ``max_in_flight``: at most so many are under way; this
     waits for one to end. The interpreter's exit waits for all. Ctrl-C before this returns leaves nothing behind.
 
-    Raises what pickling raises, before anything is created; the failure of an earlier save that nobody has looked at. All other
-    errors are the future's: see :class:`SaveFuture`.
+    Raises, before anything is created, what pickling raises; the failure of an earlier save that nobody has looked at;
+    OutOfBuffers if the pool's budget is too small, or held by this thread, for which the save would wait. (What this thread
+    leases later is to be released before it waits for the future.) All other errors are the future's: see :class:`SaveFuture`.
     """
     raise_unseen()
     image = archive(obj, pickle_module, pickle_protocol, checksum)
-    return start(Destination(Path(path), fsync), image, pool, lazy, max_in_flight)
+    return start(Destination(Path(path).absolute(), fsync), image, pool, lazy, max_in_flight)

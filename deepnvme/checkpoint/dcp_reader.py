@@ -20,7 +20,7 @@ from deepnvme._tensor_memory import give_pages, memory_of
 from deepnvme.engine import Future as Transfer
 from deepnvme.swap.buffers import buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from deepnvme.swap.buffers import buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .dcp_safetensors import add_safetensors
 from .file_image import DIRECT_FROM, PAGE, FileImage
 from .publication import Publication, remove_leftovers, sync_directory

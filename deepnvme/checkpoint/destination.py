@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .publication import Publication
 
 
@@ -21,4 +21,4 @@ class Destination:
         return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync)
 
     def end(self) -> None:
-        """After it is published."""
+        """After it is published; an error says so."""

@@ -13,7 +13,7 @@ import torch
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import crc32_of
 from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
 from .pickled import pickled

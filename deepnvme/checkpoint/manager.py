@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import operator
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme.swap.buffers import BufferPool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .background import SaveFuture, raise_unseen, start
 from .destination import Destination
@@ -100,7 +99,7 @@ class CheckpointManager:
         that are too many.
 
         Blocks like :func:`deepnvme.save`, with a ``group`` too; or, ``asynchronous``, returns like :func:`deepnvme.async_save`,
-        with two in flight at most. The options and errors are theirs.
+        with two in flight at most. The options and errors are theirs; an OSError from the removal says that the new one is saved.
         """
         destination = _Step(self.path(step), fsync, self, step)
 
@@ -137,8 +136,11 @@ class CheckpointManager:
     def _remove_surplus(self, step: int) -> None:
         steps = self.steps()
         for other in [other for other in steps if other != step][: max(len(steps) - self.keep, 0)]:
-            with contextlib.suppress(FileNotFoundError):
-                self.path(other).unlink()
+            try:
+                self.path(other).unlink(missing_ok=True)
+            except OSError as error:
+                what = f"{self.path(step).name} is saved, but one that is too many cannot be removed: {error.strerror}"
+                raise OSError(error.errno, what, error.filename) from error
 
 
 @dataclass(frozen=True)

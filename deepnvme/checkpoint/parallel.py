@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.engine import Engine
+from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
-from .file_image import PAGE, FileImage
+from .file_image import FileImage
 from .publication import Publication
+from .sharding import equal_share
 from .writing import Progress, write
 
 if TYPE_CHECKING:
@@ -23,11 +27,20 @@ Part = tuple[int, int]
 Result = TypeVar("Result")
 
 
+class _Description(NamedTuple):
+    """What one rank tells the others of its image."""
+
+    digest: str
+    nbytes: int
+    held: list[int]
+    """Bytes, of each DTensor."""
+
+
 class Ranks:
     """A group that does things step by step: each step together, and only if all have done the one before."""
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
-        """``what`` they do, for messages. Raises ValueError for a process that is not of the group."""
+        """``what`` they do, for messages: "saving" something. Raises ValueError for a process that is not of the group."""
         import torch.distributed as dist
 
         self._group = group
@@ -61,28 +74,29 @@ class Ranks:
 def save_together(
     destination: Destination,
     make: Callable[[], FileImage],
-    pool: BufferPool,
+    pool: BufferPool | None,
     progress: Progress | None,
     group: ProcessGroup,
 ) -> None:
     """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
 
     Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
-    all of it. Nothing is published then.
+    each byte of a DTensor once. Nothing is published then, unless the error is that of what follows (``Destination.end``), and
+    says so.
     """
     path = destination.path
-    ranks = Ranks(group, f"'{path}' is not saved")
-    mine: list[FileImage] = []
+    ranks = Ranks(group, f"saving '{path}'")
+    mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
-    def prepare() -> tuple[str, int, int]:
+    def prepare() -> _Description:
         raise_unseen()
-        mine.append(make())
-        return mine[0].digest().hex(), mine[0].nbytes, sum(last - first for first, last in mine[0].held)
+        image = make()
+        mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
+        return _Description(image.digest().hex(), image.nbytes, _held(image))
 
     described = ranks.all(prepare)
-    image = mine[0]
+    image, engine, memory = mine[0]
     _check(path, image, described)
-    engine = shared_engine()
     parts = sorted([*image.held, *_share(image, ranks.rank, ranks.size)])
     with contextlib.ExitStack() as unpublished:
         new: list[Publication] = []
@@ -97,7 +111,7 @@ def save_together(
 
         def write_part() -> None:
             with contextlib.nullcontext(new[0].file) if new else engine.open(temporary, "r+") as file:
-                write(image, file, engine, pool, parts, progress)
+                write(image, file, engine, memory, parts, progress)
                 if destination.fsync:
                     engine.fsync(file).result()
 
@@ -111,7 +125,7 @@ def save_together(
         ranks.all(publish)
 
 
-def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) -> None:
+def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
     """That all have images of the same object, and together the whole."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank, (digest, nbytes, _) in enumerate(described):
@@ -120,37 +134,32 @@ def _check(path: Path, image: FileImage, described: list[tuple[str, int, int]]) 
         different = " and ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in holders.values())
         raise ValueError(
             f"'{path}' is not saved: {different} hold different objects: other keys, order, shapes, dtypes or values that are no"
-            " tensors; save the same on all"
+            " tensors, or equal ones that are one object here and several there (strings too); save the same on all"
         )
-    spread = sum(last - first for first, last in image.spread)
-    held = sum(held for _, _, held in described)
-    if held != spread:
-        raise ValueError(
-            f"'{path}' is not saved: of {spread} bytes of DTensors the ranks of the group hold {held}: give the group"
-            " of all ranks of their mesh"
-        )
+    for (first, last), *held in zip(image.spread, *(each.held for each in described), strict=True):
+        if sum(held) != last - first:
+            raise ValueError(
+                f"'{path}' is not saved: of a DTensor of {last - first} bytes the ranks of the group hold {sum(held)}: give the"
+                " group of all ranks of its mesh"
+            )
+
+
+def _held(image: FileImage) -> list[int]:
+    """Bytes that are here of each DTensor."""
+    ends = [last for _, last in image.spread]
+    held = [0] * len(ends)
+    for first, last in image.held:
+        held[bisect.bisect_right(ends, first)] += last - first
+    return held
 
 
 def _share(image: FileImage, rank: int, size: int) -> list[Part]:
-    """One rank's part of what all hold: so many bytes as another's, but for what borders on pages take."""
-    common, at = [], 0
+    """One rank's part of what all hold."""
+    offsets, lengths, at = array("Q"), array("Q"), 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
         if at < first:
-            common.append((at, first))
+            offsets.append(at)
+            lengths.append(first - at)
         at = last
-    total = sum(last - first for first, last in common)
-    low, high = total * rank // size, total * (rank + 1) // size
-    share, before = [], 0
-    for first, last in common:
-        # A border belongs to the page that it is in, so that neighbours agree on it.
-        begin = _page(first, last, first + low - before)
-        end = _page(first, last, first + high - before)
-        if begin < end:
-            share.append((begin, end))
-        before += last - first
-    return share
-
-
-def _page(first: int, last: int, at: int) -> int:
-    """The beginning of the page that ``at`` is in, within [first, last]."""
-    return last if at >= last else max(first, at // PAGE * PAGE)
+    _, _, offsets, lengths = equal_share(offsets, lengths, rank, size)
+    return [(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)]

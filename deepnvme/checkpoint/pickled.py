@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, NoneType
@@ -115,13 +116,32 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
 def _without_collections() -> Iterator[None]:
     """Pickling makes objects that live until its end, and the collector looks through them again and again: half of the time
     that 10 000 tensors take."""
+    global _paused
     enabled = gc.isenabled()
-    gc.disable()
+    if enabled:
+        _paused = True
+        gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+            _paused = False
+
+
+_paused = False
+"""Whether a thread has disabled the collector, which is the whole process's, and is going to enable it."""
+
+
+def _resume() -> None:
+    """In a forked child: that thread may not be there."""
+    global _paused
+    if _paused:
+        _paused = False
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
+import signal
 import stat
 from pathlib import Path
 from types import TracebackType
@@ -186,6 +187,8 @@ def _temporary_name(path: Path) -> Path:
 def _is_ours_alone(descriptor: int) -> bool:
     """Whether the file has one name, and nobody else has it open or mapped. False where the file system cannot tell."""
     try:
+        # Who opens it meanwhile has this process sent a signal: SIGIO, which would end it, or one that is ignored by default.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         # Granted only where there is no other descriptor, whether a process has it or a mapping.
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .archive import archive
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
@@ -73,7 +73,6 @@ def save_to(
     group: ProcessGroup | None = None,
 ) -> None:
     """Write and publish the image that ``make`` makes, after those under way to the same path. Blocks."""
-    pool = buffer_pool() if pool is None else pool
     if group is not None:
         save_together(destination, lambda: make(Across()), pool, progress, group)
         return
@@ -81,6 +80,6 @@ def save_to(
     image = make(None)
     wait_for_saves(destination.path)
     with destination.begin(image.nbytes) as new:
-        write(image, new.file, shared_engine(), pool, progress=progress)
+        write(image, new.file, shared_engine(), buffer_pool() if pool is None else pool, progress=progress)
         new.publish()
     destination.end()

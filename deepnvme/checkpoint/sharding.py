@@ -102,7 +102,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
     offsets, lengths = _runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
     data = bytes_of(local.contiguous())
     if replicas > 1:
-        begin, end, offsets, lengths = _share(offsets, lengths, replica, replicas)
+        begin, end, offsets, lengths = equal_share(offsets, lengths, replica, replicas)
         data = data[begin:end]
     return Sharded(data, nbytes, offsets, lengths)
 
@@ -150,15 +150,19 @@ def _runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tupl
     return offsets, lengths
 
 
-def _share(offsets: array[int], lengths: array[int], share: int, shares: int) -> tuple[int, int, array[int], array[int]]:
-    """One of equal shares of the runs: from which byte of them to which, and what these are. Borders are pages' of the whole."""
+def equal_share(
+    offsets: array[int], lengths: array[int], share: int, shares: int
+) -> tuple[int, int, array[int], array[int]]:
+    """One of equal shares of runs, but for what borders on pages take: from which byte of them to which, and the runs that these
+    are. A border belongs to the page of the whole that it is in, so that neighbours agree on it."""
     ends = list(itertools.accumulate(lengths))
+    total = sum(lengths)
 
     def border(number: int) -> int:
-        at = ends[-1] * number // shares
+        at = total * number // shares
         run = bisect.bisect_right(ends, at)
         if run == len(ends):
-            return ends[-1]
+            return total
         start = ends[run] - lengths[run]
         return max(start, at - (offsets[run] + at - start) % PAGE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -26,8 +27,8 @@ class Cancelled(Exception):
 class Snapshot:
     """What is staged goes through a queue, in the order of the file, so that writing begins with the first chunk.
 
-    One thread calls ``stage`` or ``leave``, once; another ``write``, which stages what the first has left, and in any case
-    ``close``. After ``cancel``, by the first, ``write`` raises Cancelled.
+    One thread calls ``ensure_memory``, and ``stage`` or ``leave``, once; another ``write``, which stages what the first has
+    left, and in any case ``close``. After ``cancel``, by the first, ``write`` raises Cancelled.
     """
 
     def __init__(self, image: FileImage, pool: BufferPool) -> None:
@@ -45,6 +46,12 @@ class Snapshot:
         """Whether the first thread is known to have done its part."""
         self._stopped = False
         self._cancelled = False
+
+    def ensure_memory(self) -> None:
+        """Raise OutOfBuffers where the memory for a first chunk is held by this thread, or can never be had: whoever writes would
+        wait for it, and this thread perhaps for him."""
+        with contextlib.suppress(TimeoutError):  # others hold it, and give it back
+            self._pool.lease(self._size(), timeout=0).release()
 
     def stage(self) -> None:
         """Copy as much as the pool has memory for now, and leave the rest. Blocks for as long as the copying takes."""

@@ -16,7 +16,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 from deepnvme.swap.lease import Lease
 
 from . import safetensors_format
-from ._engine import shared_engine
+from ._shared_engine import shared_engine
 from .contents import (
     Contents,
     CorruptCheckpoint,

@@ -16,8 +16,10 @@ import torch
 from torch.utils.serialization import config
 
 from deepnvme._tensor_memory import memory_of
+from deepnvme.checkpoint import archive as archive_module
 from deepnvme.checkpoint.archive import archive, crc32_of
 from deepnvme.checkpoint.file_image import FileImage
+from deepnvme.checkpoint.pickled import Pickled, pickled
 
 from .objects import OBJECTS
 
@@ -169,6 +171,33 @@ class TestChecksums:
     def test_of_a_storage(self, nbytes: int) -> None:
         tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
         assert crc32_of(tensor) == crc32_of(tensor.untyped_storage()) == zlib.crc32(bytes(memory_of(tensor)))
+
+
+class _Elsewhere:
+    """A storage on a device that is neither the CPU nor CUDA's."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self.device = torch.device("xpu", 0)
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self._storage.clone()
+
+
+@pytest.mark.parametrize("kind", ["large among small", "a state_dict"])
+def test_storages_on_other_devices_are_copied_as_torch_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    obj = OBJECTS[kind]()
+    expected = ours(obj, checksum=False)
+
+    def there(*given: Any) -> Pickled:
+        stream, storages = pickled(*given)
+        return Pickled(stream, [_Elsewhere(storage) for storage in storages])
+
+    monkeypatch.setattr(archive_module, "pickled", there)
+    assert ours(obj, checksum=False) == expected
 
 
 def test_the_same_structure_has_the_same_identity() -> None:

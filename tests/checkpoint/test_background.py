@@ -15,7 +15,7 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import background
 from deepnvme.checkpoint.file_image import CHUNK, FileImage
-from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 
 from ..disks import Disk
 
@@ -168,11 +168,42 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing_behind(
     deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
 
 
-def test_a_budget_too_small_for_a_chunk_is_the_futures_error(drive: Path) -> None:
-    future = deepnvme.async_save(state(), drive / "a.pt", pool=BufferPool(CHUNK - 1))
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_budget_too_small_for_a_chunk_is_an_error_at_once(drive: Path, lazy: bool) -> None:
     with pytest.raises(OutOfBuffers, match="set a budget of at least"):
-        future.result(10)
+        deepnvme.async_save(state(), drive / "a.pt", pool=BufferPool(CHUNK - 1), lazy=lazy)
     assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("left", [0, CHUNK - 4096])
+def test_memory_that_its_caller_holds_is_not_waited_for(drive: Path, pool: BufferPool, lazy: bool, left: int) -> None:
+    with pool.lease(pool.budget - left), pytest.raises(OutOfBuffers, match="all held by this thread"):
+        deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
+    assert list(drive.iterdir()) == []
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy).result(10)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_that_another_thread_holds_is_waited_for(drive: Path, pool: BufferPool, lazy: bool) -> None:
+    leases: list[Lease] = []
+    held, back = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        leases.append(pool.lease(pool.budget))
+        held.set()
+        back.wait(10)
+        leases.pop().release()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(10)
+    future = deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
+    assert not future.done()
+    back.set()
+    future.result(10)
+    other.join()
+    assert_saved(drive / "a.pt", state())
 
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
@@ -245,6 +276,21 @@ def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held:
     assert not kept
     held.release()
     future.result(10)
+
+
+def test_a_relative_path_is_that_of_the_call(
+    drive: Path, tmp_path: Path, pool: BufferPool, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(drive)
+    futures = [deepnvme.async_save(state(value), f"{value}.pt", pool=pool) for value in range(2)]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    held.release()  # and the second begins
+    for value, future in enumerate(futures):
+        future.result(10)
+        assert future.path == drive / f"{value}.pt"
+    assert_saved(drive / "1.pt", state(1))
+    assert list(Path().iterdir()) == []
 
 
 # -- several -----------------------------------------------------------------------------------------------------------

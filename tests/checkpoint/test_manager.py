@@ -84,6 +84,29 @@ def test_a_full_disk_costs_at_most_the_oldest(small_disk: Disk, keep: int, left:
     assert_whole(manager, left)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_that_cannot_be_removed_is_told_with_what_is_saved(
+    drive: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    manager = CheckpointManager(drive, keep=1)
+    manager.save(1, state(1))
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    def save() -> None:
+        if asynchronous:
+            manager.save(2, state(2), asynchronous=True).result(10)
+        else:
+            manager.save(2, state(2))
+
+    with pytest.raises(PermissionError, match=r"step-00000002\.pt is saved, but .* removed: Permission denied") as caught:
+        save()
+    assert caught.value.filename == str(manager.path(1))
+    assert_whole(manager, [1, 2])
+
+
 @pytest.mark.parametrize(("keep", "asynchronous"), [(1, False), (2, True), (3, False)])
 def test_killed_at_any_moment_enough_are_whole(drive: Path, interpreters: Any, keep: int, asynchronous: bool) -> None:
     chance, begun = random.Random(keep), 0

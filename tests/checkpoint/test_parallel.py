@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepnvme.checkpoint.file_image import PAGE, FileImage
-from deepnvme.checkpoint.parallel import _share
+from deepnvme.checkpoint.parallel import _check, _Description, _held, _share
 
 from ..interpreters import Interpreters
 
@@ -116,6 +118,8 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
         refused(pickle.PicklingError, "Can.t pickle .function", {**state, **({"f": (lambda: 0)} if one else {})}, RuntimeError)
         refused(ValueError, "ranks 0 and ranks 1 hold different objects", {**state, "step": rank})
         refused(ValueError, "ranks 0 and ranks 1 hold different objects", {"a": whole(100_000 + rank)})
+        text = "text" * 10
+        refused(ValueError, "one object here and several there", {"a": text, "b": "".join(["text"] * 10) if one else text})
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(whole(10), mesh, [Partial()])
         refused(ValueError, "cannot be saved: redistribute it to shards or replicas", {"a": partial})
@@ -128,13 +132,15 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
             deepnvme.checkpoint.background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "b.pt").path)
         refused(FileNotFoundError, "missing/b.pt", state, RuntimeError)
 
-        # a rank writes, or rank 0 begins or publishes, in vain
+        # a rank has no engine or memory, writes, or rank 0 begins or publishes, in vain
         def failing(error):
             def fail(*args, **more):
                 raise error
             return fail
 
         for module, name, at, error in (
+            (parallel, "shared_engine", 1, OSError(errno.ENOMEM, "Cannot allocate memory")),
+            (parallel, "buffer_pool", 1, MemoryError("none")),
             (parallel, "write", 1, OSError(errno.EIO, "Input/output error", "a.pt")),
             (parallel, "write", 1, KeyboardInterrupt()),
             (publication, "_start", 0, PermissionError(errno.EACCES, "Permission denied", "a.pt")),
@@ -237,7 +243,7 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
                 deepnvme.save({"a": state["rows"]}, path, group=two)
                 ok = False
             except ValueError as error:
-                ok = "give the group of all ranks of their mesh" in str(error)
+                ok = "give the group of all ranks of its mesh" in str(error)
         else:
             ok = True
         together(ok and not path.exists())
@@ -250,10 +256,30 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
             same(manager.load(), {"a": expected["rows"], "step": step})
             dist.barrier()
         assert manager.steps() == [2, 3]
+
+        # what cannot be removed: the new one is there, and all are told
+        dist.barrier()
+        if rank == 0:
+            (drive / "run" / "step-00000000.pt").touch()
+            def refuse(path, missing_ok=False):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            unlink, pathlib.Path.unlink = pathlib.Path.unlink, refuse
+        dist.barrier()
+        try:
+            manager.save(4, {"step": 4}, group=group)
+            found = None
+        except (OSError, RuntimeError) as error:
+            found = error
+        if rank == 0:
+            pathlib.Path.unlink = unlink
+            manager.path(2).unlink()
+        together(type(found) is (RuntimeError if rank else PermissionError) and "step-00000004.pt is saved, but" in str(found)
+                 and "not saved" not in str(found) or print(repr(found)))
+        assert manager.steps() == [3, 4]
         try:
             manager.save(9, state, asynchronous=True, group=group)
         except ValueError:
-            ok = manager.steps() == [2, 3]
+            ok = manager.steps() == [3, 4]
         together(ok)
         """,
         drive,
@@ -290,6 +316,28 @@ def test_meshes_of_two_dimensions(drive: Path, interpreters: Interpreters) -> No
         drive,
         interpreters,
     )
+
+
+def held(first: int, second: int) -> FileImage:
+    """The image of a rank that has so many bytes of two tensors of 100."""
+    image = FileImage()
+    for nbytes in (first, second):
+        image.add_text(b"header")
+        image.add_part(torch.zeros(nbytes, dtype=torch.uint8), [0] * bool(nbytes), [nbytes] * bool(nbytes), 100)
+    return image
+
+
+@pytest.mark.parametrize(("shares", "missing"), [
+    ([(100, 50), (50, 0)], "of a DTensor of 100 bytes the ranks of the group hold 150"),  # 200 in all
+    ([(40, 100), (0, 60)], "of a DTensor of 100 bytes the ranks of the group hold 40"),
+    ([(40, 0), (60, 100)], None),
+])  # fmt: skip
+def test_each_tensor_is_held_once(shares: list[tuple[int, int]], missing: str | None) -> None:
+    images = [held(*share) for share in shares]
+    assert [_held(image) for image in images] == [list(share) for share in shares]
+    described = [_Description("digest", image.nbytes, _held(image)) for image in images]
+    with contextlib.nullcontext() if missing is None else pytest.raises(ValueError, match=missing):
+        _check(Path("a.pt"), images[0], described)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

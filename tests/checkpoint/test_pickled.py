@@ -14,6 +14,7 @@ import torch
 
 from deepnvme.checkpoint.pickled import pickled
 
+from ..interpreters import Interpreters
 from .objects import OBJECTS
 
 
@@ -86,3 +87,36 @@ def test_the_collector_is_left_as_it_was() -> None:
         gc.enable()
     ours({})
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_child_forked_meanwhile_has_its_collector(enabled: bool, interpreters: Interpreters) -> None:
+    interpreters.run(f"""
+        import gc, pickle, threading
+        from deepnvme.checkpoint.pickled import pickled
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads
+
+        def fork():
+            child = os.fork()
+            if child == 0:
+                os._exit(gc.isenabled())
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        class Forking:
+            def __reduce__(self):
+                assert not gc.isenabled()
+                other = threading.Thread(target=fork)
+                other.start()
+                other.join()
+                return list, ()
+
+        statuses = []
+        if not {enabled}:
+            gc.disable()
+        pickled([Forking()], pickle, 2)
+        assert statuses == [{enabled}], statuses
+        assert gc.isenabled() is {enabled}
+        fork()
+        assert statuses == [{enabled}] * 2, statuses
+    """).check()

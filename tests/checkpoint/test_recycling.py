@@ -16,6 +16,8 @@ from deepnvme import Engine
 from deepnvme.checkpoint import publication
 from deepnvme.checkpoint.publication import Publication
 
+from ..interpreters import Interpreters
+
 NEW = bytes(range(256)) * 40
 
 
@@ -90,3 +92,28 @@ def test_a_child_forked_while_a_file_was_written_does_not_keep_it_from_being_rec
     os.close(other)
     assert publish(drive / "second", drive / "first", engine)
     os.close(child)
+
+
+def test_who_opens_it_while_that_is_found_out_does_no_harm(old: Path, interpreters: Interpreters) -> None:
+    """As whoever looks for leftovers does: the kernel tells the holder of a lease by a signal that ends a process."""
+    interpreters.run(f"""
+        import fcntl
+        from deepnvme.checkpoint import publication
+
+        path, control, refused = {str(old)!r}, fcntl.fcntl, []
+
+        def opened_by_another(descriptor, command, argument):
+            result = control(descriptor, command, argument)
+            if command == fcntl.F_SETLEASE and argument == fcntl.F_WRLCK:
+                try:
+                    os.open(path, os.O_RDWR | os.O_NONBLOCK)
+                except BlockingIOError as error:
+                    refused.append(error)
+            return result
+
+        fcntl.fcntl = opened_by_another
+        descriptor = os.open(path, os.O_RDWR)
+        assert publication._is_ours_alone(descriptor)
+        assert len(refused) == 1
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nothing is left of it
+    """).check()

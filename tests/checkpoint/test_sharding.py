@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from deepnvme.checkpoint.sharding import _part, _runs, _share
+from deepnvme.checkpoint.sharding import _part, _runs, equal_share
 
 PAGE = 4096
 
@@ -69,7 +69,7 @@ def test_replicas_share_runs_page_by_page(runs: list[tuple[int, int]], shares: i
     covered: list[int] = []
     position = 0
     for share in range(shares):
-        begin, end, own_offsets, own_lengths = _share(offsets, lengths, share, shares)
+        begin, end, own_offsets, own_lengths = equal_share(offsets, lengths, share, shares)
         assert begin == position
         assert end - begin == sum(own_lengths)
         assert end - begin <= sum(lengths) // shares + PAGE
