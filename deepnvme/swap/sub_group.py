@@ -128,8 +128,6 @@ class SubGroup:
     def _step_portion(
         self, optimizer: torch.optim.Optimizer, portion: Sequence[int], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        import torch
-
         stepped = [index for index, gradient in zip(portion, gradients, strict=True) if gradient is not None]
         if not stepped:
             return

@@ -136,22 +136,22 @@ class Sweep:
     def undo(self) -> None:
         """Bring parameters and states back to where the last commit left them.
 
-        Raises OSError or MemoryError, when all has been tried, if some could not be read.
+        Raises what came first, when all has been tried, if some could not be brought back.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self.drain()
         self._upcoming.clear()
         images = {slot.holds.index: slot.image for slot in self._slots if slot.holds is not None}
         self.forget()
         for slot in self._slots:  # undoing takes no more memory than stepping
             slot.block.release()
-        failed: OSError | MemoryError | None = None
+        failed: Exception | None = None
         while self._log:
             sub_group, forget, taken = self._log[-1]
             forget()
             try:
                 self._restore(sub_group, taken, images.get(sub_group.index))
-            except (OSError, MemoryError) as error:
+            except Exception as error:
                 failed = failed or error
             self._log.pop()
         self._read_only.release()
