@@ -128,8 +128,7 @@ class Sweep:
         for slot in self._slots:
             if slot.content is None:  # it held a copy
                 slot.holds = None
-            if slot.holds is not None and not slot.holds.image().sections:
-                slot.image.release()
+            slot.image.release()
         if self._usable < len(self._slots):
             self._pool.trim()  # what was for images
             self._usable = len(self._slots)

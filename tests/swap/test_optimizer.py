@@ -227,6 +227,16 @@ def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, masters:
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
+def test_three_blocks_are_in_memory_between_steps_and_no_copies_of_parameters(drive: Path) -> None:
+    pool = BufferPool(1 << 20)
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params, torch.optim.AdamW, pool=pool, **ADAM) as optimizer:
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        assert 2 * 2 * 4 * 4096 < pool.in_use <= 3 * 2 * 4 * 4096 * 9 // 8
+
+
 # What goes with an optimizer.
 
 
