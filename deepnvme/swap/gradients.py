@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .block import Layout, lay_out
-from .sub_groups import local_of
+from .sub_groups import distributed_like, local_of
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,9 @@ class OffloadedGradients:
             return
         if self._scale is not None:
             raise RuntimeError("the gradients kept so far were clipped: step() before the next backward, or clip after it")
+        if len(pieces) > 1 and gradient.layout is torch.strided and not local_of(gradient).is_contiguous():
+            # Its pieces are then parts of it, and not of a copy that would be another one each time.
+            gradient = param.grad = distributed_like(gradient, local_of(gradient).contiguous())
         first = not any(index in self._of[sub_group].present for sub_group, index in pieces if sub_group in self._of)
         self._norms.pop(param, None)
         if first and len(pieces) > 1:  # of the whole, which rounds otherwise than from the norms of its pieces

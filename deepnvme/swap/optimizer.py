@@ -34,8 +34,9 @@ class OffloadedOptimizer(Optimizer):
     ``nvme_path``: a directory, or several to be striped over; this process's alone while the optimizer is open. With
     ``torch.distributed`` each rank takes a directory of its own in it. Twice the bytes of the states are taken there, so that
     a step that fails leaves the one before, and are reserved at once.
-    ``dram_budget``: bytes of states that stay in memory, beside the three sub-groups that are under way. Their first step, and
-    what a checkpoint is made of, goes to the drive all the same.
+    ``dram_budget``: bytes of states that stay in memory, beside three sub-groups that are under way: their states and master
+    weights; where there are none of these copies of their parameters during a step; and with ``offload_gradients`` four
+    sub-groups' gradients. Their first step, and what a checkpoint is made of, goes to the drive all the same.
     ``master_weights``: keep float32 weights of bfloat16 and float16 parameters with the states, and step these. Parameters on
     CUDA devices need it: their states are stepped on the CPU.
     ``sub_group_size``: elements that are read, stepped and written at once. Larger parameters are cut where the optimizer works

@@ -12,7 +12,7 @@ from .blocks import Blocks, block_name
 from .residents import Residents
 from .store import TensorStore
 from .sub_group import MASTER, SubGroup, copied
-from .sub_groups import local_of
+from .sub_groups import distributed_like, local_of
 
 
 class States(MutableMapping[Any, Any]):
@@ -34,7 +34,7 @@ class States(MutableMapping[Any, Any]):
             raise KeyError(param)
         local = local_of(param)
         found: dict[str, Any] = {
-            key: _like(param, value) if isinstance(value, torch.Tensor) and value.shape == local.shape else value
+            key: distributed_like(param, value) if isinstance(value, torch.Tensor) and value.shape == local.shape else value
             for key, value in copied(pieces[0][0].small[pieces[0][1]]).items()
         }
         keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
@@ -47,7 +47,8 @@ class States(MutableMapping[Any, Any]):
             mapped = self._blocks.map([(each, section.offset - inside, section.nbytes + inside) for each, section in sections])
             whole = mapped[inside:].view(first.dtype)
             if len(pieces) > 1 or tuple(local.shape) == first.shape:
-                found[key] = _like(param, whole.as_strided(local.shape, first.stride if len(pieces) == 1 else local.stride()))
+                stride = first.stride if len(pieces) == 1 else local.stride()
+                found[key] = distributed_like(param, whole.as_strided(local.shape, stride))
             else:
                 found[key] = whole.as_strided(first.shape, first.stride)
         return found
@@ -75,15 +76,3 @@ class States(MutableMapping[Any, Any]):
         """Whether it was stepped: a master weight alone is as good as none, and optimizers in memory take it for a state."""
         sub_group, index = self._pieces[param][0]
         return bool(sub_group.small[index]) or any(section.key != MASTER for section in sub_group.sections(index))
-
-
-def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the shard of a tensor distributed like ``param``, if that is."""
-    if local_of(param) is param:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.size(), stride=param.stride()
-    )

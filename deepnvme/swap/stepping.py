@@ -90,8 +90,10 @@ class Stepping:
             resident = sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
             self.reports.step_made(self.steps, stepped, resident)
         except BaseException as error:
-            self._undo(error)
-            vote.object()
+            try:
+                self._undo(error)
+            finally:  # the others wait for it
+                vote.object()
             raise
         return loss
 
@@ -115,11 +117,14 @@ class Stepping:
             self._offload_the_rest()
             offloaded.flush()
             norms = offloaded.norms(params, norm_type)
-            vote.carry()
-            return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+            with held_back():  # the others come to both
+                vote.carry()
+                return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
         except BaseException as error:
-            self._undo(error)
-            vote.object()
+            try:
+                self._undo(error)
+            finally:
+                vote.object()
             raise
 
     def load(self, state: dict[str, Any]) -> None:
@@ -138,7 +143,7 @@ class Stepping:
         """Give all memory back. What backward has stepped is undone."""
         self.standing.check_process()
         if self._sweep.under_way:
-            with contextlib.suppress(OSError, MemoryError):
+            with contextlib.suppress(Exception):
                 self._take_back()
         self.standing.closed = True
         self._hooks.remove()
@@ -225,7 +230,7 @@ class Stepping:
                 self._free_gradients()
             try:
                 self._sweep.undo()
-            except (OSError, MemoryError) as error:
+            except Exception as error:
                 self.standing.broken = (
                     self.standing.broken or f"step {self.steps + 1} could not be undone ({error}): load a checkpoint"
                 )
@@ -238,7 +243,7 @@ class Stepping:
 
     def _undo(self, error: BaseException) -> None:
         with held_back():
-            with contextlib.suppress(OSError, MemoryError):
+            with contextlib.suppress(Exception):
                 self._take_back()  # also where it is broken: what is on the drive must not be undone later, over what was loaded
             if self.offloaded is not None:
                 self.offloaded.rest()

@@ -107,7 +107,7 @@ class SubGroup:
             optimizer = self._bind(views, groups)
             for portion in self._portions:
                 self._step_portion(optimizer, portion, gradients(portion))
-            held = self._settle(block, self._held(optimizer))
+            held = self._settle(block, self._held(block, optimizer))
             self.stale.clear()
             return held
         finally:
@@ -137,8 +137,15 @@ class SubGroup:
         for index in stepped:
             stand_in, piece = self._stand_ins[index], self.pieces[index]
             stand_in.grad = None
+            own = piece.of(piece.param)
             if self.masters[index]:
-                piece.of(piece.param).copy_(stand_in.data)
+                own.copy_(stand_in.data)
+            elif stand_in.data_ptr() != own.data_ptr():  # an optimizer that makes a new tensor of it
+                state = optimizer.state.get(stand_in, {})
+                for key, value in state.items():
+                    if _share_memory(value, own):
+                        state[key] = value.clone()  # the old one, in a state's place now
+                own.copy_(stand_in.data)
 
     def _belongs_in_block(self, piece: int, value: Any) -> bool:
         """Whether this is kept there, of a piece's state: tensors of some size, and all that are cut like the parameter."""
@@ -218,7 +225,7 @@ class SubGroup:
                 optimizer.state[stand_in] = state
         return optimizer
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> Held:
+    def _held(self, block: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Held:
         held: Held = []
         for index, stand_in in enumerate(self._stand_ins):
             if self.masters[index]:
@@ -228,17 +235,20 @@ class SubGroup:
                 if self._belongs_in_block(index, value):
                     held.append((index, key, value))
                 else:
-                    small[key] = value
+                    small[key] = value.clone() if block is not None and _share_memory(value, block) else value
             self.small[index] = small
         return held
 
     def _settle(self, block: torch.Tensor | None, held: Held) -> Held | None:
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
+        moved = []  # by an optimizer that makes new tensors rather than change its own, or has them change places
         for section, (_, _, tensor) in zip(self.layout.sections, held, strict=True):
             view = section.of(block)
-            if view.data_ptr() != tensor.data_ptr():  # an optimizer that makes new tensors rather than change its own
-                view.copy_(tensor)
+            if (view.data_ptr(), view.stride()) != (tensor.data_ptr(), tensor.stride()):
+                moved.append((view, tensor.clone() if _share_memory(tensor, block) else tensor))
+        for view, tensor in moved:
+            view.copy_(tensor)
         return None
 
     def _unbind(self) -> None:
@@ -274,6 +284,14 @@ def _fits(layout: Layout, held: Held) -> bool:
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
         for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)
     )
+
+
+def _share_memory(a: Any, b: torch.Tensor) -> bool:
+    import torch
+
+    if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as the shard of a tensor distributed like this one, if that is."""
+    if local_of(tensor) is tensor:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
+    )
+
+
 def partition(
     param_groups: Sequence[dict[str, Any]], size: int, may_be_cut: Callable[[torch.Tensor], bool], first_group: int = 0
 ) -> list[list[Piece]]:

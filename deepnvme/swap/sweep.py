@@ -60,14 +60,14 @@ class Sweep:
             if slot.holds is not None and slot.holds.in_memory:  # and is stepped there from now on
                 slot.holds = slot.content = None
         self._upcoming = list(order)
-        # A step that makes states has them, and weights to go beside them, in memory of their own as well.
-        self._usable = 1 if any(sub_group.layout is None for sub_group in order) else len(self._slots)
+        self._leave_room_for_new_states(order)
         self._read_ahead()
 
     def step(self, sub_group: SubGroup, groups: Sequence[dict[str, Any]]) -> None:
         """Read it if that was not begun, step it, begin to write it. Raises OSError from any transfer of this sweep."""
         if sub_group in self._upcoming:
             self._upcoming.remove(sub_group)
+        self._leave_room_for_new_states([sub_group])  # not all that backward completes was expected
         slot = self._slot_of(sub_group)
         self._until_read(slot)
         taken = sub_group.image()
@@ -128,30 +128,31 @@ class Sweep:
         for slot in self._slots:
             if slot.content is None:  # it held a copy
                 slot.holds = None
-            if slot.holds is not None and not slot.holds.image().sections:
-                slot.image.release()
+            slot.image.release()
         if self._usable < len(self._slots):
             self._pool.trim()  # what was for images
+            self._usable = len(self._slots)
 
     def undo(self) -> None:
         """Bring parameters and states back to where the last commit left them.
 
-        Raises OSError or MemoryError, when all has been tried, if some could not be read.
+        Raises what came first, when all has been tried, if some could not be brought back.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self.drain()
         self._upcoming.clear()
+        self._usable = len(self._slots)
         images = {slot.holds.index: slot.image for slot in self._slots if slot.holds is not None}
         self.forget()
         for slot in self._slots:  # undoing takes no more memory than stepping
             slot.block.release()
-        failed: OSError | MemoryError | None = None
+        failed: Exception | None = None
         while self._log:
             sub_group, forget, taken = self._log[-1]
             forget()
             try:
                 self._restore(sub_group, taken, images.get(sub_group.index))
-            except (OSError, MemoryError) as error:
+            except Exception as error:
                 failed = failed or error
             self._log.pop()
         self._read_only.release()
@@ -182,6 +183,11 @@ class Sweep:
         sub_group.current = self._blocks.next_of(sub_group)
         self._write(slot, block_name(sub_group), slot.content)
         self.drain()
+
+    def _leave_room_for_new_states(self, sub_groups: Sequence[SubGroup]) -> None:
+        """A step that makes states has them, and weights to go beside them, in memory of their own as well."""
+        if any(sub_group.layout is None for sub_group in sub_groups):
+            self._usable = 1
 
     def _slot_of(self, sub_group: SubGroup) -> Slot:
         slot = next((slot for slot in self._slots if slot.holds is sub_group), None)

@@ -164,6 +164,36 @@ def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: s
         assert_same(params, plain)
 
 
+def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of a cut parameter that is in another order of memory than that."""
+    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        for step in range(2):
+            params[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
+            plain[0].grad = params[0].grad.contiguous()
+            for failing_at in (2, 3):
+                calls = 0
+
+                def lease(nbytes: int, failing_at: int = failing_at) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    if calls == failing_at:
+                        raise MemoryError("none left")
+                    return BufferPool.lease(optimizer._pool, nbytes)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(optimizer._pool, "lease", lease)
+                    with pytest.raises(MemoryError, match="none left"):
+                        optimizer.step()
+                assert calls == failing_at
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+
+
 def test_few_are_in_memory_at_a_time(drive: Path) -> None:
     params = parameters(shapes=[(4096,)] * 24)
     pool = BufferPool(1 << 20)

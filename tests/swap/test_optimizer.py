@@ -175,6 +175,68 @@ def test_gradients_in_another_order_of_memory_than_their_cut_parameter(drive: Pa
         assert_same(params, plain)
 
 
+class InNewPlaces(torch.optim.Optimizer):
+    """Has the tensors that it keeps in other places after a step: what ``way`` says."""
+
+    def __init__(self, params: Any, way: str, lr: float = 0.1) -> None:
+        super().__init__(params, {"way": way, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["a"], state["b"] = torch.zeros_like(param), torch.ones_like(param)
+                    if param.dim() == 2 and param.shape[0] == param.shape[1]:
+                        state["c"] = param.clone()
+                state["a"].lerp_(param.grad, 0.1)
+                if group["way"] == "swapped":
+                    state["a"], state["b"] = state["b"], state["a"]
+                elif group["way"] == "shifted":
+                    state["b"] = state["a"]
+                    state["a"] = param.grad.clone()
+                elif group["way"] == "shifted back":
+                    state["a"] = state["b"]
+                    state["b"] = param.grad.clone()
+                elif group["way"] == "transposed" and "c" in state:
+                    state["c"] = state["c"].t()
+                update = state["a"] * 0.5 + state["b"] + (state["c"].contiguous() if "c" in state else 0)
+                if group["way"] == "parameter":
+                    param.data = param.data - group["lr"] * update
+                elif group["way"] == "parameter and state":
+                    param.data, state["b"] = param.data - group["lr"] * update, param.data
+                else:
+                    param.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dram_budget", [0, 1 << 40])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("way", ["swapped", "shifted", "shifted back", "transposed", "parameter", "parameter and state"])
+def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, masters: bool, dram_budget: int, drive: Path) -> None:
+    dtype, shapes = torch.bfloat16 if masters else torch.float32, [(40, 40), (500,), (7,), (1,), (70, 60)]
+    plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
+    reference = in_memory(plain, InNewPlaces, masters=masters, way=way)
+    with optimizer_in(drive, params, InNewPlaces, master_weights=masters, dram_budget=dram_budget, way=way) as optimizer:
+        for step in range(5):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_three_blocks_are_in_memory_between_steps_and_no_copies_of_parameters(drive: Path) -> None:
+    pool = BufferPool(1 << 20)
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params, torch.optim.AdamW, pool=pool, **ADAM) as optimizer:
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        assert 2 * 2 * 4 * 4096 < pool.in_use <= 3 * 2 * 4 * 4096 * 9 // 8
+
+
 # What goes with an optimizer.
 
 

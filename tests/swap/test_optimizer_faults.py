@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.swap import BufferPool, OutOfBuffers, stepping
 from deepnvme.swap.owner import StoreLocked
 from deepnvme.swap.ranks import Ranks
 from deepnvme.swap.store import CorruptTensor
@@ -341,6 +341,57 @@ def test_an_exception_of_the_optimizer_later_in_memory_is_said_and_a_checkpoint_
         optimizer.step()
         assert_same(params, plain)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt("while it is undone"), RuntimeError("of the store")], ids=repr)
+@pytest.mark.parametrize("use", ["step", "clip_grad_norm_"])
+def test_a_rank_that_cannot_undo_votes_all_the_same(
+    drive: Path, use: str, interrupt: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for its vote."""
+    votes: list[bool] = []
+    pair = Pair(drive, offload_gradients=True)
+    with pair.optimizer as optimizer:
+        pair.step(1)
+        pair.give_gradients()
+
+        def fail(*_: Any) -> None:
+            raise interrupt
+
+        with monkeypatch.context() as patch, failing(optimizer, "read", 0):
+            patch.setattr(Ranks, "all_of_them", lambda self, well: votes.append(well) or well)
+            patch.setattr(optimizer._stepping._sweep, "undo", fail)
+            with pytest.raises(KeyboardInterrupt if isinstance(interrupt, KeyboardInterrupt) else OSError):
+                optimizer.step() if use == "step" else optimizer.clip_grad_norm_(1.0)
+        assert votes == [False]
+        if isinstance(interrupt, RuntimeError):
+            with pytest.raises(RuntimeError, match=r"could not be undone \(of the store\): load a checkpoint"):
+                optimizer.step()
+
+
+def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[str] = []
+    pair = Pair(drive, offload_gradients=True)
+
+    def vote(ranks: Ranks, well: bool) -> bool:
+        met.append(f"vote {well}")
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    def norms_of_all(params: Any, norms: Any, norm_type: float) -> Any:
+        met.append("norms")
+        return norms
+
+    with pair.optimizer as optimizer:
+        pair.give_gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "all_of_them", vote)
+            patch.setattr(stepping, "over_ranks", norms_of_all)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.clip_grad_norm_(1.0)
+        assert met == ["vote True", "norms"]
 
 
 INTERRUPTED = [

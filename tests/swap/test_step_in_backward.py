@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepnvme.swap import BufferPool
+
 from . import training
 from .training import ADAM, assert_same, assert_same_state, backward, copied, failing, in_memory, parameters, snapshot
 from .training import FULL_SHAPES as SHAPES
@@ -51,6 +53,19 @@ def test_gradients_are_freed_as_they_are_used(drive: Path) -> None:
         backward(params, 0)
         assert most == 0
         assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+        optimizer.step()
+
+
+def test_a_first_step_has_one_sub_group_under_way_beside_the_states_that_it_makes(drive: Path) -> None:
+    pool = BufferPool(1 << 20)
+    params = parameters(shapes=[(4096,)] * 12)
+    with optimizer_in(drive, params, pool=pool) as optimizer:
+        backward(params, 0)
+        # two states, a parameter to undo the step; and what the pool lends more
+        assert 0 < pool.in_use <= (2 + 1) * 4 * 4096 * 9 // 8
+        optimizer.step()
+        backward(params, 1)
+        assert pool.in_use > 2 * (2 + 1) * 4 * 4096  # all three
         optimizer.step()
 
 

@@ -68,7 +68,8 @@ class OptimizerStates:
         saved_states.save(saved_states.path_of(self._folder, info.param_id), SavedStates(kept, swapped, list(state)))
 
     def restore(self, info: OptimizerStateSwapInfo) -> None:
-        """Have the states of a checkpoint that may have been copied into the folder: which there are, and those not swapped."""
+        """Have the states of a checkpoint that may have been copied into the folder: which there are, and those not swapped.
+        What the file could not have stays as it is."""
         saved = saved_states.load(saved_states.path_of(self._folder, info.param_id))
         if saved is None or not (saved.order or info.parameter in self._optimizer.state):
             return
@@ -78,7 +79,7 @@ class OptimizerStates:
         for name in saved.order:
             if name in saved.kept:
                 state[name] = saved.kept[name]
-            elif name not in info.states:
+            elif name in saved.swapped and name not in info.states:
                 shape, stride, dtype = saved.swapped[name]
                 state[name] = torch.empty(0, dtype=dtype)
                 info.states[name] = info.stored_state(name, state[name], shape, stride)

@@ -198,6 +198,17 @@ def test_a_copy_of_the_folder_is_a_checkpoint_also_for_a_swapper_that_has_no_sta
     anew.assert_same_as_in_memory()
 
 
+def test_a_state_that_no_checkpoint_can_have_stays_as_it_is(drive: Path) -> None:
+    training = Training(drive)
+    training.train(1)
+    for parameter, copy in zip(training.parameters, training.copies, strict=True):
+        training.optimizer.state[parameter]["range"] = training.in_memory.state[copy]["range"] = (1, 2.5)
+    training.train(1)
+    assert Path(training.swapper.swap_folder).is_dir()
+    training.train(1)
+    training.assert_same_as_in_memory()
+
+
 def test_a_checkpoint_is_gone_back_to(drive: Path) -> None:
     training = Training(drive, buffer_count=64)
     shutil.copytree(training.swapper.swap_folder, drive / "before")
