@@ -92,7 +92,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         def reducer_override(self, obj: Any) -> Any:
             """What __reduce_ex__ gives, of plain tensors, and of the empty OrderedDict that each has, in a fifth of the time."""
             kind = type(obj)
-            if kind is OrderedDict and not obj:
+            if kind is OrderedDict and not obj and not vars(obj):
                 return OrderedDict, ()
             if kind is not torch.Tensor or obj.dtype not in _TYPED or not is_plain(obj):
                 shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None

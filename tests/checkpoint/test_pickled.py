@@ -78,6 +78,11 @@ def test_the_stream_of_a_module_is_torchs() -> None:
     assert ours(obj) == torchs(obj)
 
 
+@pytest.mark.parametrize("obj", [torch.nn.ReLU().state_dict(), {"a": torch.nn.Identity().state_dict()}], ids=["it", "in a dict"])
+def test_an_empty_state_dict_keeps_its_metadata(obj: Any) -> None:
+    assert ours(obj) == torchs(obj)
+
+
 def test_the_collector_is_left_as_it_was() -> None:
     gc.disable()
     try:
