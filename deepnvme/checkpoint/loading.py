@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from collections.abc import Iterable, Mapping
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -17,13 +17,10 @@ from ._shared_engine import shared_engine
 from .archive import crc32_of
 from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
 from .pickled import pickled
-from .placing import Placed, memory_for, placing
+from .placing import MapLocation, Placed, memory_for, placing
 from .progress import Wanted, following
 from .reading import read
 from .writing import Progress
-
-MapLocation = Any
-"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
 
 
 def load(
@@ -90,16 +87,17 @@ def _load(
     found = contents(path) if is_zip(path) else None
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return torch.load(path, mmap=mmap, **options)
-    wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
-    if keys is not None:
-        wanted = _offsets_of(path, keys, options).__contains__
+    wanted = _any if keys is None else _offsets_of(path, keys, options).__contains__
+
     def fill(placed: list[Placed]) -> None:
         read(placed, path, shared_engine(), pool, progress)
         if checksum:
             _verify(path, found, placed)
 
+    locate = options["map_location"]
+    asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # a function, by torch.load's rule
     with placing(path, wanted) as now:
-        if is_plain(path, found):
+        if not asks and is_plain(path, found):
             whole = _mapped(path, options)
             _check_sizes(path, found, now.placed)
             fill(now.placed)
@@ -112,7 +110,11 @@ def _load(
         ]
         fill(wanted_ones)
         now.filled = dict(wanted_ones)
-        return _mapped(path, options)
+        return _mapped(path, {**options, "map_location": now.located_by(locate)} if asks else options)
+
+
+def _any(offset: int) -> bool:
+    return True
 
 
 def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
@@ -123,7 +125,7 @@ def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
 def _offsets_of(path: str | os.PathLike[str], keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Of the storages that these entries refer to. The file is mapped for it, and no storage is read."""
     with placing(path, lambda offset: False) as now:
-        chosen = _chosen(_mapped(path, options), keys)
+        chosen = _chosen(_mapped(path, {**options, "map_location": "cpu"}), keys)
         storages = pickled(chosen, pickle, 2).storages
         return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
 

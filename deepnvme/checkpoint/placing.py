@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import default_restore_location
 
+from .contents import CorruptCheckpoint
 from .file_image import DIRECT_FROM, PAGE
 
+MapLocation = Any
+"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
 _BEFORE_CPU = 5
 """A priority: torch's own CPU has 10, and the lowest is asked first."""
 
@@ -41,12 +44,13 @@ class Placing:
     def __init__(self, path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> None:
         """``wanted``: whether the storage at an offset is to have memory; others stay slices of the mapping,
         which costs nothing until they are looked at."""
+        self._path = path
         self._file = os.stat(path)
         self._wanted = wanted
         self._mapping = (0, 0, 0)
         self.placed: list[Placed] = []
-        self.filled: dict[int, torch.UntypedStorage] = {}
-        """By offset: memory that has been read before, for objects that look at it when they are made."""
+        self.filled: dict[int, torch.UntypedStorage] | None = None
+        """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
         """In the file, of a storage that is a slice of its mapping."""
@@ -61,16 +65,27 @@ class Placing:
             begin, end, offset = self._mapping = found
         return address - begin + offset
 
+    def located_by(self, function: MapLocation) -> MapLocation:
+        """A function for torch.load that gives this one, which the caller wrote, memory that has been read before in place of
+        a slice of the mapping; of storages that are not wanted it is not asked."""
+
+        def locate(storage: torch.UntypedStorage, location: str) -> Any:
+            offset = self.offset_of(storage)
+            if offset is None:
+                return function(storage, location)
+            return function(self._read_before(offset, storage), location) if self._wanted(offset) else storage
+
+        return locate
+
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
         offset = self.offset_of(storage)
         if offset is None:
             return None
         if not self._wanted(offset):
             return storage
-        if offset in self.filled:
-            if location == "cpu":
-                return self.filled[offset]
-            return default_restore_location(self.filled[offset], location)  # type: ignore[no-any-return, no-untyped-call]
+        if self.filled is not None:
+            found = self._read_before(offset, storage)
+            return found if location == "cpu" else default_restore_location(found, location)  # type: ignore[no-untyped-call]
         if location == "cpu":
             made = memory_for(storage.nbytes(), offset)
         elif location.startswith("cuda"):
@@ -81,6 +96,14 @@ class Placing:
             return None
         self.placed.append(Placed(offset, made))
         return made
+
+    def _read_before(self, offset: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """What ``storage`` is to be. Raises CorruptCheckpoint where the pickle and the records do not agree."""
+        found = (self.filled or {}).get(offset)
+        if found is None or found.nbytes() != storage.nbytes():
+            there = 0 if found is None else found.nbytes()
+            raise CorruptCheckpoint(self._path, f"storage at byte {offset}: expected {storage.nbytes()} bytes, found {there}")
+        return found
 
 
 _asked = threading.local()

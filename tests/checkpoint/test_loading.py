@@ -147,6 +147,8 @@ class TestDamagedFiles:
                 new.writestr(name, old.read(name)[: 396 if name.endswith("/data/0") else None])
         with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
             deepnvme.load(path.with_suffix(".new"))
+        with pytest.raises(CorruptCheckpoint, match=r"storage at byte .* expected 400 bytes, found 396"):
+            deepnvme.load(path.with_suffix(".new"), lambda storage, location: storage)
 
     def test_a_damaged_directory(self, path: Path) -> None:
         deepnvme.save([torch.ones(100)], path)
@@ -275,6 +277,29 @@ class TestTheSameAsTorchs:
 
         assert_same(deepnvme.load(path, locate), obj)
         assert set(locations) == {"cpu"}
+
+    @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
+    @pytest.mark.parametrize("answer", ["itself", "none", "a copy"])
+    def test_what_a_function_gives_is_no_part_of_the_file(self, path: Path, keys: list[str] | None, answer: str) -> None:
+        obj = {"a": torch.arange(300_000), "b": torch.arange(300_001)}
+        torch.save(obj, path)
+        asked = []
+
+        def locate(storage: Any, location: str) -> Any:
+            asked.append(storage.nbytes())
+            return {"itself": storage, "none": None, "a copy": storage.clone()}[answer]
+
+        found = deepnvme.load(path, locate, keys=keys)
+        os.truncate(path, 0)  # a mapping is at its end then: whoever looks at it dies of SIGBUS
+        torch.save(found, path)
+        assert_same(torch.load(path), {key: obj[key] for key in keys or obj})
+        assert asked == [obj[key].nbytes for key in keys or obj]
+
+    def test_checksums_are_verified_before_a_function_is_asked(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100)], path, checksum=True)
+        flip(path, place_of(path, "/data/0"))
+        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+            deepnvme.load(path, lambda storage, location: pytest.fail("asked"), checksum=True)
 
     @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
     def test_of_objects_that_look_at_their_tensors_when_they_are_made(self, path: Path, keys: list[str] | None) -> None:
