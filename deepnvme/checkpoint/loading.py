@@ -20,6 +20,7 @@ from .pickled import pickled
 from .placing import MapLocation, Placed, memory_for, placing
 from .progress import Wanted, following
 from .reading import read
+from .verifying import verify_records
 from .writing import Progress
 
 
@@ -38,7 +39,7 @@ def load(
     """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
-    that has one. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called with the bytes
+    that has one; files that are left to torch are read for it once more. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called with the bytes
     read and those wanted.
 
     Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; into
@@ -47,8 +48,10 @@ def load(
 
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises CorruptCheckpoint naming the storage
     with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
-    OSError; OutOfBuffers.
+    ValueError for ``checksum`` with ``mmap``; OSError; OutOfBuffers.
     """
+    if mmap and checksum:
+        raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
@@ -86,6 +89,8 @@ def _load(
         raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+        if checksum and found is not None:
+            verify_records(path)
         return torch.load(path, mmap=mmap, **options)
     wanted = _any if keys is None else _offsets_of(path, keys, options).__contains__
 

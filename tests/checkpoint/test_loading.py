@@ -140,6 +140,27 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match="CRC-32"):
             deepnvme.load(path, checksum=True)
 
+    @pytest.mark.parametrize("written", ["deflated", "big", "TorchScript"])
+    def test_checksums_of_files_that_are_left_to_torch_are_verified(self, path: Path, written: str) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+        if written == "deflated":
+            rezipped(path, zipfile.ZIP_DEFLATED)
+        elif written == "big":
+            with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".big"), "w") as new:
+                for name in old.namelist():
+                    new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+            path = path.with_suffix(".big")
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            deepnvme.load(path, weights_only=False, checksum=True)
+        flip(path, place_of(path, "/data/0") + 9)
+        with pytest.raises(CorruptCheckpoint):
+            deepnvme.load(path, weights_only=False, checksum=True)
+
     def test_a_record_of_another_size_than_the_pickle_says(self, path: Path) -> None:
         torch.save([torch.ones(100)], path)
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w") as new:
@@ -162,6 +183,11 @@ class TestRefusals:
         deepnvme.save(OBJECTS["a module"](), path)
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             deepnvme.load(path)
+
+    def test_checksums_of_what_is_not_read(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path, checksum=True)
+        with pytest.raises(ValueError, match="leave out one"):
+            deepnvme.load(path, mmap=True, checksum=True)
 
     def test_a_device_that_is_not_there(self, path: Path) -> None:
         deepnvme.save([torch.ones(3)], path)
