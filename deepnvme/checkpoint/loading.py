@@ -16,6 +16,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 from ._shared_engine import shared_engine
 from .archive import crc32_of
 from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
+from .one_version import of_one_version
 from .pickled import pickled
 from .placing import MapLocation, Placed, memory_for, placing
 from .progress import Wanted, following
@@ -56,23 +57,13 @@ def load(
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
     chosen = None if keys is None else list(keys)
-    while True:
-        version = _version(path)
-        try:
-            with following(progress, f"loading {path}") as told:
-                whole = _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, told)
-        except Exception:
-            if _version(path) == version:
-                raise
-        else:
-            if _version(path) == version:
-                return whole if chosen is None else _chosen(whole, chosen)
 
+    def whole() -> Any:
+        with following(progress, f"loading {path}") as told:
+            return _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, told)
 
-def _version(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Another one has been published when this has changed: what was read may then be of both."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    loaded = of_one_version(path, whole)
+    return loaded if chosen is None else _chosen(loaded, chosen)
 
 
 def _load(

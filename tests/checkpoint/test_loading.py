@@ -403,6 +403,18 @@ def test_a_file_that_is_replaced_while_it_is_read(path: Path, monkeypatch: pytes
     assert_same(deepnvme.load(path), [torch.ones(3), torch.ones(300_000), torch.ones(5)])
 
 
+def test_a_file_that_is_removed_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepnvme.save([torch.ones(300_000)], path)
+    read = loading.read
+
+    def removed(*arguments: Any) -> None:
+        read(*arguments)
+        path.unlink()
+
+    monkeypatch.setattr(loading, "read", removed)
+    assert_same(deepnvme.load(path), [torch.ones(300_000)])
+
+
 def test_threads_that_load_different_files(drive: Path) -> None:
     for value in range(2):
         deepnvme.save([torch.full((200_000,), value), torch.full((5,), value)], drive / str(value))
