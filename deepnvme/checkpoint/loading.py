@@ -79,10 +79,14 @@ def _load(
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
-    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+
+    def by_torch() -> Any:
         if checksum and found is not None:
             verify_records(path)
         return torch.load(path, mmap=mmap, **options)
+
+    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+        return by_torch()
     wanted = _any if keys is None else _offsets_of(path, keys, options).__contains__
 
     def fill(placed: list[Placed]) -> None:
@@ -93,20 +97,24 @@ def _load(
     locate = options["map_location"]
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # a function, by torch.load's rule
     with placing(path, wanted) as now:
-        if not asks and is_plain(path, found):
-            whole = _mapped(path, options)
-            _check_sizes(path, found, now.placed)
-            fill(now.placed)
+        plain = not asks and is_plain(path, found)
+        if not plain:
+            offsets = data_offsets(path, found.storages)
+            read_before = [
+                Placed(offset, memory_for(record.nbytes, offset))
+                for offset, record in zip(offsets, found.storages, strict=True)
+                if record.nbytes and wanted(offset)
+            ]
+            fill(read_before)
+            now.filled = dict(read_before)
+        whole = _mapped(path, {**options, "map_location": now.located_by(locate)} if asks else options)
+        if not now.blind:
+            if plain:
+                _check_sizes(path, found, now.placed)
+                fill(now.placed)
             return whole
-        offsets = data_offsets(path, found.storages)
-        wanted_ones = [
-            Placed(offset, memory_for(record.nbytes, offset))
-            for offset, record in zip(offsets, found.storages, strict=True)
-            if record.nbytes and wanted(offset)
-        ]
-        fill(wanted_ones)
-        now.filled = dict(wanted_ones)
-        return _mapped(path, {**options, "map_location": now.located_by(locate)} if asks else options)
+    del whole  # slices of the mapping
+    return by_torch()
 
 
 def _any(offset: int) -> bool:

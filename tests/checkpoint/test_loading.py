@@ -20,7 +20,7 @@ import torch
 from torch.utils.serialization import config
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading
+from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
@@ -413,6 +413,30 @@ def test_a_file_that_is_removed_while_it_is_read(path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(loading, "read", removed)
     assert_same(deepnvme.load(path), [torch.ones(300_000)])
+
+
+@pytest.mark.parametrize("keys", [None, ["a"]], ids=str)
+@pytest.mark.parametrize("location", [None, lambda storage, location: storage], ids=["cpu", "a function"])
+def test_where_mappings_cannot_be_found_memory_is_its_own_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, keys: Any, location: Any
+) -> None:
+    obj = {"a": torch.arange(300_000), "b": torch.arange(5)}
+    torch.save(obj, path)
+    monkeypatch.setattr(placing, "_mapped_at", lambda address: None)
+    found = deepnvme.load(path, location, keys=keys)
+    os.truncate(path, 0)
+    assert_same(found, {key: obj[key] for key in keys or obj})
+
+
+def test_files_of_one_inode_on_two_devices_are_told_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save([torch.ones(3)], path)
+    mapped_at = placing._mapped_at
+    with placing.placing(path, lambda offset: True) as now:
+        (tensor,) = torch.load(path, mmap=True, map_location=lambda storage, location: storage)
+        assert now.offset_of(tensor.untyped_storage()) == place_of(path, "/data/0")
+    with placing.placing(path, lambda offset: True) as now:
+        monkeypatch.setattr(placing, "_mapped_at", lambda address: mapped_at(address)._replace(file=(b"ff:ff", now._file[1])))
+        assert now.offset_of(tensor.untyped_storage()) is None
 
 
 def test_threads_that_load_different_files(drive: Path) -> None:
