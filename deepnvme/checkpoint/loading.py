@@ -47,7 +47,9 @@ def load(
     that of other devices they come through the page cache. Files of the older formats and with deflated records are left to
     ``torch.load``, and so are ``mmap=True`` and TorchScript archives.
 
-    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises CorruptCheckpoint naming the storage
+    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Where a class of others, or a function as
+    ``map_location``, may look at tensors while the object is made, all of them are read into memory of the CPU before, and what
+    goes to a CUDA device is copied from there: then as much as that besides. Raises CorruptCheckpoint naming the storage
     with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
     ValueError for ``checksum`` with ``mmap``; OSError; OutOfBuffers.
     """

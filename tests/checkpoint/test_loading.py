@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -10,7 +11,7 @@ import pickle
 import threading
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.serialization import config
 
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
+from deepnvme.checkpoint.contents import contents, is_plain
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
@@ -343,6 +345,26 @@ class TestTheSameAsTorchs:
         assert path.read_bytes() == before
         path.unlink()
         assert not any(tensor.any() for tensor in found)
+
+
+class TestWhatIsPlain:
+    @pytest.mark.parametrize(
+        "beside",
+        [b"bytes", {1, "a"}, frozenset((2,)), defaultdict(list, a=[1]), argparse.Namespace(rate=0.1), Path("a/b")],
+        ids=lambda beside: type(beside).__name__,
+    )
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_ordinary_objects_beside_tensors(self, path: Path, beside: Any, protocol: int) -> None:
+        torch.save({"beside": beside, "tensor": torch.ones(3)}, path, pickle_protocol=protocol)
+        assert is_plain(path, contents(path))
+        found = deepnvme.load(path, weights_only=False)
+        assert found["beside"] == beside
+        assert torch.equal(found["tensor"], torch.ones(3))
+
+    def test_what_looks_at_its_tensors_is_not(self, path: Path) -> None:
+        for obj in (Sum(torch.arange(3)), torch.eye(3).to_sparse()):
+            torch.save(obj, path)
+            assert not is_plain(path, contents(path))
 
 
 class TestKeys:
