@@ -461,6 +461,14 @@ def test_files_of_one_inode_on_two_devices_are_told_apart(path: Path, monkeypatc
         assert now.offset_of(tensor.untyped_storage()) is None
 
 
+def test_whatever_the_default_device(path: Path) -> None:
+    obj = [*OBJECTS["large among small"](), torch.empty(0)]
+    with torch.device("meta"):
+        deepnvme.save(obj, path, checksum=True)
+        found = deepnvme.load(path, checksum=True)
+    assert_same(found, obj)
+
+
 def test_threads_that_load_different_files(drive: Path) -> None:
     for value in range(2):
         deepnvme.save([torch.full((200_000,), value), torch.full((5,), value)], drive / str(value))
