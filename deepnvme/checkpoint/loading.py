@@ -40,8 +40,8 @@ def load(
     """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
-    that has one; files that are left to torch are read for it once more. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called with the bytes
-    read and those wanted.
+    that has one; files that are left to ``torch.load`` are read for it once more. ``progress``: True for a bar on stderr, where
+    that is a terminal, or a function that is called with the bytes read and those wanted.
 
     Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; into
     that of other devices they come through the page cache. Files of the older formats and with deflated records are left to
@@ -49,9 +49,10 @@ def load(
 
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Where a class of others, or a function as
     ``map_location``, may look at tensors while the object is made, all of them are read into memory of the CPU before, and what
-    goes to a CUDA device is copied from there: then as much as that besides. Raises CorruptCheckpoint naming the storage
-    with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
-    ValueError for ``checksum`` with ``mmap``; OSError; OutOfBuffers.
+    goes to a CUDA device is copied from there: then as much as that besides.
+
+    Raises CorruptCheckpoint naming the storage with the bytes expected and found; KeyError for a key that is not there;
+    UnpicklingError for what ``weights_only`` refuses; ValueError for ``checksum`` with ``mmap``; OSError; OutOfBuffers.
     """
     if mmap and checksum:
         raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")

@@ -150,8 +150,8 @@ def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: Buff
 
 
 def verify_records(path: str | os.PathLike[str]) -> None:
-    """Of any zip archive, deflated or not, the checksums of all records that have one. Blocks, and reads through the page cache, as
-    others are about to do. Raises CorruptCheckpoint."""
+    """Of any zip archive, deflated or not, the checksums of all records that have one. Blocks, and reads through the page cache,
+    as torch is about to do. Raises CorruptCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
