@@ -238,7 +238,7 @@ class Engine:
             raise ValueError(f"sizes must not be negative, got {sizes}")
         numel = math.prod(sizes)
         if numel == 0:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         if nbytes > sys.maxsize:
             raise MemoryError(f"the system has no {nbytes} bytes of memory to pin")

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import FileImage
+from deepnvme.checkpoint.one_version import of_one_version
 from deepnvme.checkpoint.placing import Placed, memory_for
 from deepnvme.checkpoint.progress import Wanted, following
 from deepnvme.checkpoint.publication import Publication
@@ -91,7 +93,7 @@ def load_file(
     loaded: dict[str, torch.Tensor] = {}
     for shard, names in shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
-            found = _load(shard, target, pool, told)
+            found = of_one_version(shard, partial(_load, shard, target, pool, told))
         if names is not None:
             missing = [name for name in names if name not in found]
             if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from .contents import CorruptCheckpoint
 from .dcp_reader import Wanted, done, fill, opened, part
 from .dcp_safetensors import elements_of_safetensors
 from .dcp_writer import PlannedFile, write_files
+from .one_version import of_one_version
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     raise ImportError(f"Hugging Face checkpoints need torch 2.9 or newer, and this is {torch.__version__}: use NVMeWriter")
@@ -51,10 +54,14 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
         for name, requests in by_file.items():
             path = Path(self.path) / name
             with opened(path, requests[0]):
-                elements = elements_of_safetensors(path)
-            try:
-                wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
-            except KeyError as error:
-                raise CorruptCheckpoint(path, f"item {error} is not in it") from error
-            fill(path, wanted, planner)
+                of_one_version(path, partial(_read, path, requests, planner))
         return done()
+
+
+def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    elements = elements_of_safetensors(path)
+    try:
+        wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
+    except KeyError as error:
+        raise CorruptCheckpoint(path, f"item {error} is not in it") from error
+    fill(path, wanted, planner)

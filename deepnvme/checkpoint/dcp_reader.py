@@ -183,7 +183,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
                         end()
                         to_copy = 0
                     to_copy += each.nbytes
-                    buffer = torch.empty(each.nbytes, dtype=torch.uint8)
+                    buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
                 into = bytes_of(target) if buffer is None else buffer
                 if into.device.type == "cpu":
                     give_pages(into.data_ptr(), into.nbytes)  # while the drive reads those before

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from .loading import MapLocation, load
+from .loading import load
+from .placing import MapLocation
 from .publication import sync_directory
 from .saving import save
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from collections.abc import Iterable, Mapping
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 from ._shared_engine import shared_engine
 from .archive import crc32_of
 from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
+from .one_version import of_one_version
 from .pickled import pickled
-from .placing import Placed, memory_for, placing
+from .placing import MapLocation, Placed, memory_for, placing
 from .progress import Wanted, following
 from .reading import read
+from .verifying import verify_records
 from .writing import Progress
-
-MapLocation = Any
-"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
 
 
 def load(
@@ -41,38 +40,33 @@ def load(
     """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read. ``checksum``: verify the CRC-32 of each tensor
-    that has one. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called with the bytes
-    read and those wanted.
+    that has one; files that are left to ``torch.load`` are read for it once more. ``progress``: True for a bar on stderr, where
+    that is a terminal, or a function that is called with the bytes read and those wanted.
 
     Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; into
     that of other devices they come through the page cache. Files of the older formats and with deflated records are left to
     ``torch.load``, and so are ``mmap=True`` and TorchScript archives.
 
-    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises CorruptCheckpoint naming the storage
-    with the bytes expected and found; KeyError for a key that is not there; UnpicklingError for what ``weights_only`` refuses;
-    OSError; OutOfBuffers.
+    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Where a class of others, or a function as
+    ``map_location``, may look at tensors while the object is made, all of them are read into memory of the CPU before, and what
+    goes to a CUDA device is copied from there: then as much as that besides.
+
+    Raises CorruptCheckpoint naming the storage with the bytes expected and found; KeyError for a key that is not there;
+    UnpicklingError for what ``weights_only`` refuses; ValueError for ``checksum`` with ``mmap``; OSError; OutOfBuffers.
     """
+    if mmap and checksum:
+        raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "pickle_module": pickle_module}
     chosen = None if keys is None else list(keys)
-    while True:
-        version = _version(path)
-        try:
-            with following(progress, f"loading {path}") as told:
-                whole = _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, told)
-        except Exception:
-            if _version(path) == version:
-                raise
-        else:
-            if _version(path) == version:
-                return whole if chosen is None else _chosen(whole, chosen)
 
+    def whole() -> Any:
+        with following(progress, f"loading {path}") as told:
+            return _load(path, chosen, mmap, checksum, options, buffer_pool() if pool is None else pool, told)
 
-def _version(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Another one has been published when this has changed: what was read may then be of both."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    loaded = of_one_version(path, whole)
+    return loaded if chosen is None else _chosen(loaded, chosen)
 
 
 def _load(
@@ -88,31 +82,46 @@ def _load(
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
-    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+
+    def by_torch() -> Any:
+        if checksum and found is not None:
+            verify_records(path)
         return torch.load(path, mmap=mmap, **options)
-    wanted: Callable[[int], bool] = lambda offset: True  # noqa: E731
-    if keys is not None:
-        wanted = _offsets_of(path, keys, options).__contains__
+
+    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
+        return by_torch()
+    wanted = _any if keys is None else _offsets_of(path, keys, options).__contains__
+
     def fill(placed: list[Placed]) -> None:
         read(placed, path, shared_engine(), pool, progress)
         if checksum:
             _verify(path, found, placed)
 
+    locate = options["map_location"]
+    asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # a function, by torch.load's rule
     with placing(path, wanted) as now:
-        if is_plain(path, found):
-            whole = _mapped(path, options)
-            _check_sizes(path, found, now.placed)
-            fill(now.placed)
+        plain = not asks and is_plain(path, found)
+        if not plain:
+            offsets = data_offsets(path, found.storages)
+            read_before = [
+                Placed(offset, memory_for(record.nbytes, offset))
+                for offset, record in zip(offsets, found.storages, strict=True)
+                if record.nbytes and wanted(offset)
+            ]
+            fill(read_before)
+            now.filled = dict(read_before)
+        whole = _mapped(path, {**options, "map_location": now.located_by(locate)} if asks else options)
+        if not now.blind:
+            if plain:
+                _check_sizes(path, found, now.placed)
+                fill(now.placed)
             return whole
-        offsets = data_offsets(path, found.storages)
-        wanted_ones = [
-            Placed(offset, memory_for(record.nbytes, offset))
-            for offset, record in zip(offsets, found.storages, strict=True)
-            if record.nbytes and wanted(offset)
-        ]
-        fill(wanted_ones)
-        now.filled = dict(wanted_ones)
-        return _mapped(path, options)
+    del whole  # slices of the mapping
+    return by_torch()
+
+
+def _any(offset: int) -> bool:
+    return True
 
 
 def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
@@ -123,7 +132,7 @@ def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
 def _offsets_of(path: str | os.PathLike[str], keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Of the storages that these entries refer to. The file is mapped for it, and no storage is read."""
     with placing(path, lambda offset: False) as now:
-        chosen = _chosen(_mapped(path, options), keys)
+        chosen = _chosen(_mapped(path, {**options, "map_location": "cpu"}), keys)
         storages = pickled(chosen, pickle, 2).storages
         return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
 

@@ -13,6 +13,11 @@ _PLAIN = {
     ("torch", "Size"),
     ("torch", "device"),
     ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("argparse", "Namespace"),
+    ("pathlib", "PosixPath"),
+    ("_codecs", "encode"),  # of bytes, in protocol 2
+    *((builtins, name) for builtins in ("builtins", "__builtin__") for name in ("set", "frozenset", "list", "dict")),
 }
 """Make objects without looking at the contents of storages."""
 

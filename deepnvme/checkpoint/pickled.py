@@ -75,6 +75,9 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             elements, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, OrderedDict[Any, Any]()
         )  # fmt: skip
 
+    asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
+    """As cloudpickle has one, for functions and classes that it pickles by value."""
+
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
         def persistent_id(self, obj: object) -> Any:
             kind = type(obj)
@@ -91,8 +94,10 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
 
         def reducer_override(self, obj: Any) -> Any:
             """What __reduce_ex__ gives, of plain tensors, and of the empty OrderedDict that each has, in a fifth of the time."""
+            if asked_first is not None and (given := asked_first(self, obj)) is not NotImplemented:
+                return given
             kind = type(obj)
-            if kind is OrderedDict and not obj:
+            if kind is OrderedDict and not obj and not vars(obj):
                 return OrderedDict, ()
             if kind is not torch.Tensor or obj.dtype not in _TYPED or not is_plain(obj):
                 shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None

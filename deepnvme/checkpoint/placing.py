@@ -9,6 +9,7 @@ nothing of the file is read through the mapping.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -18,10 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import default_restore_location
 
+from .contents import CorruptCheckpoint
 from .file_image import DIRECT_FROM, PAGE
 
+MapLocation = Any
+"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
 _BEFORE_CPU = 5
 """A priority: torch's own CPU has 10, and the lowest is asked first."""
+_NONE = (0, 0, 0)
+_ANONYMOUS = (b"00:00", b"0")
+"""The device and inode of memory that no file is behind."""
 
 
 class Placed(NamedTuple):
@@ -41,12 +48,19 @@ class Placing:
     def __init__(self, path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> None:
         """``wanted``: whether the storage at an offset is to have memory; others stay slices of the mapping,
         which costs nothing until they are looked at."""
-        self._file = os.stat(path)
+        self._path = path
+        self._file = _file_of(path)
         self._wanted = wanted
-        self._mapping = (0, 0, 0)
+        self._mapping = _NONE
+        self._missed = False
         self.placed: list[Placed] = []
-        self.filled: dict[int, torch.UntypedStorage] = {}
-        """By offset: memory that has been read before, for objects that look at it when they are made."""
+        self.filled: dict[int, torch.UntypedStorage] | None = None
+        """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
+
+    @property
+    def blind(self) -> bool:
+        """Whether there were storages, and no mapping of the file was found: they may be slices of it all the same."""
+        return self._missed and self._mapping is _NONE
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
         """In the file, of a storage that is a slice of its mapping."""
@@ -57,9 +71,22 @@ class Placing:
         if not begin <= address < end:
             found = _mapping_at(address, self._file)
             if found is None:
+                self._missed = True
                 return None
             begin, end, offset = self._mapping = found
         return address - begin + offset
+
+    def located_by(self, function: MapLocation) -> MapLocation:
+        """A function for torch.load that gives this one, which the caller wrote, memory that has been read before in place of
+        a slice of the mapping; of storages that are not wanted it is not asked."""
+
+        def locate(storage: torch.UntypedStorage, location: str) -> Any:
+            offset = self.offset_of(storage)
+            if offset is None:
+                return function(storage, location)
+            return function(self._read_before(offset, storage), location) if self._wanted(offset) else storage
+
+        return locate
 
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
         offset = self.offset_of(storage)
@@ -67,10 +94,9 @@ class Placing:
             return None
         if not self._wanted(offset):
             return storage
-        if offset in self.filled:
-            if location == "cpu":
-                return self.filled[offset]
-            return default_restore_location(self.filled[offset], location)  # type: ignore[no-any-return, no-untyped-call]
+        if self.filled is not None:
+            found = self._read_before(offset, storage)
+            return found if location == "cpu" else default_restore_location(found, location)  # type: ignore[no-untyped-call]
         if location == "cpu":
             made = memory_for(storage.nbytes(), offset)
         elif location.startswith("cuda"):
@@ -81,6 +107,14 @@ class Placing:
             return None
         self.placed.append(Placed(offset, made))
         return made
+
+    def _read_before(self, offset: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """What ``storage`` is to be. Raises CorruptCheckpoint where the pickle and the records do not agree."""
+        found = (self.filled or {}).get(offset)
+        if found is None or found.nbytes() != storage.nbytes():
+            there = 0 if found is None else found.nbytes()
+            raise CorruptCheckpoint(self._path, f"storage at byte {offset}: expected {storage.nbytes()} bytes, found {there}")
+        return found
 
 
 _asked = threading.local()
@@ -113,15 +147,38 @@ def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStor
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
-def _mapping_at(address: int, file: os.stat_result) -> tuple[int, int, int] | None:
-    """(first address, end, offset in the file) of the mapping of this file there."""
+class _Mapping(NamedTuple):
+    begin: int
+    """Address."""
+    end: int
+    offset: int
+    """In the file, of the first byte."""
+    file: tuple[bytes, bytes]
+    """Device and inode."""
+
+
+def _mapped_at(address: int) -> _Mapping | None:
     with open("/proc/self/maps", "rb") as maps:  # whose names may be of any bytes
         for line in maps:
-            bounds, _, offset, _, inode = line.split(maxsplit=5)[:5]
+            bounds, _, offset, device, inode = line.split(maxsplit=5)[:5]
             begin, end = (int(number, 16) for number in bounds.split(b"-"))
             if begin <= address < end:
-                return (begin, end, int(offset, 16)) if int(inode) == file.st_ino else None
+                return _Mapping(begin, end, int(offset, 16), (device, inode))
     return None
+
+
+def _file_of(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+    """As the list of mappings names it: on btrfs and under overlays stat says another device."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY) as page:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        found = _mapped_at(address)
+    return (b"", b"") if found is None else found.file
+
+
+def _mapping_at(address: int, file: tuple[bytes, bytes]) -> tuple[int, int, int] | None:
+    """(first address, end, offset in the file) of the mapping of this file there."""
+    found = _mapped_at(address)
+    return found[:3] if found is not None and found.file == file != _ANONYMOUS else None
 
 
 def _nobody(storage: Any) -> None:

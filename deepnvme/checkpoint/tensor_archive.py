@@ -56,14 +56,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Frame:
     """Of the archive of a tensor that fills its memory."""
-    like = torch.empty_strided(shape, stride, dtype=dtype)  # of large ones no page is touched
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # of large ones no page is touched
     storage = like.untyped_storage()
     image = archive(like, pickle, 2, False, _ALIGNMENT)
     begin = end = image.nbytes
     if storage.nbytes():
         begin = image.begin_of(storage)
         end = begin + storage.nbytes()
-    texts = torch.empty(begin, dtype=torch.uint8), torch.empty(image.nbytes - end, dtype=torch.uint8)
+    texts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (begin, image.nbytes - end)]
     for text, (first, last) in zip(texts, ((0, begin), (end, image.nbytes)), strict=True):
         if first < last:
             image.copy(first, last, text)

@@ -326,7 +326,7 @@ def _forget(after: Ending | None) -> None:
 def _no_bytes() -> torch.Tensor:
     import torch
 
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _has_ended(chunk: Chunk, after: Ending) -> bool:

@@ -120,7 +120,7 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     import torch
 
     if nbytes < _HUGE_FROM:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % ALIGNMENT
         return memory[start : start + nbytes]
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -164,7 +164,7 @@ def map_files(parts: Iterable[tuple[int, int, int]], nbytes: int) -> torch.Tenso
     import torch
 
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # The whole range first, so that the parts can lie side by side in it.
     base = _mmap(None, nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     try:

@@ -22,7 +22,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
+from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter, dcp_huggingface
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Make = Callable[..., Any]
@@ -100,6 +100,27 @@ def test_shards_are_consolidated_by_torch(drive: Path) -> None:
     saved = {name: tensors(1)[name] for name in ("large", "bf16", "columns")}  # it takes floating-point ones only
     save(saved, NVMeHuggingFaceWriter(str(drive), save_distributed=True, enable_consolidation=True))
     assert_equal(load_file(drive / "model-00001-of-00001.safetensors"), saved)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    save(tensors(1), NVMeHuggingFaceWriter(str(drive)))
+    fill = dcp_huggingface.fill
+    calls = []
+
+    def replaced(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            other = {name: tensor.contiguous() for name, tensor in tensors(2).items()}
+            save_file({**other, "first of all": torch.ones(1, dtype=torch.float64)}, drive / "other")
+            (drive / "other").rename(next(drive.glob("*.safetensors")))
+        fill(*arguments)
+
+    monkeypatch.setattr(dcp_huggingface, "fill", replaced)
+    found = tensors(0)
+    load(found, NVMeHuggingFaceReader(str(drive)))
+    assert_equal(found, tensors(2))
 
 
 def test_any_part_is_read(drive: Path) -> None:

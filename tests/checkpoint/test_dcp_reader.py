@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint.tensor_archive import frame
 
 from .distributed_states import assert_equal, blank, state
 
@@ -112,6 +113,17 @@ def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
             reader.read_data(plan_of([request("a", offsets, lengths, dims=2)]), Into([torch.zeros(lengths)]))
     with pytest.raises(ValueError, match=r"'a'.*are for a tensor of \[2\]"):
         reader.read_data(plan_of([request("a", (0, 0), (1, 1))]), Into([torch.zeros(2)]))
+
+
+def test_whatever_the_default_device(drive: Path) -> None:
+    frame.cache_clear()
+    saved = {"small": torch.arange(7), "large": torch.arange(300_000), "empty": torch.empty(0), "columns": torch.ones(900, 900)}
+    found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    found["large"] = torch.zeros(300_000, dtype=torch.float64)  # copied
+    with torch.device("meta"):
+        save(saved, NVMeWriter(drive))
+        load(found, drive)
+    assert_equal(found, {**saved, "large": saved["large"].double()})
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -10,7 +11,7 @@ import pickle
 import threading
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 from torch.utils.serialization import config
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading
+from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
+from deepnvme.checkpoint.contents import contents, is_plain
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
@@ -37,6 +39,12 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def overwrite(path: Path) -> None:
+    """In place: a mapping of the file shows it. (Where the file were cut off, looking at one would end the tests with SIGBUS.)"""
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
 
 
 def place_of(path: Path, record: str) -> int:
@@ -140,6 +148,27 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match="CRC-32"):
             deepnvme.load(path, checksum=True)
 
+    @pytest.mark.parametrize("written", ["deflated", "big", "TorchScript"])
+    def test_checksums_of_files_that_are_left_to_torch_are_verified(self, path: Path, written: str) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+        if written == "deflated":
+            rezipped(path, zipfile.ZIP_DEFLATED)
+        elif written == "big":
+            with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".big"), "w") as new:
+                for name in old.namelist():
+                    new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+            path = path.with_suffix(".big")
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            deepnvme.load(path, weights_only=False, checksum=True)
+        flip(path, place_of(path, "/data/0") + 9)
+        with pytest.raises(CorruptCheckpoint):
+            deepnvme.load(path, weights_only=False, checksum=True)
+
     def test_a_record_of_another_size_than_the_pickle_says(self, path: Path) -> None:
         torch.save([torch.ones(100)], path)
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w") as new:
@@ -147,6 +176,8 @@ class TestDamagedFiles:
                 new.writestr(name, old.read(name)[: 396 if name.endswith("/data/0") else None])
         with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
             deepnvme.load(path.with_suffix(".new"))
+        with pytest.raises(CorruptCheckpoint, match=r"storage at byte .* expected 400 bytes, found 396"):
+            deepnvme.load(path.with_suffix(".new"), lambda storage, location: storage)
 
     def test_a_damaged_directory(self, path: Path) -> None:
         deepnvme.save([torch.ones(100)], path)
@@ -160,6 +191,11 @@ class TestRefusals:
         deepnvme.save(OBJECTS["a module"](), path)
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             deepnvme.load(path)
+
+    def test_checksums_of_what_is_not_read(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path, checksum=True)
+        with pytest.raises(ValueError, match="leave out one"):
+            deepnvme.load(path, mmap=True, checksum=True)
 
     def test_a_device_that_is_not_there(self, path: Path) -> None:
         deepnvme.save([torch.ones(3)], path)
@@ -277,6 +313,28 @@ class TestTheSameAsTorchs:
         assert set(locations) == {"cpu"}
 
     @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
+    @pytest.mark.parametrize("answer", ["itself", "none", "a copy"])
+    def test_what_a_function_gives_is_no_part_of_the_file(self, path: Path, keys: list[str] | None, answer: str) -> None:
+        obj = {"a": torch.arange(300_000), "b": torch.arange(300_001)}
+        torch.save(obj, path)
+        asked = []
+
+        def locate(storage: Any, location: str) -> Any:
+            asked.append(storage.nbytes())
+            return {"itself": storage, "none": None, "a copy": storage.clone()}[answer]
+
+        found = deepnvme.load(path, locate, keys=keys)
+        overwrite(path)
+        assert_same(found, {key: obj[key] for key in keys or obj})
+        assert asked == [obj[key].nbytes for key in keys or obj]
+
+    def test_checksums_are_verified_before_a_function_is_asked(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100)], path, checksum=True)
+        flip(path, place_of(path, "/data/0"))
+        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+            deepnvme.load(path, lambda storage, location: pytest.fail("asked"), checksum=True)
+
+    @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
     def test_of_objects_that_look_at_their_tensors_when_they_are_made(self, path: Path, keys: list[str] | None) -> None:
         obj = {"a": Sum(torch.arange(1000)), "b": Sum(torch.arange(300_000))}
         deepnvme.save(obj, path, checksum=True)
@@ -292,6 +350,26 @@ class TestTheSameAsTorchs:
         assert path.read_bytes() == before
         path.unlink()
         assert not any(tensor.any() for tensor in found)
+
+
+class TestWhatIsPlain:
+    @pytest.mark.parametrize(
+        "beside",
+        [b"bytes", {1, "a"}, frozenset((2,)), defaultdict(list, a=[1]), argparse.Namespace(rate=0.1), Path("a/b")],
+        ids=lambda beside: type(beside).__name__,
+    )
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_ordinary_objects_beside_tensors(self, path: Path, beside: Any, protocol: int) -> None:
+        torch.save({"beside": beside, "tensor": torch.ones(3)}, path, pickle_protocol=protocol)
+        assert is_plain(path, contents(path))
+        found = deepnvme.load(path, weights_only=False)
+        assert found["beside"] == beside
+        assert torch.equal(found["tensor"], torch.ones(3))
+
+    def test_what_looks_at_its_tensors_is_not(self, path: Path) -> None:
+        for obj in (Sum(torch.arange(3)), torch.eye(3).to_sparse()):
+            torch.save(obj, path)
+            assert not is_plain(path, contents(path))
 
 
 class TestKeys:
@@ -350,6 +428,50 @@ def test_a_file_that_is_replaced_while_it_is_read(path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(loading, "read", replaced)
     assert_same(deepnvme.load(path), [torch.ones(3), torch.ones(300_000), torch.ones(5)])
+
+
+def test_a_file_that_is_removed_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepnvme.save([torch.ones(300_000)], path)
+    read = loading.read
+
+    def removed(*arguments: Any) -> None:
+        read(*arguments)
+        path.unlink()
+
+    monkeypatch.setattr(loading, "read", removed)
+    assert_same(deepnvme.load(path), [torch.ones(300_000)])
+
+
+@pytest.mark.parametrize("keys", [None, ["a"]], ids=str)
+@pytest.mark.parametrize("location", [None, lambda storage, location: storage], ids=["cpu", "a function"])
+def test_where_mappings_cannot_be_found_memory_is_its_own_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, keys: Any, location: Any
+) -> None:
+    obj = {"a": torch.arange(300_000), "b": torch.arange(5)}
+    torch.save(obj, path)
+    monkeypatch.setattr(placing, "_mapped_at", lambda address: None)
+    found = deepnvme.load(path, location, keys=keys)
+    overwrite(path)
+    assert_same(found, {key: obj[key] for key in keys or obj})
+
+
+def test_files_of_one_inode_on_two_devices_are_told_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save([torch.ones(3)], path)
+    mapped_at = placing._mapped_at
+    with placing.placing(path, lambda offset: True) as now:
+        (tensor,) = torch.load(path, mmap=True, map_location=lambda storage, location: storage)
+        assert now.offset_of(tensor.untyped_storage()) == place_of(path, "/data/0")
+    with placing.placing(path, lambda offset: True) as now:
+        monkeypatch.setattr(placing, "_mapped_at", lambda address: mapped_at(address)._replace(file=(b"ff:ff", now._file[1])))
+        assert now.offset_of(tensor.untyped_storage()) is None
+
+
+def test_whatever_the_default_device(path: Path) -> None:
+    obj = [*OBJECTS["large among small"](), torch.empty(0)]
+    with torch.device("meta"):
+        deepnvme.save(obj, path, checksum=True)
+        found = deepnvme.load(path, checksum=True)
+    assert_same(found, obj)
 
 
 def test_threads_that_load_different_files(drive: Path) -> None:

@@ -18,15 +18,15 @@ from ..interpreters import Interpreters
 from .objects import OBJECTS
 
 
-def torchs(obj: Any) -> bytes:
+def torchs(obj: Any, pickle_module: Any = pickle) -> bytes:
     saved = io.BytesIO()
-    torch.save(obj, saved)
+    torch.save(obj, saved, pickle_module)
     with zipfile.ZipFile(saved) as opened:
         return opened.read(next(name for name in opened.namelist() if name.endswith("/data.pkl")))
 
 
-def ours(obj: Any) -> bytes:
-    return pickled(obj, pickle, 2).stream
+def ours(obj: Any, pickle_module: Any = pickle) -> bytes:
+    return pickled(obj, pickle_module, 2).stream
 
 
 class TestWhatCannotBeSaved:
@@ -76,6 +76,25 @@ def test_empty_storages_are_told_apart() -> None:
 def test_the_stream_of_a_module_is_torchs() -> None:
     obj = OBJECTS["a module"]()
     assert ours(obj) == torchs(obj)
+
+
+@pytest.mark.parametrize("obj", [torch.nn.ReLU().state_dict(), {"a": torch.nn.Identity().state_dict()}], ids=["it", "in a dict"])
+def test_an_empty_state_dict_keeps_its_metadata(obj: Any) -> None:
+    assert ours(obj) == torchs(obj)
+
+
+def test_a_pickler_that_reduces_objects_its_own_way_is_asked() -> None:
+    def local() -> None: ...
+
+    class Module:
+        Unpickler, load = pickle.Unpickler, pickle.load
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                return (str, ("a function",)) if obj is local else NotImplemented
+
+    obj = [local, torch.ones(3), {"hooks": local}]
+    assert ours(obj, Module) == torchs(obj, Module)
 
 
 def test_the_collector_is_left_as_it_was() -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deepnvme.safetensors
 from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong
 from deepnvme.safetensors import load_file, save_file, save_sharded
@@ -215,6 +216,21 @@ class TestTheSameAsSafetensors:
     def test_plain_torch_loads_it(self, drive: Path) -> None:
         save_file({"a": torch.ones(3)}, drive / "file.safetensors")
         assert torch.equal(safetensors.load_file(drive / "file.safetensors")["a"], torch.ones(3))
+
+
+def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.zeros(300_000), "b": torch.zeros(5)}, drive / "file")
+    read = deepnvme.safetensors.read
+    calls = []
+
+    def replaced(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            save_file({"b": torch.ones(300_000), "long name": torch.ones(5)}, drive / "file")
+        read(*arguments)
+
+    monkeypatch.setattr(deepnvme.safetensors, "read", replaced)
+    assert same(load_file(drive / "file"), {"b": torch.ones(300_000), "long name": torch.ones(5)})
 
 
 class TestShards:

@@ -17,6 +17,7 @@ from deepnvme.checkpoint import verify
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.swap.buffers import BufferPool
 
+from ..interpreters import Interpreters
 from .objects import OBJECTS
 from .test_loading import flip, place_of
 
@@ -128,6 +129,17 @@ class TestCommand:
         done = subprocess.run([sys.executable, "-W", "error", "-m", *module, path], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert "ok" in done.stdout
+
+    @pytest.mark.parametrize("first", ["deepnvme.checkpoint", "deepnvme.checkpoint.verify"])
+    def test_the_function_stays_one_when_the_module_is_imported(self, path: Path, interpreters: Interpreters, first: str) -> None:
+        program = (
+            f"import {first}, deepnvme.checkpoint.verify, importlib\n"
+            "from deepnvme.checkpoint import verify\n"
+            "assert importlib.import_module('deepnvme.checkpoint.verify') is verify\n"
+            f"assert deepnvme.checkpoint.verify({str(path)!r}).ok and verify({str(path)!r}).ok"
+        )
+        ended = interpreters.run(program)
+        assert (ended.returncode, ended.stderr) == (0, "")
 
     @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nothing"], 2), (["verify"], 2)])
     def test_other_words(self, words: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
