@@ -41,11 +41,11 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
 
 
 def give_pages(address: int, nbytes: int) -> None:
-    """Have the kernel find and clear the pages of new memory now, in this thread. Blocks, the GIL released. Memory that has its pages
-    stays as it is; kernels before 5.14 give them when they are touched.
+    """Have the kernel find and clear the pages of new memory now, in this thread. Blocks, the GIL released. Memory that has its
+    pages stays as it is; kernels before 5.14 give them when they are touched.
 
-    A direct read into memory without pages waits for them block by block, and clears huge ones more than once: 2 GB took 4 times as
-    long, and 6 times the processor's time.
+    A direct read into memory without pages waits for them block by block, and clears huge ones more than once: 2 GB took 4 times
+    as long, and 6 times the processor's time.
     """
     begin = address // _PAGE * _PAGE
     _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)

@@ -51,14 +51,13 @@ class Snapshot:
         """Raise OutOfBuffers where the memory for a first chunk is held by this thread, or can never be had: whoever writes would
         wait for it, and this thread perhaps for him."""
         with contextlib.suppress(TimeoutError):  # others hold it, and give it back
-            self._pool.lease(self._size(), timeout=0).release()
+            self._pool.lease(self._size(self._at), timeout=0).release()
 
     def stage(self) -> None:
         """Copy as much as the pool has memory for now, and leave the rest. Blocks for as long as the copying takes."""
         try:
-            while self._at < self.nbytes and not self._stopped:
-                lease = self._pool.try_lease(self._size())
-                if lease is None:
+            for lease in self._leases():
+                if self._stopped:
                     break
                 self._chunks.put(self._copied(lease))
         except BaseException:
@@ -109,10 +108,20 @@ class Snapshot:
         while (chunk := self._next()) is not None:
             yield chunk
         while self._at < self.nbytes and not self._cancelled:
-            yield self._copied(self._pool.lease(self._size()))
+            yield self._copied(self._pool.lease(self._size(self._at)))
 
-    def _size(self) -> int:
-        return min(self._chunk, self.nbytes - self._at)
+    def _leases(self) -> list[Lease]:
+        """For all, or what the pool has for now. Before the first is copied to, so that they are as many each time: memory that was
+        written meanwhile would serve again, now more and now less of it, and save after save would have some pinned."""
+        leases: list[Lease] = []
+        at = self._at
+        while at < self.nbytes and (lease := self._pool.try_lease(self._size(at))) is not None:
+            leases.append(lease)
+            at += lease.nbytes
+        return leases
+
+    def _size(self, at: int) -> int:
+        return min(self._chunk, self.nbytes - at)
 
     def _copied(self, lease: Lease) -> _Chunk:
         assert self._image is not None
