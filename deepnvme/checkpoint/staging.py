@@ -111,8 +111,8 @@ class Snapshot:
             yield self._copied(self._pool.lease(self._size(self._at)))
 
     def _leases(self) -> list[Lease]:
-        """For all, or what the pool has for now. Before the first is copied to, so that they are as many each time: memory that was
-        written meanwhile would serve again, now more and now less of it, and save after save would have some pinned."""
+        """For all, or what the pool has for now. Before the first is copied to, so that they are as many each time: memory that
+        was written meanwhile would serve again, now more and now less of it, and save after save would have some pinned."""
         leases: list[Lease] = []
         at = self._at
         while at < self.nbytes and (lease := self._pool.try_lease(self._size(at))) is not None:
