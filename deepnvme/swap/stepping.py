@@ -55,7 +55,7 @@ class Stepping:
         self.offloaded = OffloadedGradients(self._traffic, pool) if offload_gradients else None
         self._gradients = StepGradients(pool, self.offloaded)
         self._residents = Residents(self._traffic, self._blocks, pool)
-        self.states = States(self._pieces, store, self._blocks, self._residents)
+        self.states = States(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._sweep = Sweep(self._traffic, self._blocks, self._gradients, pool, RING)
         self.reports = Reports(self._traffic, verbose)
         self._arrivals = Arrivals(self._pieces)
