@@ -63,7 +63,10 @@ class OffloadedGradients:
         if gradient is None:  # another hook has taken it
             return
         if self._scale is not None:
-            raise RuntimeError("the gradients kept so far were clipped: step() before the next backward, or clip after it")
+            raise RuntimeError(
+                "the gradients kept so far were clipped, and others have come: call zero_grad() and run backward again, and clip"
+                " after the last backward of a step"
+            )
         if len(pieces) > 1 and gradient.layout is torch.strided and not local_of(gradient).is_contiguous():
             # Its pieces are then parts of it, and not of a copy that would be another one each time.
             gradient = param.grad = distributed_like(gradient, local_of(gradient).contiguous())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,11 @@ Pieces = Mapping["torch.Tensor", Sequence[tuple[SubGroup, int]]]
 
 
 class Hooks:
-    """Calls ``arrived`` with each parameter whose gradient is there; one at a time, though each device has a thread of its own
-    in backward."""
+    """Calls ``arrived``, a method, with each parameter whose gradient is there, for as long as its object lives; one at a time,
+    though each device has a thread of its own in backward."""
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        self._arrived = arrived
+        self._arrived = weakref.WeakMethod(arrived)  # parameters, which have the hooks, outlive optimizers
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
 
@@ -39,8 +40,10 @@ class Hooks:
         self._handles.clear()
 
     def _call(self, param: torch.Tensor) -> None:
-        with self._lock:
-            self._arrived(param)
+        arrived = self._arrived()
+        if arrived is not None:
+            with self._lock:
+                arrived(param)
 
 
 class Arrivals:

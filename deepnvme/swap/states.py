@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ class States(MutableMapping[Any, Any]):
         store: TensorStore,
         blocks: Blocks,
         residents: Residents,
+        check: Callable[[], None],
     ) -> None:
+        """``check``: raises where there are none to be had."""
+        self._check = check
         self._pieces, self._store, self._blocks, self._residents = pieces, store, blocks, residents
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         pieces = self._pieces[param]
         if not self._has(param):
             raise KeyError(param)
+        self._check()
         local = local_of(param)
         found: dict[str, Any] = {
             key: distributed_like(param, value) if isinstance(value, torch.Tensor) and value.shape == local.shape else value

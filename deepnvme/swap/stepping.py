@@ -55,7 +55,7 @@ class Stepping:
         self.offloaded = OffloadedGradients(self._traffic, pool) if offload_gradients else None
         self._gradients = StepGradients(pool, self.offloaded)
         self._residents = Residents(self._traffic, self._blocks, pool)
-        self.states = States(self._pieces, store, self._blocks, self._residents)
+        self.states = States(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._sweep = Sweep(self._traffic, self._blocks, self._gradients, pool, RING)
         self.reports = Reports(self._traffic, verbose)
         self._arrivals = Arrivals(self._pieces)
@@ -112,8 +112,10 @@ class Stepping:
         self, offloaded: OffloadedGradients, params: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """All gradients, those on the drive and those that are not there yet. Of all ranks, or of none."""
+        self.standing.check_open()
         vote = Vote(self._ranks)
         try:
+            self.standing.check_usable()
             self._offload_the_rest()
             offloaded.flush()
             norms = offloaded.norms(params, norm_type)
@@ -209,6 +211,7 @@ class Stepping:
 
     def _commit(self, stepped: Sequence[SubGroup]) -> None:
         self._sweep.commit()
+        self.steps += 1  # from here on nothing can be undone
         for sub_group in (*self._arrivals.stepped, *stepped):
             sub_group.pull(self._optimizer.param_groups)
         self._arrivals.commit()
@@ -219,7 +222,6 @@ class Stepping:
         self._changes.remember()
         self._blocks.tidy()
         self._places.choose(self.sub_groups)
-        self.steps += 1
 
     def _take_back(self) -> None:
         """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""

@@ -94,6 +94,23 @@ def gradient_of(param: torch.nn.Parameter, step: int) -> torch.Tensor:
     return gradient
 
 
+def test_a_backward_after_clipping_is_refused_with_what_helps(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 5)
+        optimizer.clip_grad_norm_(0.1)
+        for use in (lambda: backward(params, 6), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"were clipped, and others have come: call zero_grad\(\)"):
+                use()
+        optimizer.zero_grad()
+        backward(plain, 0)
+        backward(params, 0)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
 def test_zero_grad_drops_them(drive: Path) -> None:
     plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     reference = torch.optim.AdamW(plain, **ADAM)

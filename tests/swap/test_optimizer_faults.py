@@ -25,6 +25,7 @@ from deepnvme.swap import BufferPool, OutOfBuffers, stepping
 from deepnvme.swap.owner import StoreLocked
 from deepnvme.swap.ranks import Ranks
 from deepnvme.swap.store import CorruptTensor
+from deepnvme.swap.sub_group import SubGroup
 
 from ..disks import MIB, Disk, loop_disk
 from ..interpreters import Interpreters
@@ -392,6 +393,35 @@ def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_wa
             with pytest.raises(KeyboardInterrupt):
                 optimizer.clip_grad_norm_(1.0)
         assert met == ["vote True", "norms"]
+
+
+def test_what_fails_when_all_is_done_is_said_to_be_after_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise FloatingPointError("of a group that cannot be compared")
+
+    pair = Pair(drive)
+    with pair.optimizer as optimizer:
+        pair.step(1)
+        pair.give_gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr(SubGroup, "pull", fail)
+            with pytest.raises(FloatingPointError) as caught:
+                optimizer.step()
+        assert "as after step 1" not in "".join(getattr(caught.value, "__notes__", []))
+        assert optimizer.steps == 2
+        pair.reference.step()
+        pair.steps += 1
+        pair.check()
+
+
+def test_clipping_is_refused_where_a_step_is(drive: Path) -> None:
+    pair = Pair(drive, offload_gradients=True)
+    with pair.optimizer as optimizer:
+        optimizer._stepping.standing.broken = "step 1 could not be undone"
+        with pytest.raises(RuntimeError, match="cannot go on: step 1 could not be undone"):
+            optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="this optimizer is closed"):
+        optimizer.clip_grad_norm_(1.0)
 
 
 INTERRUPTED = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,30 @@ def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operatio
             number += 1
             step += 1
         assert number > 2
+
+
+def test_states_between_backward_and_step_are_refused(drive: Path) -> None:
+    params = parameters(shapes=[(4096,), (4096,)])
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        for use in (optimizer.state_dict, lambda: optimizer.state[params[0]]):
+            with pytest.raises(RuntimeError, match="backward has stepped some of the parameters"):
+                use()
+        optimizer.step()
+        assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_an_optimizer_that_is_dropped_goes_though_its_parameters_stay(drive: Path) -> None:
+    params = parameters(shapes=[(4096,), (4096,)])
+    optimizer = optimizer_in(drive, params)
+    backward(params, 0)
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    backward(params, 1)
+    assert all(param.grad is not None for param in params)
 
 
 def test_a_model_whose_backward_fails_midway_can_go_back(drive: Path) -> None:

@@ -46,6 +46,8 @@ def get_sized_buffers(buffer_list: Iterable[torch.Tensor], num_elems_list: Itera
 class _Place:
     """A tensor's part of a buffer, and where in which file that belongs."""
 
+    offset: int
+    """Elements from the buffer's start."""
     swap_tensor: torch.Tensor
     compute_tensor: torch.Tensor
     path: str | None
@@ -63,7 +65,7 @@ class SwapBuffer:
         """Forget what is in it."""
         self.offset = 0
         self.num_elem = 0
-        self._places: dict[int, _Place] = {}
+        self._places: list[_Place] = []
 
     def insert_tensor(
         self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0
@@ -86,8 +88,8 @@ class SwapBuffer:
                 "ask has_space first, or reset it"
             )
         swap_tensor = self.buffer.narrow(0, self.offset, aligned_numel)
-        place = _Place(swap_tensor, swap_tensor.narrow(0, 0, numel), swap_path, file_offset)
-        self._places[self.offset] = place
+        place = _Place(self.offset, swap_tensor, swap_tensor.narrow(0, 0, numel), swap_path, file_offset)
+        self._places.append(place)
         self.offset += aligned_numel
         self.num_elem += numel
         return place.swap_tensor, place.compute_tensor
@@ -98,17 +100,17 @@ class SwapBuffer:
 
     def start_writing(self, aio_handle: Any) -> None:
         """Start writing all that is in it, each tensor to its file. Raises OSError, after which the rest is not under way."""
-        for place in self._places.values():
+        for place in self._places:
             aio_handle.async_pwrite(place.swap_tensor, place.path, place.file_offset)
 
     def get_swap_tensors(self) -> list[torch.Tensor]:
-        return [place.swap_tensor for place in self._places.values()]
+        return [place.swap_tensor for place in self._places]
 
     def get_swap_paths(self) -> list[str | None]:
-        return [place.path for place in self._places.values()]
+        return [place.path for place in self._places]
 
     def get_compute_tensors(self) -> list[torch.Tensor]:
-        return [place.compute_tensor for place in self._places.values()]
+        return [place.compute_tensor for place in self._places]
 
     def get_num_elem(self) -> int:
         """Elements in it, without those that only align."""
@@ -116,13 +118,20 @@ class SwapBuffer:
 
     def get_swap_tensor(self, offset: int) -> torch.Tensor | None:
         """What is to be written of the tensor at ``offset`` elements."""
-        return self._places[offset].swap_tensor if offset in self._places else None
+        place = self._at(offset)
+        return None if place is None else place.swap_tensor
 
     def get_compute_tensor(self, offset: int) -> torch.Tensor | None:
-        return self._places[offset].compute_tensor if offset in self._places else None
+        place = self._at(offset)
+        return None if place is None else place.compute_tensor
 
     def get_swap_path(self, offset: int) -> str | None:
-        return self._places[offset].path if offset in self._places else None
+        place = self._at(offset)
+        return None if place is None else place.path
+
+    def _at(self, offset: int) -> _Place | None:
+        """The last, where those before are of no elements."""
+        return next((place for place in reversed(self._places) if place.offset == offset), None)
 
 
 class SwapBufferPool:

@@ -59,6 +59,16 @@ def test_tensors_of_any_shape_lie_one_after_the_other(handle: Any) -> None:
     assert buffer.has_space(1024)
 
 
+def test_a_tensor_of_no_elements_has_its_place_beside_the_next(handle: Any) -> None:
+    buffer = SwapBuffer(pinned(handle, 1024))
+    buffer.insert_tensor(torch.empty(0), "empty", 0)
+    _, part = buffer.insert_tensor(torch.ones(3), "next", 256)
+    assert buffer.get_swap_paths() == ["empty", "next"]
+    assert [tensor.numel() for tensor in buffer.get_compute_tensors()] == [0, 3]
+    assert buffer.get_swap_path(0) == "next"
+    assert buffer.get_compute_tensor(0) is part
+
+
 def test_a_pool_fills_its_buffers_in_turn_and_moves_all(handle: Any, drive: Path) -> None:
     pool = SwapBufferPool([pinned(handle, 1000), pinned(handle, 300), pinned(handle, 2000)], handle)
     tensors = [torch.full((numel,), float(numel)) for numel in (900, 1500, 200)]
