@@ -115,6 +115,8 @@ def _load(
             if plain:
                 _check_sizes(path, found, now.placed)
                 fill(now.placed)
+                if checksum:
+                    _verify(path, found, now.elsewhere)
             return whole
     del whole  # slices of the mapping
     return by_torch()

@@ -54,6 +54,8 @@ class Placing:
         self._mapping = _NONE
         self._missed = False
         self.placed: list[Placed] = []
+        self.elsewhere: list[Placed] = []
+        """Slices of the mapping that torch is to copy to devices that are neither a CPU nor CUDA."""
         self.filled: dict[int, torch.UntypedStorage] | None = None
         """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
 
@@ -104,6 +106,7 @@ class Placing:
             device = default_restore_location(_empty(0), location).device  # type: ignore[no-untyped-call]
             made = _empty(storage.nbytes(), device)
         else:
+            self.elsewhere.append(Placed(offset, storage))
             return None
         self.placed.append(Placed(offset, made))
         return made

@@ -328,6 +328,13 @@ class TestTheSameAsTorchs:
         assert_same(found, {key: obj[key] for key in keys or obj})
         assert asked == [obj[key].nbytes for key in keys or obj]
 
+    def test_checksums_of_what_goes_to_other_devices_are_verified(self, path: Path) -> None:
+        deepnvme.save([torch.ones(100)], path, checksum=True)
+        deepnvme.load(path, {"cpu": "meta"}, checksum=True)
+        flip(path, place_of(path, "/data/0"))
+        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+            deepnvme.load(path, {"cpu": "meta"}, checksum=True)
+
     def test_checksums_are_verified_before_a_function_is_asked(self, path: Path) -> None:
         deepnvme.save([torch.ones(100)], path, checksum=True)
         flip(path, place_of(path, "/data/0"))
