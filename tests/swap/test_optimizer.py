@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
@@ -350,6 +352,24 @@ def test_param_groups_with_options_of_their_own_and_one_added_midway(drive: Path
         assert_same(offloaded.parameters(), model.parameters())
         assert_same_state(optimizer.state_dict(), plain.state_dict())
         assert optimizer.report().resident_bytes <= 60_000
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_through_distributed_checkpoints(options: dict[str, bool], drive: Path) -> None:
+    model, offloaded = models()
+    with optimizer_in(drive / "one", model.parameters(), torch.optim.AdamW, **ADAM, **options) as optimizer:
+        train(model, optimizer, range(3))
+        states = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"model": model.state_dict(), "states": states}, checkpoint_id=drive / "saved", no_dist=True)
+        with optimizer_in(drive / "two", offloaded.parameters(), torch.optim.AdamW, **ADAM, **options) as other:
+            found = {"model": offloaded.state_dict(), "states": get_optimizer_state_dict(offloaded, other)}
+            dcp.load(found, checkpoint_id=drive / "saved", no_dist=True)
+            offloaded.load_state_dict(found["model"])
+            set_optimizer_state_dict(offloaded, other, found["states"])
+            assert train(offloaded, other, range(3, 6)) == train(model, optimizer, range(3, 6))
+            assert_same(offloaded.parameters(), model.parameters())
+            assert_same_state(other.state_dict(), optimizer.state_dict())
 
 
 def test_a_group_that_cannot_be_added_leaves_all_as_it_was(drive: Path) -> None:
