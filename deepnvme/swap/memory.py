@@ -132,13 +132,6 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     return memory
 
 
-def give_back_heap() -> None:
-    """Have the C library return what was freed. Large tensors leave holes that small ones break up, and are made elsewhere then:
-    measured, the states of 16 M parameters that were made and freed 2 MiB at a time left 115 MiB behind."""
-    if hasattr(_libc, "malloc_trim"):  # glibc
-        _libc.malloc_trim(0)
-
-
 def checksums(tensor: torch.Tensor, lengths: Iterable[int]) -> tuple[int, ...]:
     """The CRC-32 of the first of the parts of a contiguous tensor, of the first two, and so on; the last is the whole's."""
     crc = 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .blocks import Blocks, block_name
+from .heap import give_back_heap
 from .interrupts import held_back
-from .memory import give_back_heap
 from .sub_group import Held, SubGroup
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .block import Layout
 from .blocks import Blocks, block_name, image_name
-from .memory import give_back_heap
+from .heap import give_back_heap
 from .ring import Room, Slot
 from .sub_group import MASTER, Held, SubGroup
 
