@@ -112,7 +112,7 @@ def test_arrays_of_different_lengths_are_refused(counts: tuple[int, int, int]) -
         ([0], "incompatible"),
         (None, "incompatible"),
     ],
-    ids=repr,
+    ids=["signed", "short", "float", "bytes", "two dimensions", "list", "None"],
 )
 @pytest.mark.parametrize("place", range(3))
 def test_what_is_no_array_of_uint64_is_refused(wrong: Any, complaint: str, place: int) -> None:
