@@ -30,6 +30,8 @@ def pytest_configure() -> None:
     # A shell's background jobs ignore Ctrl-C and hand that on, to the programs that tests interrupt as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # below nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -71,9 +71,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
         strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
         elements = _Elements(shard, tensor.dtype, tensor.numel())
-        return _rebuild_tensor_v2, (
-            elements, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, OrderedDict[Any, Any]()
-        )  # fmt: skip
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        return _rebuild_tensor_v2, (elements, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks)
 
     asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
     """As cloudpickle has one, for functions and classes that it pickles by value."""

@@ -119,7 +119,7 @@ def test_clipped_gradients_take_no_more(params: list[torch.nn.Parameter], offloa
     optimizer = offloaded(offload_gradients=True)
     backward(params)
     optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="clip after it"):
+    with pytest.raises(RuntimeError, match="clip after the last backward"):
         backward(params)
 
 
