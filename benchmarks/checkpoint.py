@@ -94,6 +94,14 @@ def warm_up(directory: Path, progress: Progress) -> None:
             library(name).load(path, tiny)
 
 
+def times_as_fast_verdicts(verb: str, turns: Turns[str, Counts], rows: Sequence[tuple[str, str, float]]) -> list[Verdict]:
+    """One for each (ours, theirs, at least)."""
+    return [
+        judge(turns, f"{verb}, times as fast: {ours} / {theirs}", (ours, theirs), times_as_fast, "at least", bound)
+        for ours, theirs, bound in rows
+    ]
+
+
 def saving(name: str, state: State, directory: Path) -> Callable[[], Counts]:
     """A contender that writes a new file."""
     path = directory / f"{name}.checkpoint"
@@ -114,15 +122,14 @@ def compare_saving(
 ) -> None:
     contenders = {name: saving(name, state, directory) for name in SAVING}
     turns = measurements.turns["save"] = take_turns("save", contenders, settings.rounds, progress)
-    for ours, theirs, bound in (
+    rows = (
         ("deepnvme", "torch", 4.0),
         ("deepnvme", "safetensors", 2.0),
         ("deepnvme", "DCP", 1.8),
         ("deepnvme", "raw", 0.92),
         ("deepnvme DCP", "DCP", 1.8),
-    ):
-        what = f"save, times as fast: {ours} / {theirs}"
-        measurements.verdicts.append(judge(turns, what, (ours, theirs), times_as_fast, "at least", bound))
+    )
+    measurements.verdicts += times_as_fast_verdicts("save", turns, rows)
 
 
 def loading(name: str, state: State, directory: Path) -> Callable[[], Counts]:
@@ -150,15 +157,14 @@ def compare_loading(
 ) -> None:
     contenders = {name: loading(name, state, directory) for name in LOADING}
     turns = measurements.turns["load"] = take_turns("load", contenders, settings.rounds, progress)
-    for ours, theirs, bound in (
+    rows = (
         ("deepnvme", "torch", 2.2),
         ("deepnvme", "Run:ai", 1.3),
         ("deepnvme", "safetensors", 2.6),
         ("deepnvme", "raw", 0.92),
         ("deepnvme DCP", "DCP", 1.8),
-    ):
-        what = f"load, times as fast: {ours} / {theirs}"
-        measurements.verdicts.append(judge(turns, what, (ours, theirs), times_as_fast, "at least", bound))
+    )
+    measurements.verdicts += times_as_fast_verdicts("load", turns, rows)
 
 
 def compare_background(

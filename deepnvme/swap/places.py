@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from .block import PAGE
 from .buffers import BufferPool, OutOfBuffers
+from .extents import padded
 from .gradients import OPEN
 from .plan import Plan
 from .sub_group import SubGroup
@@ -82,4 +83,4 @@ class Places:
 
 def _parameter_bytes(sub_group: SubGroup) -> int:
     """Of its parameters, or gradients, each on pages of its own."""
-    return sum(-(-piece.numel * piece.param.element_size() // PAGE) * PAGE for piece in sub_group.pieces)
+    return sum(padded(piece.numel * piece.param.element_size(), PAGE) for piece in sub_group.pieces)

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from .block import PAGE
+from .extents import padded
 from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
 from .sub_groups import Piece, local_of, partition
 
@@ -62,7 +63,7 @@ class Plan:
         for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
             tensors = self._states_an_element[piece.group] + master
             nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
-        return -(-nbytes // PAGE) * PAGE
+        return padded(nbytes, PAGE)
 
     def _check(self, param: torch.Tensor) -> None:
         if param.device.type == "cpu":

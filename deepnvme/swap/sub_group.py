@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .block import Layout, Section, lay_out
+from .block import CACHE_LINE, Layout, Section, lay_out
+from .extents import padded
 
 if TYPE_CHECKING:
     import torch
@@ -276,7 +277,7 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def padded_gradient(piece: Piece) -> int:
     """Bytes of its float32 gradient, beside others: whole cache lines."""
-    return -(-4 * piece.numel // 64) * 64
+    return padded(4 * piece.numel, CACHE_LINE)
 
 
 def _fits(layout: Layout, held: Held) -> bool:
