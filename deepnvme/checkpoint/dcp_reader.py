@@ -9,10 +9,11 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -24,6 +25,7 @@ from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
+from .one_version import Version, of_one_version, unless_replaced, version_of
 from .reading import in_chunks, scatter
 from .tensor_archive import HEAD, Elements, KnownArchives
 
@@ -68,11 +70,36 @@ class NVMeReader(FileSystemReader):
 
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
-    UnpicklingError for what torch.load refuses; ValueError for a part that a saved tensor does not have. ``dcp.load`` wraps
-    them in a CheckpointException.
+    UnpicklingError for what torch.load refuses; ValueError for a part that a saved tensor does not have; OSError (ESTALE) where
+    another checkpoint was saved over this one meanwhile: some tensors may have its values then. ``dcp.load`` wraps them in a
+    CheckpointException.
     """
 
+    _metadata_read: tuple[Path, Version] | None = None
+    """What was read of the checkpoint's metadata, and which version."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 gives a rank's own, and looks for "kwargs"
+        rank = kwargs.get("rank")
+        file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+
+        def read() -> tuple[Version, Metadata]:
+            return version_of(file), super(NVMeReader, self).read_metadata(*args, **kwargs)
+
+        version, metadata = of_one_version(file, read)
+        self._metadata_read = file, version
+        return metadata
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # The files of NVMeWriter are never written to again, but those of torch's are.
+        versions: dict[str | os.PathLike[str], Version] = dict([self._metadata_read] if self._metadata_read else [])
+        for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
+            with contextlib.suppress(FileNotFoundError):  # told by whoever opens it
+                versions[Path(self.path) / name] = version_of(Path(self.path) / name)
+        with unless_replaced(versions, "the checkpoint"):
+            self._read_items(plan, planner)
+        return done()
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[ReadItem]] = {}
         others = []
         for request in plan.items:
@@ -93,7 +120,6 @@ class NVMeReader(FileSystemReader):
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
             except pickle.UnpicklingError as error:  # damaged as well, or refused
                 raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
-        return done()
 
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Serve those of one file. Returns those that are for torch."""

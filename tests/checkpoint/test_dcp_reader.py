@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import re
@@ -27,7 +28,10 @@ from .distributed_states import assert_equal, blank, state
 
 Writer = Callable[..., FileSystemWriter]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
 both_writers = pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])
 
 
@@ -42,6 +46,12 @@ def load(found: dict[str, Any], directory: Path) -> None:
 def why(error: CheckpointException) -> BaseException:
     (failure,) = error.failures.values()
     return failure[0]
+
+
+def overwrite(file: Path) -> None:
+    """In place."""
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
 
 
 def place_of(directory: Path, name: str) -> Any:
@@ -113,6 +123,71 @@ def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
             reader.read_data(plan_of([request("a", offsets, lengths, dims=2)]), Into([torch.zeros(lengths)]))
     with pytest.raises(ValueError, match=r"'a'.*are for a tensor of \[2\]"):
         reader.read_data(plan_of([request("a", (0, 0), (1, 1))]), Into([torch.zeros(2)]))
+
+
+class Replaced(NVMeReader):
+    """Another checkpoint is saved over the one that is read, by ``saves``: as a plan is made, or when all of it has been read."""
+
+    def __init__(self, path: Path, saves: Callable[[], None], late: bool) -> None:
+        super().__init__(path)
+        self.saves = saves
+        self.late = late
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        if not self.late:
+            self.saves()
+        return super().prepare_global_plan(plans)
+
+    def _read_items(self, plan: LoadPlan, planner: Any) -> None:
+        super()._read_items(plan, planner)
+        if self.late:
+            self.saves()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@both_writers
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(drive: Path, writer: Writer, late: bool) -> None:
+    save(state(1), writer(drive))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(), storage_reader=Replaced(drive, lambda: save(state(2), writer(drive)), late), no_dist=True)
+    error = why(caught.value)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ESTALE
+    assert error.filename == str(drive / ".metadata")
+    assert "load it again" in str(error)
+    found = blank()
+    load(found, drive)
+    assert_equal(found, state(2))
+
+
+def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -> None:
+    """As torch's writer does before there are new metadata."""
+    save(state(1), FileSystemWriter(drive))
+    file = drive / "__0_0.distcp"
+    reader = Replaced(drive, lambda: overwrite(file), late=True)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(), storage_reader=reader, no_dist=True)
+    error = why(caught.value)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (errno.ESTALE, str(file))
+
+
+def test_metadata_that_are_replaced_while_they_are_read_are_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"a": torch.zeros(3)}, NVMeWriter(drive))
+    read, calls = FileSystemReader.read_metadata, []
+
+    def replaced(reader: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        found = read(reader, *args, **kwargs)
+        if len(calls) == 1:
+            save({"a": torch.ones(3)}, NVMeWriter(drive))
+        return found
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", replaced)
+    found = {"a": torch.zeros(3)}
+    load(found, drive)
+    assert torch.equal(found["a"], torch.ones(3))
+    assert len(calls) == 2
 
 
 def test_whatever_the_default_device(drive: Path) -> None:
