@@ -205,7 +205,7 @@ class OffloadedGradients:
         import torch
 
         found = [norm for norm in norms if norm is not None]
-        total = torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.tensor(0.0, device="cpu")
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._scale = scale if self._scale is None else self._scale * scale
         return total

@@ -81,7 +81,8 @@ def over_ranks(
     largest = math.isinf(norm_type)
     for (device, groups), members in together.items():
         here = (norms[index] for index in members)
-        powers = torch.stack([torch.zeros((), dtype=torch.float64) if norm is None else norm.double() for norm in here])
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
+        powers = torch.stack([zero if norm is None else norm.double() for norm in here])
         powers = (powers if largest else powers**norm_type).to(device)  # where its ranks can meet
         for group in groups:
             dist.all_reduce(powers, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)

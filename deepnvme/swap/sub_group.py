@@ -190,7 +190,8 @@ class SubGroup:
         first = self._optimizer is None
         if first:
             self._stand_ins = [
-                torch.nn.Parameter(torch.empty(0), requires_grad=piece.param.is_floating_point()) for piece in self.pieces
+                torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=piece.param.is_floating_point())
+                for piece in self.pieces
             ]
         for index, (piece, stand_in) in enumerate(zip(self.pieces, self._stand_ins, strict=True)):
             work = piece.of(piece.param)
@@ -257,7 +258,7 @@ class SubGroup:
 
         for stand_in in self._stand_ins:
             stand_in.grad = None
-            stand_in.data = torch.empty(0)
+            stand_in.data = torch.empty(0, device="cpu")
         if self._optimizer is not None:
             self._optimizer.state.clear()
 

@@ -172,7 +172,7 @@ def _span(first: torch.Tensor, nbytes: int) -> torch.Tensor:
 
     storage = first.untyped_storage()
     start = first.data_ptr() - storage.data_ptr()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + nbytes]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[start : start + nbytes]
 
 
 def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int]) -> None:

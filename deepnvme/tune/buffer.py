@@ -65,7 +65,7 @@ def locked(handle: Any, nbytes: int) -> torch.Tensor:
     """``nbytes`` random bytes in the handle's page-locked memory."""
     import torch
 
-    tensor: torch.Tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+    tensor: torch.Tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
     return random_bytes(tensor)
 
 
@@ -84,7 +84,7 @@ def _host(nbytes: int, handle: Any, by_accelerator: bool) -> tuple[torch.Tensor,
 
     if not by_accelerator:
         return locked(handle, nbytes), "locked memory"
-    tensor = random_bytes(torch.empty(nbytes, dtype=torch.uint8))
+    tensor = random_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     if torch.cuda.is_available():
         return tensor.pin_memory(), "memory pinned by PyTorch"
     # As DeepSpeed's CPU accelerator has it: nothing is pinned where there is no device to pin for.

@@ -90,6 +90,26 @@ def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precisio
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_whatever_the_default_device(offload_gradients: bool, drive: Path) -> None:
+    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    options = {"lr": 1e-2, "momentum": 0.9}
+    reference = in_memory(plain, torch.optim.SGD, masters=True, **options)
+    with torch.device("meta"):
+        optimizer = optimizer_in(
+            drive, params, torch.optim.SGD, master_weights=True, offload_gradients=offload_gradients, **options
+        )
+    with optimizer:
+        for step in range(3):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            with torch.device("meta"):
+                optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["Adam", "fused AdamW", "Adadelta", "Adagrad", "NAdam", "Rprop", "fused SGD"])
 def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: int, drive: Path) -> None:

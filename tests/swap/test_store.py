@@ -245,6 +245,19 @@ def test_neighbours_in_memory_are_one_request(store, engine):
     assert torch.equal(store.get("the rest").result(), whole[8 * MIB : 8 * MIB + 100])
 
 
+def test_whatever_the_default_device(store, striped):
+    neighbours = numbered(2 * MIB).view(4, -1)
+    tensors = {"one": numbered(100), "large": numbered(3 * MIB), "empty": numbered(0)}
+    tensors |= {f"row {index}": row for index, row in enumerate(neighbours)} | {str(size): numbered(size) for size in range(10)}
+    for each in (store, striped):
+        with torch.device("meta"):
+            each.put_many(tensors).result()
+            each.put("alone", tensors["large"]).result()
+            found = each.get_many(tensors).result() | {"alone": each.get("alone").result()}
+        for name, tensor in {**tensors, "alone": tensors["large"]}.items():
+            assert torch.equal(found[name], tensor)
+
+
 @pytest.mark.parametrize("budget", [0, 100_000, 5 * MIB])
 def test_many_go_out_within_any_budget(drive, engine, budget):
     pool = BufferPool(budget)

@@ -43,7 +43,7 @@ def read_partitions(
                 free = list(buffers)
                 fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
             if fits is None:
-                staging = torch.empty(numel, dtype=tensor.dtype)
+                staging = torch.empty(numel, dtype=tensor.dtype, device="cpu")
             else:
                 staging, free[fits] = free[fits][:numel], free[fits][numel:]
             reading.append((engine.read(staging, path), staging, part))

@@ -81,7 +81,7 @@ class OptimizerStates:
                 state[name] = saved.kept[name]
             elif name in saved.swapped and name not in info.states:
                 shape, stride, dtype = saved.swapped[name]
-                state[name] = torch.empty(0, dtype=dtype)
+                state[name] = torch.empty(0, dtype=dtype, device="cpu")
                 info.states[name] = info.stored_state(name, state[name], shape, stride)
         for name in [name for name in info.states if name not in saved.swapped]:
             self._cache.discard(info.states.pop(name).tile)

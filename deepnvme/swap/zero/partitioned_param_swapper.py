@@ -81,7 +81,7 @@ class AsyncPartitionedParameterSwapper:
         self.swap_out_params: list[Any] = []
         self.partitioned_swap_buffer: torch.Tensor | None = None
         self.partitioned_swap_pool: SwapBufferPool | None = None
-        self.invalid_buffer = torch.tensor(1).half()
+        self.invalid_buffer = torch.tensor(1, device="cpu").half()
         self._leases: dict[Any, Lease] = {}  # by parameter, beyond the buffers
         describe(self, exclude=("aio_read_handle", "aio_write_handle", "buffers"))
 
@@ -230,7 +230,7 @@ class AsyncPartitionedParameterSwapper:
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Pin room to convert a sub-group's partitions in, of so many elements each."""
         total = sum(round_up(int(numel), self.numel_alignment) for numel in partition_num_elems)
-        example = torch.empty(0, dtype=self.dtype)
+        example = torch.empty(0, dtype=self.dtype, device="cpu")
         self.partitioned_swap_buffer = self.aio_write_handle.new_cpu_locked_tensor(total, example).zero_()
         self.partitioned_swap_pool = SwapBufferPool([self.partitioned_swap_buffer], aio_handle=self.aio_write_handle)
 
@@ -284,7 +284,8 @@ class AsyncPartitionedParameterSwapper:
 
     def _pinned(self, numel: int) -> torch.Tensor:
         if not self.use_gds:
-            pinned: torch.Tensor = self.aio_read_handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=self.dtype))
+            example = torch.empty(0, dtype=self.dtype, device="cpu")
+            pinned: torch.Tensor = self.aio_read_handle.new_cpu_locked_tensor(numel, example)
             return pinned
         buffers = torch.empty(numel, dtype=self.dtype, device="cuda", requires_grad=False)
         self.aio_read_handle.pin_device_tensor(buffers)

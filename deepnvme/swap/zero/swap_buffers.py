@@ -218,7 +218,7 @@ class SwapBufferManager:
         self.count = count
         self.dtype = dtype
         self.aio_handle = aio_handle
-        example = torch.zeros(1, dtype=dtype)
+        example = torch.zeros(1, dtype=dtype, device="cpu")
         self.all_buffers = [aio_handle.new_cpu_locked_tensor(num_elems, example).zero_() for _ in range(count)]
         self.gigabytes = num_elems * count * example.element_size() / (1 << 30)
         self._free = list(self.all_buffers)

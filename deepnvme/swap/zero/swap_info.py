@@ -35,7 +35,7 @@ class SwappedTensor:
         return self.tile.lease is not None and self.tensor.is_set_to(self.memory())
 
     def detach(self) -> None:
-        self.tensor.data = torch.empty(0, dtype=self.tensor.dtype)
+        self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device="cpu")
 
 
 class OptimizerStateSwapInfo:
