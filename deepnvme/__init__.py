@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ._lazy import from_modules
 from .config import AioConfig
 from .engine import Engine, File, Future, Stats
 from .version import __version__
@@ -42,8 +42,4 @@ _WITH_TORCH = {
 }
 """What imports torch, which the others do without, and where it is."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+__getattr__ = from_modules(__name__, _WITH_TORCH)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme._facts import Fact, human_size
+from deepnvme._page import PAGE
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
 
@@ -27,7 +28,6 @@ _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_SIZE = 256
 _STATX_DIO_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
 _AT_EMPTY_PATH = 0x1000
-_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,15 @@ def _full(error: OSError, directory: Path) -> DirectIO:
 
 def _transfer(descriptor: int, directory: Path) -> DirectIO:
     with _pages(2) as memory:
-        memory[:_PAGE] = os.urandom(_PAGE)
+        memory[:PAGE] = os.urandom(PAGE)
         try:
-            with memoryview(memory) as view, view[:_PAGE] as first, view[_PAGE:] as second:
+            with memoryview(memory) as view, view[:PAGE] as first, view[PAGE:] as second:
                 written = os.pwrite(descriptor, first, 0)
                 got = os.preadv(descriptor, [second], 0)
         except OSError as error:
             return _refused("at the first transfer", error, directory)
-        if written != _PAGE or got != _PAGE or memory[:_PAGE] != memory[_PAGE:]:
-            problem = f"direct I/O moved {written} and {got} bytes of {_PAGE}, or other ones: do not use this filesystem"
+        if written != PAGE or got != PAGE or memory[:PAGE] != memory[PAGE:]:
+            problem = f"direct I/O moved {written} and {got} bytes of {PAGE}, or other ones: do not use this filesystem"
             return DirectIO(False, "does not work", problem)
         limits = _statx_alignment(descriptor)
         if limits is not None:
@@ -189,18 +189,18 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
     def accepted(start: int, offset: int) -> bool:
         with memory[start : start + offset] as part:
             try:
-                return os.preadv(descriptor, [part], offset % _PAGE) > 0
+                return os.preadv(descriptor, [part], offset % PAGE) > 0
             except OSError:
                 return False
 
-    offset = next((size for size in (512, 1024, 2048) if accepted(0, size)), _PAGE)
-    return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), _PAGE), offset
+    offset = next((size for size in (512, 1024, 2048) if accepted(0, size)), PAGE)
+    return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), PAGE), offset
 
 
 @contextlib.contextmanager
 def _pages(count: int) -> Iterator[mmap.mmap]:
     """Page-aligned memory, which bytes objects are not."""
-    with mmap.mmap(-1, count * _PAGE) as memory:
+    with mmap.mmap(-1, count * PAGE) as memory:
         yield memory
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deepnvme._lazy import from_modules
 
 from .background import SaveFuture, async_save
 from .contents import CorruptCheckpoint
@@ -42,8 +43,4 @@ _WITH_DISTRIBUTED = {
 }
 """What imports torch.distributed.checkpoint, half a second that the others do without, and where it is."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WITH_DISTRIBUTED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WITH_DISTRIBUTED[name]}", __name__), name)
+__getattr__ = from_modules(__name__, _WITH_DISTRIBUTED)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from deepnvme._page import PAGE as PAGE
 from deepnvme._tensor_memory import copy_many
 
-PAGE = 4096
 DIRECT_FROM = 512 << 10
 """Bytes in one place that are worth a request of their own; fewer are copied together with their neighbours."""
 CHUNK = 4 << 20

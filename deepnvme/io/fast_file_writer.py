@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepnvme._page import PAGE
 from deepnvme._tensor_memory import memory_of
 
 from .base_file_writer import BaseFileWriter
@@ -28,8 +29,7 @@ from .constants import (
 if TYPE_CHECKING:
     import torch
 
-_PAGE = 4096
-SMALLEST_TENSOR = 2 * _PAGE
+SMALLEST_TENSOR = 2 * PAGE
 """Bytes of a ``pinned_tensor`` that is used in halves."""
 _COUNTED = (
     AIO_WRITE_SEC_KEY,
@@ -80,10 +80,10 @@ class FastFileWriter(BaseFileWriter):
         self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1
-        self._size = tensor.nbytes // halves // _PAGE * _PAGE  # whole pages go past the page cache
+        self._size = tensor.nbytes // halves // PAGE * PAGE  # whole pages go past the page cache
         if tensor.element_size() != 1 or not tensor.is_contiguous() or self._size == 0:
             raise ValueError(
-                f"pinned_tensor must be contiguous bytes, at least {halves * _PAGE} of them, "
+                f"pinned_tensor must be contiguous bytes, at least {halves * PAGE} of them, "
                 f"got {tensor.nbytes} bytes of {tensor.dtype}"
             )
         if not 0 <= config.writer_rank < config.num_parallel_writers:
@@ -185,7 +185,7 @@ class FastFileWriter(BaseFileWriter):
 
     def _room(self) -> int:
         """Bytes until the half ends: on a page of the file, so that the next one begins on one."""
-        return self._size - self._begin % _PAGE - self._filled
+        return self._size - self._begin % PAGE - self._filled
 
     def _fill_from(self, piece: memoryview) -> None:
         began = time.perf_counter()
@@ -229,7 +229,7 @@ class FastFileWriter(BaseFileWriter):
         if self._filled > self._flushed:
             self._start()
         self._wait()
-        kept = min((self._begin + self._filled) % _PAGE, self._filled)
+        kept = min((self._begin + self._filled) % PAGE, self._filled)
         done = self._filled - kept
         if done:
             half = self._halves[0]
@@ -244,7 +244,7 @@ class FastFileWriter(BaseFileWriter):
         self._handle.async_pwrite(self._halves[0][: self._filled], self._descriptor, self._begin)
         self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
         new = self._filled - self._flushed
-        slow = min((self._begin + self._filled) % _PAGE, new)
+        slow = min((self._begin + self._filled) % PAGE, new)
         self._incr_stats(AIO_WRITE_BYTES_KEY, new - slow)
         self._incr_stats(SLOW_WRITE_BYTES_KEY, slow)
 

@@ -6,12 +6,13 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deepnvme._page import PAGE
+
 from .extents import padded
 
 if TYPE_CHECKING:
     import torch
 
-PAGE = 4096
 CACHE_LINE = 64
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepnvme._available_memory import available_memory
+from deepnvme._page import PAGE
 
 from .chunks import Chunk, Chunks, nobody
 from .extents import padded
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
-_PAGE = 4096
 _LINGER_SECONDS = 1.0
 """How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
 _POLL_SECONDS = 0.001
@@ -161,7 +161,7 @@ class BufferPool:
         self._settle()
         if nbytes == 0:
             return Lease(_no_bytes(), _forget)
-        size = padded(nbytes, _PAGE)
+        size = padded(nbytes, PAGE)
         with self._lock:
             self._take_back()
             if self._waiting or not self._chunks.fits(size):
@@ -172,7 +172,7 @@ class BufferPool:
     def _wait(self, nbytes: int, timeout: float | None, keeping: Iterable[Lease]) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
-        waiter = _Waiter(padded(nbytes, _PAGE), threading.current_thread(), kept)
+        waiter = _Waiter(padded(nbytes, PAGE), threading.current_thread(), kept)
         with self._lock:
             self._waiting += (waiter,)
         try:
@@ -297,7 +297,7 @@ class BufferPool:
         return next((waiter for waiter in candidates if self._chunks.fits(waiter.nbytes)), None)
 
     def _shortage(self, nbytes: int, circumstances: str = "") -> str:
-        size, budget, in_use = padded(nbytes, _PAGE), self._chunks.budget, self._chunks.lent_bytes
+        size, budget, in_use = padded(nbytes, PAGE), self._chunks.budget, self._chunks.lent_bytes
         enough = size if size > budget else size + in_use
         return (
             f"{nbytes} bytes of buffers are wanted; of the budget of {budget} bytes, {in_use} are in use"

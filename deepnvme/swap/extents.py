@@ -6,7 +6,9 @@ import mmap
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-ALIGNMENT = max(4096, mmap.PAGESIZE)
+from deepnvme._page import PAGE
+
+ALIGNMENT = max(PAGE, mmap.PAGESIZE)
 """Bytes: extents start and end at multiples, so that each can be transferred directly and mapped into memory."""
 
 

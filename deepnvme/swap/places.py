@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .block import PAGE
+from deepnvme._page import PAGE
+
 from .buffers import BufferPool, OutOfBuffers
 from .extents import padded
 from .gradients import OPEN

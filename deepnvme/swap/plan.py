@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .block import PAGE
+from deepnvme._page import PAGE
+
 from .extents import padded
 from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
 from .sub_groups import Piece, local_of, partition
@@ -39,7 +40,7 @@ class Plan:
 
     def defaults(self) -> dict[str, Any]:
         """Of the class, with the options given: from one made for nothing, since some make their states at once."""
-        return dict(self._class([torch.nn.Parameter(torch.zeros(1, 1))], **self._options).defaults)
+        return dict(self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._options).defaults)
 
     def sub_groups_of(self, groups: Sequence[dict[str, Any]], first_group: int, first: int) -> list[SubGroup]:
         """For these groups, numbered from ``first_group`` on; the sub-groups from ``first`` on. Raises ValueError for parameters
@@ -89,7 +90,7 @@ class Plan:
     def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
         """Tensors of a parameter's size, from a trial on one of no consequence; where that fails, those of Adam."""
         dimensions = max((param.dim() for param in group["params"]), default=1)
-        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32))
+        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
         trial.grad = torch.zeros_like(trial)
         try:
             optimizer = self._make([{**{k: v for k, v in group.items() if k not in NOT_OPTIONS}, "params": [trial]}])

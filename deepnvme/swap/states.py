@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .block import PAGE
+from deepnvme._page import PAGE
+
 from .blocks import Blocks, block_name
 from .residents import Residents
 from .store import TensorStore

@@ -31,6 +31,8 @@ from deepnvme import io as ours
 from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
+from .training import train
+
 WIDTH = 64
 create = engine_module.create_checkpoint_engine
 opened: list[str] = []
@@ -73,34 +75,21 @@ def engine(case: dict[str, Any], which: str) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def train(engine: Any, batches: range) -> list[str]:
-    """The losses, exactly."""
-    losses = []
-    for number in batches:
-        torch.manual_seed(number)
-        batch = torch.randn(4, WIDTH, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
-        loss = (engine(batch).float() - batch.float().roll(1)).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item().hex())
-    return losses
-
-
 def run(case: dict[str, Any]) -> dict[str, Any]:
     directory = tempfile.mkdtemp(prefix="checkpoint-", dir=os.environ["IO_DIR"])
     opened.clear()
     try:
         trained = engine(case, case["saved_by"])
-        train(trained, range(2))
+        train(trained, WIDTH, range(2))
         trained.save_checkpoint(directory, tag="saved", client_state={"text": "kept"})
         result: dict[str, Any] = {"class": type(trained.checkpoint_engine).__name__, "opened": list(opened)}
         result["files"] = sorted(path.name for path in Path(directory, "saved").iterdir())
         result["latest"] = Path(directory, "latest").read_text()
-        result["continued"] = train(trained, range(2, 4))
+        result["continued"] = train(trained, WIDTH, range(2, 4))
         loaded = engine(case, case["loaded_by"])
         _, client_state = loaded.load_checkpoint(directory)
         result["client_state"] = client_state.get("text")
-        result["resumed"] = train(loaded, range(2, 4))
+        result["resumed"] = train(loaded, WIDTH, range(2, 4))
         return result
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}

@@ -37,6 +37,8 @@ from deepspeed.runtime.zero import partition_parameters, stage3
 from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.swap import zero
 
+from .training import train
+
 WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
 LAYERS = 6
 
@@ -118,19 +120,6 @@ def engine(case: dict[str, Any], directory: str) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizers[case.get("optimizer", "adamw")](), config=config)[0]
 
 
-def train(engine: Any, batches: range) -> list[str]:
-    """The losses, exactly."""
-    losses = []
-    for number in batches:
-        torch.manual_seed(number)
-        batch = torch.randn(4, WIDTH, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
-        loss = (engine(batch).float() - batch.float().roll(1)).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item().hex())
-    return losses
-
-
 def digests(folder: str) -> dict[str, str]:
     """Of what a checkpoint would have of the swap files."""
     files = [file for file in Path(folder).iterdir() if file.suffix == ".swp" and "gradient" not in file.name]
@@ -152,16 +141,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     try:
         with swappers(case["swappers"]):
             trained = engine(case, directory)
-            result: dict[str, Any] = {"losses": train(trained, range(case["steps"]))}
+            result: dict[str, Any] = {"losses": train(trained, WIDTH, range(case["steps"]))}
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
                 trained.save_checkpoint(directory, tag="saved")
                 again = range(case["steps"], case["steps"] + case["resume"])
-                result["continued"] = train(trained, again)
+                result["continued"] = train(trained, WIDTH, again)
                 loaded = engine(case, os.path.join(directory, "anew"))
                 loaded.load_checkpoint(directory, tag="saved")
-                result["resumed"] = train(loaded, again)
+                result["resumed"] = train(loaded, WIDTH, again)
                 trained.load_checkpoint(directory, tag="saved")
-                result["rewound"] = train(trained, again)
+                result["rewound"] = train(trained, WIDTH, again)
             else:
                 result["files"] = digests(trained.optimizer.optimizer_swapper.swap_folder)
             swapper = trained.optimizer.optimizer_swapper

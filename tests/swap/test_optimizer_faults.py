@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import linecache
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +26,7 @@ from deepnvme.swap.sub_group import SubGroup
 
 from ..disks import MIB, Disk, loop_disk
 from ..interpreters import Interpreters
+from .interrupts import interrupt_at
 from .training import (
     PRECISIONS,
     InMemory,
@@ -44,8 +42,6 @@ from .training import (
     parameters,
     snapshot,
 )
-
-SWAP = str(Path(deepnvme.__file__).parent / "swap")
 
 
 @pytest.fixture(params=["float32", "masters"])
@@ -469,32 +465,6 @@ def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision:
             assert_same(pair.params, pair.plain)
         pair.check()
     assert undone > 15
-
-
-class interrupt_at:
-    """Ctrl-C where the package's code under swap/ begins a line for the n-th time. Lines of ``with`` are left out: there is such
-    a moment between the end of the block and its being left, in which the interpreter never is interrupted."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-        self.passed = 0
-
-    def __enter__(self) -> interrupt_at:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SWAP):
-            return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-            self.passed += 1
-            if self.passed == self._left:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
 
 
 @pytest.mark.parametrize(("precision", "options"), INTERRUPTED[:2])

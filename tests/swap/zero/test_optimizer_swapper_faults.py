@@ -17,7 +17,7 @@ from deepnvme.swap import BufferPool
 
 from ...disks import MIB, loop_disk
 from ...interpreters import Interpreters
-from ..test_optimizer_faults import interrupt_at
+from ..interrupts import interrupt_at
 from .stage3 import GROUPS, NUMEL, FlakyEngine, Training
 
 
