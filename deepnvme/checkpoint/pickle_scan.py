@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 _PLAIN = {
     ("torch._utils", "_rebuild_tensor"),
@@ -26,7 +26,7 @@ class PickleScan(pickle.Unpickler):
     """Of a file whose position is where a pickle begins. :meth:`load` raises what unpickling raises, and TypeError and its like
     for what torch has not pickled; the file's position is the pickle's end then."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.nbytes: dict[str, int] = {}
         """Of each storage, by its key, in the order of the file."""

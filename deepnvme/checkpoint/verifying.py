@@ -8,7 +8,7 @@ import sys
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepnvme._tensor_memory import memory_of
@@ -29,6 +29,7 @@ from .contents import (
     scan_of,
 )
 from .file_image import CHUNK
+from .pickle_scan import PickleScan
 
 _CHUNKS = 4
 
@@ -48,6 +49,8 @@ class Report:
     """How many have one."""
     problems: tuple[str, ...]
     """What is wrong: of which storage, what was expected, what was found. Empty: nothing."""
+    compressed: bool = False
+    """Whether records are deflated, as torch.save writes none and torch.load reads them."""
 
     @property
     def ok(self) -> bool:
@@ -58,14 +61,19 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     """Look at a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
     The pickle and every storage that has a checksum are read, at the speed of the drive or that of CRC-32 on one core, whichever
-    is less, with at most 16 MiB leased from ``pool``. What is wrong is in the report; raises OSError for what cannot be read.
+    is less, with at most 16 MiB leased from ``pool``; a file that somebody has compressed, through zlib. What is wrong is in the
+    report; raises OSError for what cannot be read.
     """
     name = os.fspath(path)
     if not is_zip(path):
         return _safetensors(name)
     try:
         found = contents(path)
-        problems = _pickle_problems(path, found)
+        if not found.stored:
+            return _compressed(name, found.script)
+        with open(path, "rb") as file:
+            sizes = {record.key: record.nbytes for record in found.storages}
+            problems = _pickle_problems(scan_of(path, file, found), sizes, found.script)
         problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
     except CorruptCheckpoint as error:
         return Report(name, "pt", 0, 0, 0, (error.why,))
@@ -99,19 +107,39 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _pickle_problems(path: str | os.PathLike[str], found: Contents) -> list[str]:
+def _compressed(path: str, script: bool) -> Report:
+    storages: dict[str | None, zipfile.ZipInfo] = {}
+    problems = []
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            _, _, name = entry.filename.partition("/")
+            key = name.removeprefix("data/")
+            if key != name:
+                storages[key] = entry
+            try:
+                _read_through(archive, entry)
+            except _DAMAGED as error:
+                problems.append(f"{'record' if key == name else 'storage'} {key}: {error}")
+        pickle = next((entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")), None)
+        if pickle is not None and not problems:
+            with archive.open(pickle) as file:
+                sizes = {key: entry.file_size for key, entry in storages.items()}
+                problems += _pickle_problems(PickleScan(file), sizes, script)
+    checksums = sum(entry.CRC != 0 for entry in storages.values())
+    nbytes = sum(entry.file_size for entry in storages.values())
+    return Report(path, "pt", len(storages), nbytes, checksums, tuple(problems), compressed=True)
+
+
+def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: bool) -> list[str]:
     """Storages that the pickle refers to and the file has not, or not of that size."""
-    with open(path, "rb") as file:
-        scan = scan_of(path, file, found)
-        try:
-            scan.load()
-        except Exception as error:
-            return [] if found.script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
-    there = {record.key: record.nbytes for record in found.storages}
+    try:
+        scan.load()
+    except Exception as error:
+        return [] if script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
     return [
-        f"storage {key}: expected {nbytes} bytes, found {there.get(key, 'none')}"
+        f"storage {key}: expected {nbytes} bytes, found {sizes.get(key, 'none')}"
         for key, nbytes in scan.nbytes.items()
-        if there.get(key) != nbytes
+        if sizes.get(key) != nbytes
     ]
 
 
@@ -135,7 +163,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: Buff
         try:
             records = [found.pickle, *found.storages]
             for record, offset in zip(records, data_offsets(path, records), strict=True):
-                for at in range(0, record.nbytes if record.crc32 and found.stored else 0, CHUNK):
+                for at in range(0, record.nbytes if record.crc32 else 0, CHUNK):
                     lease = pool.try_lease(CHUNK) if len(ahead) < _CHUNKS else None
                     if lease is None:
                         lease = finish() if ahead else pool.lease(CHUNK)
@@ -155,12 +183,20 @@ def verify_records(path: str | os.PathLike[str]) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
-                if entry.CRC:
-                    with archive.open(entry) as record:
-                        while record.read(CHUNK):
-                            pass
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+                _read_through(archive, entry)
+    except _DAMAGED as error:
         raise CorruptCheckpoint(path, str(error)) from error
+
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)
+
+
+def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raises one of _DAMAGED where a record is not what its checksum says."""
+    if entry.CRC:
+        with archive.open(entry) as record:
+            while record.read(CHUNK):
+                pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _line(report: Report) -> str:
     things = "storages" if report.format == "pt" else "tensors"
     verdict = "ok" if report.ok else f"{len(report.problems)} wrong"
-    return f"{report.path}: {verdict} ({report.tensors} {things}, {report.nbytes} bytes, {report.checksums} with a checksum)"
+    what = f"{report.tensors} {things}, {report.nbytes} bytes, {report.checksums} with a checksum"
+    return f"{report.path}: {verdict} ({what}{', compressed' if report.compressed else ''})"
 
 
 if __name__ == "__main__":

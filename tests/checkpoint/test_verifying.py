@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from deepnvme.swap.buffers import BufferPool
 
 from ..interpreters import Interpreters
 from .objects import OBJECTS
-from .test_loading import flip, place_of
+from .test_loading import flip, place_of, rezipped
 
 
 @pytest.fixture
@@ -45,6 +46,22 @@ class TestProblems:
     def test_in_the_pickle(self, path: Path) -> None:
         flip(path, place_of(path, "data.pkl") + 60)
         assert any(problem.startswith("the pickle") for problem in verify(path).problems)
+
+    @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
+    def test_in_a_compressed_file(self, path: Path, record: str, said: str) -> None:
+        rezipped(path, zipfile.ZIP_DEFLATED)
+        flip(path, place_of(path, record) + 30)
+        (problem,) = verify(path).problems
+        assert problem.startswith(f"{said}: ")
+
+    def test_what_a_compressed_file_lacks(self, path: Path) -> None:
+        with zipfile.ZipFile(path) as whole, zipfile.ZipFile(path.with_name("less.pt"), "w", zipfile.ZIP_DEFLATED) as less:
+            for name in whole.namelist():
+                if not name.endswith("data/0"):
+                    less.writestr(name, whole.read(name)[: 100 if name.endswith("data/1") else None])
+        assert verify(path.with_name("less.pt")).problems == (
+            "storage 0: expected 80 bytes, found none", "storage 1: expected 12000000 bytes, found 100",
+        )  # fmt: skip
 
     def test_a_file_that_is_cut_off(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -96,6 +113,18 @@ class TestSound:
         report = verify(path, pool=BufferPool(4 << 20))
         assert report.ok
         assert (report.tensors, report.nbytes, report.checksums) == (4, 8 * 1_500_017, 3)
+
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_a_compressed_file(self, drive: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save(OBJECTS[kind](), drive / "file.pt")
+        before = verify(drive / "file.pt")
+        rezipped(drive / "file.pt", zipfile.ZIP_DEFLATED)
+        after = verify(drive / "file.pt")
+        assert (after.ok, after.compressed) == (True, True)
+        assert (after.tensors, after.nbytes, after.checksums) == (before.tensors, before.nbytes, before.checksums)
+        with pytest.raises(SystemExit):
+            main(["verify", str(drive / "file.pt")])
+        assert capsys.readouterr().out.endswith("with a checksum, compressed)\n")
 
     def test_without_checksums_nothing_of_the_storages_is_read(self, drive: Path) -> None:
         deepnvme.save([torch.ones(5)], drive / "file.pt")
