@@ -2,7 +2,8 @@
 
     from deepnvme.safetensors import load_file, save_file
 
-The functions, and every byte of the files, are those of ``safetensors.torch``.
+The functions, and every byte of the files, are those of ``safetensors.torch``. Not here is what does not move whole files:
+``save``, ``load`` and ``safe_open``; that of safetensors reads what these functions write.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from deepnvme.checkpoint.safetensors_format import (
     read_header,
     shards_of,
 )
+from deepnvme.checkpoint.shared_tensors import left_out
 from deepnvme.checkpoint.writing import Progress, write
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
-__all__ = ["CorruptCheckpoint", "load_file", "save_file", "save_sharded"]
+__all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -101,6 +103,61 @@ def load_file(
             found = {name: found[name] for name in names}
         loaded.update(found)
     return loaded
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+    *,
+    fsync: bool = True,
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> None:
+    """Save the ``state_dict`` of a model. Of names that stand for one tensor (tied weights) the first is saved that has all of
+    its storage, and the metadata have the others: ``{"other": "first"}``, unless they have that name already. Blocks.
+
+    ``force_contiguous``: of tensors that are not contiguous a copy is saved, which takes memory. Raises RuntimeError for parts of
+    a larger storage that is under no name; and as :func:`save_file`.
+    """
+    tensors = dict(model.state_dict())
+    kept_for = left_out(tensors)
+    for name in kept_for:
+        del tensors[name]
+    if force_contiguous:
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if kept_for:
+        metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
+    save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: str = "mmap",
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> tuple[set[str], list[str]]:
+    """Load a file, or shards by their index, into a model. Returns the names of the model that nothing was loaded for, and those
+    of the file that are not the model's; a name that is tied to one of the file is neither. Blocks.
+
+    ``device``: where the tensors are loaded to, before they are copied into the model's. Raises RuntimeError for shapes that
+    differ, and, if ``strict``, for names of either kind, when the others have been loaded; and as :func:`load_file`.
+    """
+    loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress)
+    kept_for = left_out(model.state_dict(), preferred=loaded)
+    result = model.load_state_dict(loaded, strict=False)
+    missing = set(result.missing_keys).difference(kept_for)
+    unexpected = list(result.unexpected_keys) + [name for name in kept_for if name not in result.missing_keys]
+    if strict and (missing or unexpected):
+        wrong = [("Missing", sorted(missing)), ("Unexpected", sorted(unexpected))]
+        lines = [f"{what} key(s) in state_dict: {', '.join(map(json.dumps, names))}" for what, names in wrong if names]
+        raise RuntimeError("\n    ".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *lines]))
+    return missing, unexpected
 
 
 def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress | None) -> dict[str, torch.Tensor]:

@@ -58,7 +58,7 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     """What stands before the tensors, and their names in the order of the file. Raises ValueError for a dtype that the format has
     not, TypeError for metadata other than strings."""
     fields: dict[str, Any] = {}
-    if metadata:
+    if metadata is not None:
         wrong = next((pair for pair in metadata.items() if not all(isinstance(each, str) for each in pair)), None)
         if wrong is not None:
             raise TypeError(f"metadata must be strings with names that are strings, got {wrong}")
@@ -214,7 +214,7 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
 def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names of tensors that overlap."""
     spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), name)
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
         for name, tensor in tensors.items()
         if tensor.numel()
     )
@@ -230,7 +230,7 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from its first element to behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.dtype.itemsize

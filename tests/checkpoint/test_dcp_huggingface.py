@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deepnvme.checkpoint import CorruptCheckpoint
 
+from ..torch_versions import ALONE
 from .distributed_states import assert_equal
 
 pytest.importorskip("safetensors", reason="needs safetensors, which torch reads these files' metadata with")
@@ -42,11 +43,11 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def save(saved: dict[str, Any], writer: Any) -> None:
-    dcp.save(saved, storage_writer=writer, no_dist=True)
+    dcp.save(saved, storage_writer=writer, **ALONE)
 
 
 def load(found: dict[str, Any], reader: Any) -> None:
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    dcp.load(found, storage_reader=reader, **ALONE)
 
 
 def test_what_the_format_cannot_hold_is_refused(drive: Path) -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from ..interpreters import Interpreters
 from ..swap.test_optimizer_fsdp import gloo, run_two
+from ..torch_versions import fsdp_on_cpu, needs_torch
 
 __all__ = ["gloo"]
 
 
+@fsdp_on_cpu
 def test_models_and_optimizers_are_saved_and_loaded_by_either_and_cut_anew(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
@@ -98,6 +100,7 @@ def test_models_and_optimizers_are_saved_and_loaded_by_either_and_cut_anew(drive
     )
 
 
+@needs_torch(2, 9, "this format")
 def test_safetensors_of_two_ranks_are_read_by_either(drive: Path, interpreters: Interpreters) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors")
     run_two(

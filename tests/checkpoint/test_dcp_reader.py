@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.tensor_archive import frame
 
+from ..torch_versions import ALONE, needs_torch
 from .distributed_states import assert_equal, blank, state
 
 Writer = Callable[..., FileSystemWriter]
@@ -36,11 +36,11 @@ both_writers = pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])
 
 
 def save(saved: dict[str, Any], writer: FileSystemWriter) -> None:
-    dcp.save(saved, storage_writer=writer, no_dist=True)
+    dcp.save(saved, storage_writer=writer, **ALONE)
 
 
 def load(found: dict[str, Any], directory: Path) -> None:
-    dcp.load(found, storage_reader=NVMeReader(directory), no_dist=True)
+    dcp.load(found, storage_reader=NVMeReader(directory), **ALONE)
 
 
 def why(error: CheckpointException) -> BaseException:
@@ -149,7 +149,7 @@ class Replaced(NVMeReader):
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(drive: Path, writer: Writer, late: bool) -> None:
     save(state(1), writer(drive))
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(blank(), storage_reader=Replaced(drive, lambda: save(state(2), writer(drive)), late), no_dist=True)
+        dcp.load(blank(), storage_reader=Replaced(drive, lambda: save(state(2), writer(drive)), late), **ALONE)
     error = why(caught.value)
     assert isinstance(error, OSError)
     assert error.errno == errno.ESTALE
@@ -166,7 +166,7 @@ def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -
     file = drive / "__0_0.distcp"
     reader = Replaced(drive, lambda: overwrite(file), late=True)
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(blank(), storage_reader=reader, no_dist=True)
+        dcp.load(blank(), storage_reader=reader, **ALONE)
     error = why(caught.value)
     assert isinstance(error, OSError)
     assert (error.errno, error.filename) == (errno.ESTALE, str(file))
@@ -296,6 +296,7 @@ def test_tensors_that_are_not_plain_are_torchs(drive: Path) -> None:
     assert torch.equal(target.int_repr(), saved.int_repr())
 
 
+@needs_torch(2, 7, "alignment")
 def test_archives_of_any_alignment_are_read(drive: Path) -> None:
     from torch.utils.serialization import config
 
@@ -311,9 +312,12 @@ def test_archives_of_any_alignment_are_read(drive: Path) -> None:
     assert_equal(found, saved)
 
 
+@needs_torch(2, 7, "this format")
 @both_writers
 def test_torchs_safetensors_in_distcp_files_are_read(drive: Path, writer: Writer) -> None:
     """Which torch writes and does not read."""
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
     if writer is FileSystemWriter:
         pytest.importorskip("safetensors", reason="needs safetensors")
     saved = {"large": torch.randn(600, 601), "small": torch.randn(5), "scalar": torch.tensor(3), "step": 7, "list": [1, "two"]}

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -24,6 +23,7 @@ import deepnvme
 from deepnvme.checkpoint import NVMeWriter, publication
 
 from ..disks import MIB, Disk
+from ..torch_versions import ALONE, needs_torch
 from .distributed_states import assert_equal, blank, state
 
 pytestmark = [
@@ -33,13 +33,13 @@ pytestmark = [
 
 
 def save(saved: dict[str, Any], writer: FileSystemWriter) -> None:
-    dcp.save(saved, storage_writer=writer, no_dist=True)
+    dcp.save(saved, storage_writer=writer, **ALONE)
 
 
 def loaded(directory: Path) -> dict[str, Any]:
     """By torch alone."""
     found = blank()
-    dcp.load(found, storage_reader=FileSystemReader(directory), no_dist=True)
+    dcp.load(found, storage_reader=FileSystemReader(directory), **ALONE)
     return found
 
 
@@ -190,7 +190,7 @@ def test_aligned_memory_is_written_from_where_it_is(drive: Path) -> None:
 
 def test_saving_behind_training_writes_what_was_there_at_the_call(drive: Path) -> None:
     saved = state(1)
-    future = dcp.async_save(saved, storage_writer=NVMeWriter(drive), no_dist=True)
+    future = dcp.async_save(saved, storage_writer=NVMeWriter(drive), **ALONE)
     for tensor in saved["small"].values():
         tensor.fill_(-1)
     saved["large"].zero_()
@@ -211,50 +211,50 @@ def test_two_checkpoints_are_saved_at_a_time(drive: Path) -> None:
 def test_a_writer_goes_to_another_process_and_another_directory(drive: Path) -> None:
     writer = pickle.loads(pickle.dumps(NVMeWriter(drive / "one", thread_count=2)))
     save(state(1), writer)
-    dcp.save(state(2), storage_writer=writer, checkpoint_id=drive / "two", no_dist=True)
+    dcp.save(state(2), storage_writer=writer, checkpoint_id=drive / "two", **ALONE)
     assert_equal(loaded(drive / "one"), state(1))
     assert_equal(loaded(drive / "two"), state(2))
 
 
-class Inverted(StreamTransformExtension):
-    """Every byte."""
-
-    @staticmethod
-    def from_descriptor(version: str) -> Inverted:
-        return Inverted()
-
-    @staticmethod
-    def registry_name() -> str:
-        return "test.inverted"
-
-    def get_descriptor(self) -> str:
-        return "test.inverted/1"
-
-    def transform_to(self, output: Any) -> Any:
-        class To(io.RawIOBase):
-            def writable(self) -> bool:
-                return True
-
-            def write(self, data: Any) -> int:
-                output.write(bytes(255 - byte for byte in bytes(data)))
-                return len(data)
-
-        return To()
-
-    def transform_from(self, input: Any) -> Any:
-        return io.BytesIO(bytes(255 - byte for byte in input.read()))
-
-
+@needs_torch(2, 7, "extensions")
 @pytest.mark.parametrize("reader", [FileSystemReader, deepnvme.NVMeReader])
 def test_extensions_are_torchs(drive: Path, reader: Callable[..., FileSystemReader]) -> None:
-    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    class Inverted(StreamTransformExtension):
+        """Every byte."""
+
+        @staticmethod
+        def from_descriptor(version: str) -> Inverted:
+            return Inverted()
+
+        @staticmethod
+        def registry_name() -> str:
+            return "test.inverted"
+
+        def get_descriptor(self) -> str:
+            return "test.inverted/1"
+
+        def transform_to(self, output: Any) -> Any:
+            class To(io.RawIOBase):
+                def writable(self) -> bool:
+                    return True
+
+                def write(self, data: Any) -> int:
+                    output.write(bytes(255 - byte for byte in bytes(data)))
+                    return len(data)
+
+            return To()
+
+        def transform_from(self, input: Any) -> Any:
+            return io.BytesIO(bytes(255 - byte for byte in input.read()))
 
     registry = ExtensionRegistry()
     registry.extensions["test.inverted"] = Inverted
     saved = {"tensor": torch.arange(100.0), "step": 3}
     save(saved, NVMeWriter(drive, _extensions=[Inverted()]))
     found = {"tensor": torch.zeros(100), "step": 0}
-    dcp.load(found, storage_reader=reader(drive, _extension_registry=registry), no_dist=True)
+    dcp.load(found, storage_reader=reader(drive, _extension_registry=registry), **ALONE)
     assert_equal(found, saved)
 
 
@@ -264,5 +264,5 @@ def test_tensors_of_a_device_are_written_and_read(drive: Path) -> None:
     save(saved, NVMeWriter(drive))
     for reader in (FileSystemReader, deepnvme.NVMeReader):
         found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-        dcp.load(found, storage_reader=reader(drive), no_dist=True)
+        dcp.load(found, storage_reader=reader(drive), **ALONE)
         assert_equal(found, saved)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import deepnvme.safetensors
 from deepnvme.checkpoint import CorruptCheckpoint
-from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong
-from deepnvme.safetensors import load_file, save_file, save_sharded
+from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong, read_header
+from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -166,14 +166,14 @@ class TestCorruptFiles:
 
 
 class TestTheSameAsSafetensors:
-    @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"né": "\n\x7f\u2028\"\\/\x01"}], ids=repr)
+    @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"né": "\n\x7f\u2028\"\\/\x01"}], ids=repr)
     def test_the_bytes(self, drive: Path, metadata: dict[str, str] | None) -> None:
         save_file(tensors(), drive / "ours", metadata)
         safetensors.save_file(tensors(), drive / "theirs", metadata)
         assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
 
     def test_the_bytes_of_nothing(self, drive: Path) -> None:
-        save_file({}, drive / "ours", {})
+        save_file({}, drive / "ours")
         safetensors.save_file({}, drive / "theirs")
         assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
         assert load_file(drive / "ours") == {}
@@ -283,3 +283,90 @@ class TestShards:
 def test_entries_know_their_place_in_the_file() -> None:
     text = json.dumps({"a": field(0, 4)}).encode()
     assert _parse(text, 100, 104).tensors == [Entry("a", torch.uint8, (4,), 100, 4)]
+
+
+class Tied(torch.nn.Module):
+    """Names that stand for one tensor, parts of one storage that another name has all of, and a transposed weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.zeroth = torch.nn.Linear(3, 4)
+        self.first = torch.nn.Linear(3, 4)
+        self.first.weight = self.zeroth.weight
+        self.register_buffer("whole", torch.randn(10))
+        self.register_buffer("a_part", self.whole[2:5])
+        self.register_buffer("transposed", torch.randn(5, 4).t())
+
+
+class TestModels:
+    def test_the_bytes(self, drive: Path) -> None:
+        untied, tied = torch.nn.Linear(3, 4), Tied(0)
+        tied.a_part = torch.zeros(3)  # the order of several metadata is drawn by lot there
+        for model in (untied, tied):
+            for metadata in (None, {}, {"zeroth.weight": "mine"}):
+                save_model(model, drive / "ours", metadata)
+                safetensors.save_model(model, str(drive / "theirs"), None if metadata is None else dict(metadata))
+                assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
+            assert metadata == {"zeroth.weight": "mine"}
+
+    def test_names_that_are_left_out_are_in_the_metadata(self, drive: Path) -> None:
+        save_model(Tied(0), drive / "file", {"format": "pt"})
+        assert read_header(drive / "file").metadata == {
+            "format": "pt", "zeroth.weight": "first.weight", "a_part": "whole",
+        }  # fmt: skip
+        assert list(load_file(drive / "file")) == ["first.bias", "first.weight", "transposed", "whole", "zeroth.bias"]
+
+    @pytest.mark.parametrize("save", [save_model, safetensors.save_model], ids=["ours", "theirs"])
+    @pytest.mark.parametrize("load", [load_model, safetensors.load_model], ids=["ours", "theirs"])
+    def test_a_model_is_loaded(self, drive: Path, save: Any, load: Any) -> None:
+        saved, loaded = Tied(0), Tied(1)
+        save(saved, str(drive / "file"))
+        assert load(loaded, drive / "file") == (set(), [])
+        assert same(loaded.state_dict(), saved.state_dict())
+        assert loaded.first.weight is loaded.zeroth.weight
+
+    @pytest.mark.parametrize(
+        ("lacking", "more"),
+        [
+            ((), ()), (("zeroth.bias",), ()), (("first.weight",), ()), ((), ("other", "another")), (("whole",), ("other",)),
+            ((), ("zeroth.weight",)), (("first.weight",), ("zeroth.weight",)),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_is_missing_and_what_is_too_many(self, drive: Path, lacking: tuple[str, ...], more: tuple[str, ...]) -> None:
+        save_model(Tied(0), drive / "whole")
+        tensors = load_file(drive / "whole")
+        for name in lacking:
+            tensors.pop(name)
+        save_file({**tensors, **{name: torch.ones(4, 3) for name in more}}, drive / "file")
+        ours, theirs = (load(Tied(1), drive / "file", strict=False) for load in (load_model, safetensors.load_model))
+        assert (ours[0], sorted(ours[1])) == (theirs[0], sorted(theirs[1]))
+        errors = []
+        for load in (load_model, safetensors.load_model):
+            try:
+                load(Tied(1), drive / "file")
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert len(set(errors)) == (1 if theirs[0] or theirs[1] else 0)
+
+    def test_parts_of_a_storage_that_no_name_has_all_of(self, drive: Path) -> None:
+        model = torch.nn.Module()
+        model.register_buffer("part", torch.arange(10)[:5])
+        for save in (save_model, safetensors.save_model):
+            with pytest.raises(RuntimeError, match="part"):
+                save(model, str(drive / "file"))
+        assert list(drive.iterdir()) == []
+
+    def test_without_force_contiguous(self, drive: Path) -> None:
+        with pytest.raises(ValueError, match="'transposed' is not contiguous"):
+            save_model(Tied(0), drive / "file", force_contiguous=False)
+
+    def test_shapes_that_differ(self, drive: Path) -> None:
+        save_model(torch.nn.Linear(3, 4), drive / "file")
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            load_model(torch.nn.Linear(4, 4), drive / "file", strict=False)
+
+    def test_shards(self, drive: Path) -> None:
+        *_, index = save_sharded(dict(torch.nn.Linear(3, 4).state_dict()), drive, max_shard_size=8)
+        assert load_model(torch.nn.Linear(3, 4), index) == (set(), [])

@@ -12,6 +12,8 @@ from deepnvme._tensor_memory import memory_of
 from deepnvme.checkpoint.file_image import bytes_of
 from deepnvme.checkpoint.tensor_archive import HEAD, KnownArchives, flat, frame, memory_of_item
 
+from ..torch_versions import needs_torch
+
 TENSORS = {
     "float32": torch.randn(3, 4),
     "transposed": torch.randn(3, 4).t(),
@@ -50,6 +52,7 @@ def test_what_is_more_than_its_elements_is_left_to_torch() -> None:
     assert memory_of_item(torch.zeros(3).as_subclass(Tensor)) is None
 
 
+@needs_torch(2, 7, "records of this kind")
 @pytest.mark.parametrize("name", TENSORS)
 def test_it_is_torchs_but_for_checksum_and_identity(name: str) -> None:
     tensor = TENSORS[name]

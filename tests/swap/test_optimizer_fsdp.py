@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..interpreters import Interpreters
+from ..torch_versions import fsdp_on_cpu
 
 PRELUDE = """
 import copy, os, warnings
@@ -104,6 +105,7 @@ def gloo() -> None:
         pytest.skip("needs torch.distributed with gloo")
 
 
+@fsdp_on_cpu
 def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
@@ -161,6 +163,7 @@ def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive:
     )
 
 
+@fsdp_on_cpu
 def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
@@ -208,6 +211,7 @@ def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path,
     )
 
 
+@fsdp_on_cpu
 def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
