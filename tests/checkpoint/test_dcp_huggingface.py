@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter, dcp_huggingface
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 Make = Callable[..., Any]
 
 

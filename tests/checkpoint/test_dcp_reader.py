@@ -29,7 +29,7 @@ from .distributed_states import assert_equal, blank, state
 Writer = Callable[..., FileSystemWriter]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 both_writers = pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])

@@ -27,7 +27,7 @@ from ..torch_versions import ALONE, needs_torch
 from .distributed_states import assert_equal, blank, state
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 

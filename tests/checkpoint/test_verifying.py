@@ -50,7 +50,7 @@ class TestProblems:
     @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
     def test_in_a_compressed_file(self, path: Path, record: str, said: str) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED)
-        flip(path, place_of(path, record) + 30)
+        flip(path, place_of(path, record) + 10)
         (problem,) = verify(path).problems
         assert problem.startswith(f"{said}: ")
 
