@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import itertools
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from deepnvme.tune.figures import Spread
 from deepnvme.tune.room import check_memory
 
 MIB = 1 << 20
-PARTS = ("save", "load", "background", "memory", "small")
+PARTS = ("save", "load", "background", "memory", "small", "recycling", "parallel")
 SAVING = ("deepnvme", "raw", "torch", "safetensors", "DCP", "deepnvme DCP")
 LOADING = ("deepnvme", "raw", "torch", "safetensors", "Run:ai", "DCP", "deepnvme DCP")
 
@@ -65,7 +68,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     state = settings.state()
     nbytes = nbytes_of(state)
-    check_memory(3 * nbytes, "give fewer --layers")
+    check_memory(4 * nbytes, "give fewer --layers")
     drive.check(settings.directory, (len(LOADING) + 1) * nbytes)
     measurements = Measurements()
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=settings.directory) as directory:
@@ -76,6 +79,8 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         "background": compare_background,
         "memory": compare_memory,
         "small": compare_small,
+        "recycling": compare_recycling,
+        "parallel": compare_parallel,
     }
     for name in settings.only:
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=settings.directory) as directory:
@@ -226,6 +231,58 @@ def compare_small(
     turns = measurements.turns["small"] = take_turns("small tensors", contenders, settings.rounds, progress)
     what = f"save of {settings.small_tensors} tensors of 16 KiB, times as fast: deepnvme / torch"
     measurements.verdicts.append(judge(turns, what, ("deepnvme", "torch"), times_as_fast, "at least", 5))
+
+
+def compare_recycling(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    """The blocks of the oldest checkpoint written over, against new ones."""
+    runs = {True: deepnvme.CheckpointManager(directory / "run", keep=2), False: None}
+    steps = itertools.count()
+
+    def save(recycled: bool) -> Counts:
+        manager = runs[recycled]
+        (directory / "new.pt").unlink(missing_ok=True)
+        quieten(directory)
+        begun = time.perf_counter()
+        if manager is None:
+            deepnvme.save(state, directory / "new.pt")
+        else:
+            manager.save(next(steps), state)
+        return {"seconds": time.perf_counter() - begun}
+
+    for _ in range(2):
+        save(recycled=True)
+    contenders = {"recycled": functools.partial(save, True), "new": functools.partial(save, False)}
+    turns = measurements.turns["recycling"] = take_turns("recycling", contenders, settings.rounds, progress)
+    measurements.verdicts += times_as_fast_verdicts("save over blocks that are there", turns, [("recycled", "new", 1.0)])
+
+
+def compare_parallel(
+    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    """Two processes that write one file, against one of them. Each has a state of its own."""
+    described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
+    ways = {"one process": "one", "two, the same": "together", "two, sharded": "sharded"}
+    with contextlib.ExitStack() as stack:
+        given = [json.dumps({"rank": rank, "ranks": 2, "directory": str(directory), **described}) for rank in range(2)]
+        started = [WorkerProcess(sys.executable, "harness.parallel_worker", [each], directory) for each in given]
+        workers = [stack.enter_context(worker) for worker in started]
+        threads = stack.enter_context(ThreadPoolExecutor(len(workers)))
+
+        def save(how: str) -> Counts:
+            path = directory / "parallel.pt"
+            path.unlink(missing_ok=True)
+            quieten(directory)
+            calls = [threads.submit(worker.call, "save", how=how, path=str(path)) for worker in workers]
+            return {"seconds": max(call.result()["seconds"] for call in calls)}
+
+        for how in ways.values():
+            save(how)
+        contenders = {name: functools.partial(save, how) for name, how in ways.items()}
+        turns = measurements.turns["parallel"] = take_turns("parallel", contenders, settings.rounds, progress)
+    rows = [(name, "one process", 1.0) for name in list(ways)[1:]]
+    measurements.verdicts += times_as_fast_verdicts("save with group=", turns, rows)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

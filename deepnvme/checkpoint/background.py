@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 from deepnvme.swap.interrupts import held_back
@@ -212,6 +213,14 @@ def start(
     return save
 
 
+def refuse_group() -> NoReturn:
+    """Its ranks would meet in their threads, beside whatever training has them meet for, in an order of its own on each."""
+    raise ValueError(
+        "the ranks of a group save together and at once, not behind training: use save(..., group=...), or"
+        " torch.distributed.checkpoint.async_save(..., storage_writer=deepnvme.NVMeWriter(path))"
+    )
+
+
 def async_save(
     obj: object,
     path: str | os.PathLike[str],
@@ -223,6 +232,7 @@ def async_save(
     pool: BufferPool | None = None,
     lazy: bool = False,
     max_in_flight: int = 2,
+    group: None = None,
 ) -> SaveFuture:
     """Save ``obj`` to ``path`` like :func:`save`, in the background. Returns when its bytes are copied, as they are now.
 
@@ -240,7 +250,10 @@ def async_save(
     Raises, before anything is created, what pickling raises; the failure of an earlier save that nobody has looked at;
     OutOfBuffers if the pool's budget is too small, or held by this thread, for which the save would wait. (What this thread
     leases later is to be released before it waits for the future.) All other errors are the future's: see :class:`SaveFuture`.
+    ValueError for a ``group``, which only :func:`save` has.
     """
+    if group is not None:
+        refuse_group()
     raise_unseen()
     image = archive(obj, pickle_module, pickle_protocol, checksum)
     return start(Destination(Path(path).absolute(), fsync), image, pool, lazy, max_in_flight)

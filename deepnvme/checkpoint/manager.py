@@ -15,7 +15,7 @@ from deepnvme.swap.buffers import BufferPool
 
 from ._shared_engine import shared_engine
 from .archive import archive
-from .background import SaveFuture, raise_unseen, start
+from .background import SaveFuture, raise_unseen, refuse_group, start
 from .destination import Destination
 from .file_image import FileImage
 from .loading import load
@@ -39,8 +39,8 @@ class CheckpointManager:
 
     ``directory``: made if it is missing. ``keep``: at least 1; the checkpoints of so many highest steps are kept.
 
-    When a save begins and ``keep`` are there, that of the lowest step is given up: the new one is written over its blocks, 1.5
-    times as fast as into new ones. So at any time, after any kill or power cut, ``keep - 1`` whole ones are there at least.
+    When a save begins and ``keep`` are there, that of the lowest step is given up: the new one is written over its blocks,
+    which is faster than into new ones. So at any time, after any kill or power cut, ``keep - 1`` whole ones are there at least.
     With ``keep=1`` the old one stays until the new one is there. One that anybody has open or mapped, or that has another
     name (``ln step-00000100.pt best.pt``), is not written over but removed.
 
@@ -110,7 +110,7 @@ class CheckpointManager:
             save_to(destination, make, pool, group=group)
             return None
         if group is not None:
-            raise ValueError("the ranks of a group save together and at once: not asynchronous")
+            refuse_group()
         raise_unseen()
         return start(destination, make(None), pool, lazy, _IN_FLIGHT)
 

@@ -26,7 +26,7 @@ def test_every_target_has_a_line_and_nothing_is_left_behind(directory: Path, cap
     printed = capsys.readouterr().out
     assert all(target["what"] in printed for target in document["targets"])
     ours = [target for target in document["targets"] if "Run:ai" not in target["what"] and "safetensors" not in target["what"]]
-    assert len(document["targets"]) == 14
+    assert len(document["targets"]) == 17
     assert all(target["figure"] is not None for target in ours)
     assert list(drive.iterdir()) == []
 

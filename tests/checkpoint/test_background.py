@@ -37,6 +37,17 @@ def all_ended() -> Iterator[None]:
     assert background._saves.take_unseen() is None
 
 
+def test_a_group_is_refused_with_what_there_is_for_it(drive: Path) -> None:
+    manager = deepnvme.CheckpointManager(drive)
+    for save in (
+        lambda: deepnvme.async_save([1], drive / "a.pt", group=object()),  # type: ignore[arg-type]
+        lambda: manager.save(1, [1], asynchronous=True, group=object()),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(ValueError, match=r"save\(..., group=...\), or torch.distributed.checkpoint.async_save"):
+            save()
+    assert list(drive.iterdir()) == []
+
+
 @pytest.fixture
 def held(faulty: Callable[..., Any], gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The gate that holds what is written in the background, from the start."""

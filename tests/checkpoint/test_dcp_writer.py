@@ -158,6 +158,7 @@ def test_torch_loads_it(drive: Path, options: dict[str, Any], count: int) -> Non
     assert sorted(path.name for path in drive.iterdir()) == sorted([".metadata", *(f"__0_{n}.distcp" for n in range(count))])
 
 
+@needs_torch(2, 7, "records of this kind")
 def test_metadata_are_torchs(drive: Path) -> None:
     found = []
     for name, writer in (("ours", NVMeWriter), ("theirs", FileSystemWriter)):
@@ -188,6 +189,7 @@ def test_aligned_memory_is_written_from_where_it_is(drive: Path) -> None:
     assert after.bytes_zero_copy - before.bytes_zero_copy >= 8 * MIB
 
 
+@needs_torch(2, 7, "async_save in one process")
 def test_saving_behind_training_writes_what_was_there_at_the_call(drive: Path) -> None:
     saved = state(1)
     future = dcp.async_save(saved, storage_writer=NVMeWriter(drive), **ALONE)
