@@ -281,7 +281,7 @@ def compare_parallel(
             save(how)
         contenders = {name: functools.partial(save, how) for name, how in ways.items()}
         turns = measurements.turns["parallel"] = take_turns("parallel", contenders, settings.rounds, progress)
-    rows = [(name, "one process", 1.0) for name in list(ways)[1:]]
+    rows = [(name, "one process", 0.9) for name in list(ways)[1:]]  # which keeps a drive busy by itself
     measurements.verdicts += times_as_fast_verdicts("save with group=", turns, rows)
 
 
