@@ -31,6 +31,7 @@ from .contents import (
 from .file_image import CHUNK
 
 _CHUNKS = 4
+_TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,15 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     """
     name = os.fspath(path)
     if not is_zip(path):
-        return _safetensors(name)
+        return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if _is_pickle(path) else _safetensors(name)
+    problems = []
     try:
         found = contents(path)
-        problems = _pickle_problems(path, found)
-        problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+        if found.stored:
+            problems += _pickle_problems(path, found)
+            problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+        else:
+            verify_records(path)
     except CorruptCheckpoint as error:
         return Report(name, "pt", 0, 0, 0, (error.why,))
     storages = found.storages
@@ -78,6 +83,13 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
         sum(record.crc32 != 0 for record in storages),
         tuple(problems),
     )
+
+
+def _is_pickle(path: str | os.PathLike[str]) -> bool:
+    """Of protocol 2 or higher, and no safetensors file whose header's length begins with the same byte."""
+    with open(path, "rb") as file:
+        head = file.read(9)
+    return head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def _safetensors(path: str) -> Report:
@@ -135,7 +147,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: Buff
         try:
             records = [found.pickle, *found.storages]
             for record, offset in zip(records, data_offsets(path, records), strict=True):
-                for at in range(0, record.nbytes if record.crc32 and found.stored else 0, CHUNK):
+                for at in range(0, record.nbytes if record.crc32 else 0, CHUNK):
                     lease = pool.try_lease(CHUNK) if len(ahead) < _CHUNKS else None
                     if lease is None:
                         lease = finish() if ahead else pool.lease(CHUNK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from deepnvme.swap.buffers import BufferPool
 
 from ..interpreters import Interpreters
 from .objects import OBJECTS
-from .test_loading import flip, place_of
+from .test_loading import flip, place_of, rezipped
 
 
 @pytest.fixture
@@ -51,6 +52,18 @@ class TestProblems:
             file.truncate(place_of(path, "/data/1") + 5)
         assert verify(path).problems == (
             f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
+        )
+
+    def test_in_deflated_files(self, path: Path) -> None:
+        rezipped(path, zipfile.ZIP_DEFLATED)
+        assert verify(path).ok
+        flip(path, place_of(path, "/data/1") + 100)
+        assert not verify(path).ok
+
+    def test_a_file_that_has_nothing_to_verify(self, path: Path) -> None:
+        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
+        assert verify(path).problems == (
+            "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by",
         )
 
     @pytest.mark.parametrize(
