@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import errno
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -40,7 +41,7 @@ class Record:
 
 
 class WrongChecksum(CorruptCheckpoint):
-    """A storage is there, with other bytes than were saved."""
+    """A storage, or the pickle, is there with other bytes than were saved."""
 
     def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
         super().__init__(
@@ -90,9 +91,14 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         stored, script = True, False
         pickle = Record(None, 0, 0, 0)
         byteorder = "little"
+        first, _, _ = found[0].name.partition("/") if found else ("", "", "")
+        missing = {"data.pkl", "version"}
         for entry in found:
             stored = stored and entry.stored
-            _, _, name = entry.name.partition("/")
+            folder, _, name = entry.name.partition("/")
+            if folder != first:
+                raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
+            missing.discard("version" if name == ".data/version" else name)
             if name.startswith("data/"):
                 storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
             elif name == "data.pkl":
@@ -102,7 +108,22 @@ def contents(path: str | os.PathLike[str]) -> Contents:
             elif name == "byteorder" and entry.stored:
                 file.seek(data_offset(path, file.fileno(), entry.header))
                 byteorder = file.read(entry.nbytes).decode(errors="replace")
+    if missing:
+        raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
     return Contents(tuple(sorted(storages, key=_header)), pickle, stored, byteorder, script)
+
+
+def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
+    """That its bytes are those that were saved: before anything is made of them. Raises WrongChecksum."""
+    record = found.pickle
+    if not (record.crc32 and found.stored):
+        return
+    with open(path, "rb") as file:
+        offset = data_offset(path, file.fileno(), record.header)
+        file.seek(offset)
+        crc = zlib.crc32(file.read(record.nbytes))
+    if crc != record.crc32:
+        raise WrongChecksum(path, record, offset, crc)
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:

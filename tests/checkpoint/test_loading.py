@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import threading
+import tracemalloc
 import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -23,6 +24,7 @@ from torch.utils.serialization import config
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
 from deepnvme.checkpoint.contents import contents, is_plain
+from deepnvme.checkpoint.pickle_scan import PickleScan
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
@@ -137,6 +139,35 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match=rf"storage {key}, .* expected CRC-32 [0-9a-f]{{8}}, found [0-9a-f]{{8}}"):
             deepnvme.load(path, checksum=True)
 
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save], ids=["ours", "torch's"])
+    @pytest.mark.parametrize("options", [{}, {"checksum": True}, {"mmap": True}, {"keys": ["step"]}], ids=str)
+    def test_a_flipped_bit_in_the_pickle_is_found_always(
+        self, path: Path, save: Callable[..., None], options: dict[str, Any]
+    ) -> None:
+        save({"step": 3, "name": torch.ones(3)}, path)
+        flip(path, place_of(path, "data.pkl") + path.read_bytes()[place_of(path, "data.pkl") :].index(b"name"))
+        with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32 [0-9a-f]{8}, found [0-9a-f]{8}"):
+            deepnvme.load(path, **options)
+
+    @pytest.mark.parametrize("where", [None, lambda storage, location: storage], ids=["plain", "a function"])
+    def test_a_tensor_that_is_larger_than_its_storage(self, path: Path, where: Any) -> None:
+        tensor = torch.ones(1000)
+        tensor.untyped_storage().resize_(40)
+        deepnvme.save([tensor], path)
+        with pytest.raises(CorruptCheckpoint, match=r"storage 0 at byte .* expected 4000 bytes, found 40"):
+            deepnvme.load(path, where)
+
+    @pytest.mark.parametrize(
+        ("names", "why"),
+        [(("a/data.pkl", "b/version"), "another folder"), (("a/version",), "data.pkl"), (("a/data.pkl",), "version")],
+    )
+    def test_an_archive_that_torch_has_not_made(self, path: Path, names: tuple[str, ...], why: str) -> None:
+        with zipfile.ZipFile(path, "w") as made:
+            for name in names:
+                made.writestr(name, b"3")
+        with pytest.raises(CorruptCheckpoint, match=why):
+            deepnvme.load(path)
+
     def test_files_without_checksums_have_nothing_to_verify(self, path: Path) -> None:
         deepnvme.save([torch.ones(100)], path)
         flip(path, place_of(path, "/data/0"))
@@ -221,6 +252,16 @@ class TestRefusals:
         with pytest.raises(OSError, match="read") as failed:
             deepnvme.load(path)
         assert failed.value.errno == errno.EIO
+
+
+def test_a_number_in_a_hostile_pickle_takes_no_memory() -> None:
+    long_binput = b"r\xff\xff\xff\0"  # "remember the list as the 16 777 215th"
+    tracemalloc.start()
+    try:
+        PickleScan(io.BytesIO(b"\x80\2]" + long_binput + b".")).load()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class Sum:
