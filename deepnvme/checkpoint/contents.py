@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from torch.serialization import LoadEndianness, get_default_load_endianness
+
 from .cut_off import what_is_missing
 from .pickle_scan import PickleScan
 from .zip_directory import BadDirectory, data_of, entries
@@ -90,7 +92,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         storages = []
         stored, script = True, False
         pickle = Record(None, 0, 0, 0)
-        byteorder = "little"
+        byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
         first, _, _ = found[0].name.partition("/") if found else ("", "", "")
         missing = {"data.pkl", "version"}
         for entry in found:

@@ -323,6 +323,19 @@ class TestTheSameAsTorchs:
         assert_same(found, torch.load(path.with_suffix(".big")))
         assert found[0][1] == 1 << 24
 
+    def test_of_no_byte_order(self, path: Path) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".none"), "w") as new:
+            for name in old.namelist():
+                if not name.endswith("byteorder"):
+                    new.writestr(name, old.read(name))
+        assert deepnvme.load(path.with_suffix(".none"))[0][1] == 1
+        torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG)
+        try:
+            assert deepnvme.load(path.with_suffix(".none"))[0][1] == 1 << 24
+        finally:
+            torch.serialization.set_default_load_endianness(None)
+
     def test_torchscript(self, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
