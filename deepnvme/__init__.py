@@ -43,7 +43,13 @@ _WITH_TORCH = {
 """What imports torch, which the others do without, and where it is."""
 
 
+_PACKAGES = frozenset(("checkpoint", "io", "ops", "safetensors", "swap"))
+"""Imported when they are first named, as ``deepnvme.checkpoint.verify`` is in the documentation."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)

@@ -143,6 +143,10 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert "ok" in done.stdout
 
+    def test_the_package_alone_has_to_be_imported(self, path: Path, interpreters: Interpreters) -> None:
+        names = "deepnvme.safetensors, deepnvme.swap.buffer_pool, deepnvme.io.FastFileWriter"
+        interpreters.run(f"import deepnvme; assert deepnvme.checkpoint.verify({str(path)!r}).ok; {names}").check()
+
     @pytest.mark.parametrize("first", ["deepnvme.checkpoint", "deepnvme.checkpoint.verify"])
     def test_the_function_stays_one_when_the_module_is_imported(self, path: Path, interpreters: Interpreters, first: str) -> None:
         program = (
