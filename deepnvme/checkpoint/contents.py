@@ -135,13 +135,18 @@ def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> Pi
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
-    """Whether unpickling looks at no storage's contents, so that they may be read afterwards."""
+    """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint for a
+    storage that is not there."""
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
         try:
             scan.load()
         except Exception:  # another's pickle, or one that torch is going to refuse
             return False
+    there = {record.key for record in found.storages}
+    for key, nbytes in scan.nbytes.items():
+        if key not in there:
+            raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none")
     return scan.plain
 
 

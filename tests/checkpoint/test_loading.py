@@ -149,6 +149,12 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32 [0-9a-f]{8}, found [0-9a-f]{8}"):
             deepnvme.load(path, **options)
 
+    def test_a_storage_that_is_not_there(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path)
+        flip(path, path.read_bytes().rindex(b"/data/0") + 6)
+        with pytest.raises(CorruptCheckpoint, match="storage 0: expected 12 bytes, found none"):
+            deepnvme.load(path)
+
     @pytest.mark.parametrize("where", [None, lambda storage, location: storage], ids=["plain", "a function"])
     def test_a_tensor_that_is_larger_than_its_storage(self, path: Path, where: Any) -> None:
         tensor = torch.ones(1000)
