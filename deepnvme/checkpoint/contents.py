@@ -5,9 +5,12 @@ from __future__ import annotations
 import bisect
 import errno
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
+
+from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from .cut_off import what_is_missing
 from .pickle_scan import PickleScan
@@ -40,7 +43,7 @@ class Record:
 
 
 class WrongChecksum(CorruptCheckpoint):
-    """A storage is there, with other bytes than were saved."""
+    """A storage, or the pickle, is there with other bytes than were saved."""
 
     def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
         super().__init__(
@@ -89,10 +92,15 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         storages = []
         stored, script = True, False
         pickle = Record(None, 0, 0, 0)
-        byteorder = "little"
+        byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
+        first, _, _ = found[0].name.partition("/") if found else ("", "", "")
+        missing = {"data.pkl", "version"}
         for entry in found:
             stored = stored and entry.stored
-            _, _, name = entry.name.partition("/")
+            folder, _, name = entry.name.partition("/")
+            if folder != first:
+                raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
+            missing.discard("version" if name == ".data/version" else name)
             if name.startswith("data/"):
                 storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
             elif name == "data.pkl":
@@ -102,7 +110,22 @@ def contents(path: str | os.PathLike[str]) -> Contents:
             elif name == "byteorder" and entry.stored:
                 file.seek(data_offset(path, file.fileno(), entry.header))
                 byteorder = file.read(entry.nbytes).decode(errors="replace")
+    if missing:
+        raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
     return Contents(tuple(sorted(storages, key=_header)), pickle, stored, byteorder, script)
+
+
+def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
+    """That its bytes are those that were saved: before anything is made of them. Raises WrongChecksum."""
+    record = found.pickle
+    if not (record.crc32 and found.stored):
+        return
+    with open(path, "rb") as file:
+        offset = data_offset(path, file.fileno(), record.header)
+        file.seek(offset)
+        crc = zlib.crc32(file.read(record.nbytes))
+    if crc != record.crc32:
+        raise WrongChecksum(path, record, offset, crc)
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
@@ -112,13 +135,18 @@ def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> Pi
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
-    """Whether unpickling looks at no storage's contents, so that they may be read afterwards."""
+    """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint for a
+    storage that is not there."""
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
         try:
             scan.load()
         except Exception:  # another's pickle, or one that torch is going to refuse
             return False
+    there = {record.key for record in found.storages}
+    for key, nbytes in scan.nbytes.items():
+        if key not in there:
+            raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none")
     return scan.plain
 
 

@@ -15,7 +15,7 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
 from .archive import crc32_of
-from .contents import Contents, CorruptCheckpoint, WrongChecksum, contents, data_offsets, is_plain, is_zip
+from .contents import Contents, CorruptCheckpoint, WrongChecksum, check_pickle, contents, data_offsets, is_plain, is_zip
 from .one_version import of_one_version
 from .pickled import pickled
 from .placing import MapLocation, Placed, memory_for, placing
@@ -82,6 +82,8 @@ def _load(
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
+    if found is not None:
+        check_pickle(path, found)
 
     def by_torch() -> Any:
         if checksum and found is not None:
@@ -101,6 +103,7 @@ def _load(
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # a function, by torch.load's rule
     with placing(path, wanted) as now:
         plain = not asks and is_plain(path, found)
+        read_before: list[Placed] = []
         if not plain:
             offsets = data_offsets(path, found.storages)
             read_before = [
@@ -117,6 +120,8 @@ def _load(
                 fill(now.placed)
                 if checksum:
                     _verify(path, found, now.elsewhere)
+            else:
+                _check_sizes(path, found, read_before)  # which a tensor that is larger than its storage makes grow
             return whole
     del whole  # slices of the mapping
     return by_torch()

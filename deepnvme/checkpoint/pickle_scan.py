@@ -22,9 +22,11 @@ _PLAIN = {
 """Make objects without looking at the contents of storages."""
 
 
-class PickleScan(pickle.Unpickler):
+class PickleScan(pickle._Unpickler):
     """Of a file whose position is where a pickle begins. :meth:`load` raises what unpickling raises, and TypeError and its like
     for what torch has not pickled; the file's position is the pickle's end then."""
+
+    # In Python, as torch's own for weights_only: of a hostile pickle the one in C fills gigabytes, for the number of a memo.
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

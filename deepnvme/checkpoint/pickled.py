@@ -57,7 +57,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         key = keys.get(identity)
         if key is None:
             key = keys[identity] = str(len(storages))
-            storages.append(known)
+            storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
         location = locations.get(storage.device)
         if location is None:
             location = locations[storage.device] = location_of(storage)
@@ -160,6 +160,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor._backward_hooks
     )
+
+
+def _whole_elements(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
+    """The storage without the rest that is no whole element: torch.save writes that too, and torch.load then refuses the file."""
+    return storage if storage.nbytes() == nbytes else storage[:nbytes]
 
 
 def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:

@@ -31,8 +31,9 @@ class Publication:
     Leaving ``with`` unpublished removes it. What dead processes have left in the directory is removed at the start.
 
     ``recycle``: a file of the same directory that becomes the temporary one, and whose blocks are written over: its name is gone
-    from the start. It is only removed where it has another name, where anybody has it open or mapped, or where that cannot be
-    told. A ``path`` that is a symbolic link stays one.
+    from the start. It is only removed where it has another name, where anybody has it open or mapped, where that cannot be
+    told, or where it may not be written to; and left alone where it is no regular file or may not be renamed. A ``path`` that
+    is a symbolic link stays one.
 
     ``one_of_many``: whoever publishes many files of a directory calls :func:`remove_leftovers` before the first and
     :func:`sync_directory` after the last; both look at all of it.
@@ -146,7 +147,7 @@ def _start(path: Path) -> tuple[Path, int]:
             # Before it was locked, another may have taken it for a dead process's.
             if _is(descriptor, temporary):
                 with contextlib.suppress(OSError):
-                    os.fchmod(descriptor, stat.S_IMODE(os.stat(path).st_mode))
+                    os.fchmod(descriptor, os.stat(path).st_mode & 0o777)  # whose owner may be another
                 return temporary, descriptor
         except BaseException:
             os.close(descriptor)
@@ -159,9 +160,17 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> tuple[Path, int] | No
     """The same, of a file that was there; None where a new one has to be made."""
     temporary = _temporary_name(path)
     try:
+        if not stat.S_ISREG(os.lstat(recycle).st_mode):
+            return None
         os.rename(recycle, temporary)
+    except (FileNotFoundError, PermissionError):
+        return None
+    try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # or another has taken it for a dead process's
+    except FileNotFoundError:  # another has taken it for a dead process's
+        return None
+    except PermissionError:
+        os.unlink(temporary)
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -7,8 +7,10 @@ with the strictest alignment first, then of their names; the header padded with 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Mapping
@@ -115,7 +117,8 @@ def _parse(text: bytes, data: int, size: int) -> Header:
         raise _Wrong(f"its header is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise _Wrong("its header is no JSON object")
-    metadata = fields.pop(_METADATA, {})
+    metadata = fields.pop(_METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _Wrong("its metadata are not strings")
     tensors = sorted((_entry(name, field, data) for name, field in fields.items()), key=lambda entry: entry.offset)
@@ -147,7 +150,8 @@ def _entry(name: str, field: Any, data: int) -> Entry:
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
         raise _Wrong(f"tensor {name!r} has no dtype, shape and data_offsets") from None
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or begin > end:
+    whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    if not whole or begin > end or any(numel >= 1 << 63 for numel in itertools.accumulate(shape, operator.mul)):
         raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
     if kind not in _DTYPES:
         raise _Wrong(f"tensor {name!r} is of {kind!r}, which this torch has not")
@@ -177,7 +181,7 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
         raise CorruptCheckpoint(path, 'it is no index: expected a JSON object with "weight_map"') from None
     found: dict[str, list[str] | None] = {}
     for tensor, shard in shards.items():
-        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+        if os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
             raise CorruptCheckpoint(path, f"shard {shard!r} of tensor {tensor!r} is no name of a file beside the index")
         names = found.setdefault(os.path.join(os.path.dirname(name), shard), [])
         assert names is not None

@@ -32,6 +32,7 @@ from .file_image import CHUNK
 from .pickle_scan import PickleScan
 
 _CHUNKS = 4
+_TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     """
     name = os.fspath(path)
     if not is_zip(path):
-        return _safetensors(name)
+        return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if _is_pickle(path) else _safetensors(name)
+    problems = []
     try:
         found = contents(path)
         if not found.stored:
@@ -86,6 +88,13 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
         sum(record.crc32 != 0 for record in storages),
         tuple(problems),
     )
+
+
+def _is_pickle(path: str | os.PathLike[str]) -> bool:
+    """Of protocol 2 or higher, and no safetensors file whose header's length begins with the same byte."""
+    with open(path, "rb") as file:
+        head = file.read(9)
+    return head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def _safetensors(path: str) -> Report:

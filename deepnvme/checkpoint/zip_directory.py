@@ -9,6 +9,8 @@ from typing import BinaryIO, NamedTuple
 from .zip_layout import END, END_64, ENTRY, LARGE, LOCAL_HEADER, LOCATOR_64, ZIP64
 
 _LONGEST_COMMENT = 0xFFFF
+_ENCRYPTED = 0x0001
+_STORED, _DEFLATED = 0, 8
 
 
 class Entry(NamedTuple):
@@ -21,7 +23,7 @@ class Entry(NamedTuple):
     """Of its data, in the file."""
     crc32: int
     stored: bool
-    """Whether the data are as they were, and not deflated or encrypted."""
+    """Whether the data are as they were, and not deflated."""
 
 
 class BadDirectory(ValueError):
@@ -60,9 +62,14 @@ def parse(directory: bytes, count: int, size: int) -> list[Entry]:
         fields = ENTRY.unpack_from(directory, at)
         if fields[0] != b"PK\1\2":
             raise BadDirectory(f"its directory is damaged: no record's entry at byte {at} of it")
-        _, _, _, flags, method, _, _, crc32, nbytes, whole, name_length, extra_length, comment_length, *_, header = fields
+        _, _, _, flags, method, _, _, crc32, nbytes, whole, name_length, extra_length, comment_length, disk, *_, header = fields
         at += ENTRY.size
-        name = directory[at : at + name_length].decode(errors="replace")
+        try:
+            name = directory[at : at + name_length].decode()
+        except UnicodeDecodeError as error:
+            raise BadDirectory(f"its directory is damaged: a record's name is not UTF-8: {error}") from error
+        if disk or flags & _ENCRYPTED or method not in (_STORED, _DEFLATED):
+            raise BadDirectory(f"record {name} is on another disk, encrypted, or compressed in a way that torch does not read")
         at += name_length
         if LARGE in (nbytes, whole, header):
             numbers = _zip64(directory[at : at + extra_length])
@@ -72,7 +79,7 @@ def parse(directory: bytes, count: int, size: int) -> list[Entry]:
         at += extra_length + comment_length
         if header + LOCAL_HEADER.size + name_length + nbytes > size:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
-        found.append(Entry(name, header, nbytes, crc32, method == 0 and nbytes == whole and not flags & 1))
+        found.append(Entry(name, header, nbytes, crc32, method == _STORED and nbytes == whole))
     return found
 
 

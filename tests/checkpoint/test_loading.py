@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import threading
+import tracemalloc
 import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -22,6 +23,7 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
 from deepnvme.checkpoint.contents import contents, is_plain
+from deepnvme.checkpoint.pickle_scan import PickleScan
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
@@ -136,6 +138,41 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match=rf"storage {key}, .* expected CRC-32 [0-9a-f]{{8}}, found [0-9a-f]{{8}}"):
             deepnvme.load(path, checksum=True)
 
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save], ids=["ours", "torch's"])
+    @pytest.mark.parametrize("options", [{}, {"checksum": True}, {"mmap": True}, {"keys": ["step"]}], ids=str)
+    def test_a_flipped_bit_in_the_pickle_is_found_always(
+        self, path: Path, save: Callable[..., None], options: dict[str, Any]
+    ) -> None:
+        save({"step": 3, "name": torch.ones(3)}, path)
+        flip(path, place_of(path, "data.pkl") + path.read_bytes()[place_of(path, "data.pkl") :].index(b"name"))
+        with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32 [0-9a-f]{8}, found [0-9a-f]{8}"):
+            deepnvme.load(path, **options)
+
+    def test_a_storage_that_is_not_there(self, path: Path) -> None:
+        deepnvme.save([torch.ones(3)], path)
+        flip(path, path.read_bytes().rindex(b"/data/0") + 6)
+        with pytest.raises(CorruptCheckpoint, match="storage 0: expected 12 bytes, found none"):
+            deepnvme.load(path)
+
+    @pytest.mark.parametrize("where", [None, lambda storage, location: storage], ids=["plain", "a function"])
+    def test_a_tensor_that_is_larger_than_its_storage(self, path: Path, where: Any) -> None:
+        tensor = torch.ones(1000)
+        tensor.untyped_storage().resize_(40)
+        deepnvme.save([tensor], path)
+        with pytest.raises(CorruptCheckpoint, match=r"storage 0 at byte .* expected 4000 bytes, found 40"):
+            deepnvme.load(path, where)
+
+    @pytest.mark.parametrize(
+        ("names", "why"),
+        [(("a/data.pkl", "b/version"), "another folder"), (("a/version",), "data.pkl"), (("a/data.pkl",), "version")],
+    )
+    def test_an_archive_that_torch_has_not_made(self, path: Path, names: tuple[str, ...], why: str) -> None:
+        with zipfile.ZipFile(path, "w") as made:
+            for name in names:
+                made.writestr(name, b"3")
+        with pytest.raises(CorruptCheckpoint, match=why):
+            deepnvme.load(path)
+
     def test_files_without_checksums_have_nothing_to_verify(self, path: Path) -> None:
         deepnvme.save([torch.ones(100)], path)
         flip(path, place_of(path, "/data/0"))
@@ -222,6 +259,16 @@ class TestRefusals:
         assert failed.value.errno == errno.EIO
 
 
+def test_a_number_in_a_hostile_pickle_takes_no_memory() -> None:
+    long_binput = b"r\xff\xff\xff\0"  # "remember the list as the 16 777 215th"
+    tracemalloc.start()
+    try:
+        PickleScan(io.BytesIO(b"\x80\2]" + long_binput + b".")).load()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 class Sum:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.sum = tensor, int(tensor.sum())
@@ -287,6 +334,19 @@ class TestTheSameAsTorchs:
         found = deepnvme.load(path.with_suffix(".big"))
         assert_same(found, torch.load(path.with_suffix(".big")))
         assert found[0][1] == 1 << 24
+
+    def test_of_no_byte_order(self, path: Path) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".none"), "w") as new:
+            for name in old.namelist():
+                if not name.endswith("byteorder"):
+                    new.writestr(name, old.read(name))
+        assert deepnvme.load(path.with_suffix(".none"))[0][1] == 1
+        torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG)
+        try:
+            assert deepnvme.load(path.with_suffix(".none"))[0][1] == 1 << 24
+        finally:
+            torch.serialization.set_default_load_endianness(None)
 
     def test_torchscript(self, path: Path) -> None:
         with warnings.catch_warnings():

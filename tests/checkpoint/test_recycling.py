@@ -69,6 +69,35 @@ def test_its_other_name_keeps_what_was_there(old: Path, engine: Engine) -> None:
     assert (old.parent / "kept").read_bytes() == b"old" * 10_000
 
 
+@pytest.mark.parametrize("kind", ["symbolic link", "directory"])
+def test_what_is_no_regular_file_is_left_alone(old: Path, engine: Engine, kind: str) -> None:
+    other = old.parent / "other"
+    if kind == "directory":
+        other.mkdir()
+    else:
+        other.symlink_to(old)
+    with Publication(old.parent / "new", 5, engine, recycle=other) as new:
+        new.publish()
+    assert sorted(entry.name for entry in old.parent.iterdir()) == ["new", "old", "other"]
+    assert old.read_bytes() == b"old" * 10_000
+
+
+def test_one_that_may_not_be_written_to_is_removed(old: Path, interpreters: Interpreters) -> None:
+    old.chmod(0o444)
+    old.parent.chmod(0o777)
+    program = f"""
+        if os.geteuid() == 0:
+            os.setgid(65534); os.setuid(65534)
+        import pathlib, deepnvme
+        from deepnvme.checkpoint.publication import Publication
+        old = pathlib.Path({str(old)!r})
+        with Publication(old.parent / "new", 5, deepnvme.Engine(), recycle=old) as new:
+            new.publish()
+    """
+    interpreters.run(program).check()
+    assert [entry.name for entry in old.parent.iterdir()] == ["new"]
+
+
 def test_one_that_is_gone_is_no_obstacle(drive: Path, engine: Engine) -> None:
     publish(drive / "new", drive / "gone", engine)
 

@@ -128,6 +128,7 @@ class TestCorruptFiles:
             (written({"a": field(0, 4, [True, 4])}, bytes(4)), "shape"),
             (written({"a": field(0, 4, [2.0, 2])}, bytes(4)), "shape"),
             (written({"a": field(4, 0, [0])}, bytes(4)), "data_offsets"),
+            (written({"a": field(0, 0, [1 << 62, 1 << 62, 0])}), "shape"),
             (written({"a": field(0, 4, [3])}, bytes(4)), "should have 3 bytes by its shape, and has 4"),
             (written({"a": field(0, 1 << 62, [1 << 31, 1 << 31])}), "cut off"),
             (written({"a": field(0, 4)}, bytes(3)), "'a' is cut off: expected 4 bytes, found 3"),
@@ -184,6 +185,10 @@ class TestTheSameAsSafetensors:
         found, expected = load_file(drive / "file"), safetensors.load_file(drive / "file")
         assert list(found) == sorted(expected)
         assert same(found, expected)
+
+    def test_metadata_that_are_null(self, drive: Path) -> None:
+        (drive / "file").write_bytes(written({"__metadata__": None, "a": field(0, 4)}, bytes(4)))
+        assert same(load_file(drive / "file"), safetensors.load_file(drive / "file"))
 
     def test_each_tensor_has_memory_of_its_own(self, drive: Path) -> None:
         save_file(tensors(), drive / "file")
@@ -267,7 +272,7 @@ class TestShards:
         with pytest.raises(CorruptCheckpoint, match="no index"):
             load_file(drive / "model.safetensors.index.json")
 
-    @pytest.mark.parametrize("shard", ["../file", "/etc/passwd", "..", ""])
+    @pytest.mark.parametrize("shard", ["../file", "/etc/passwd", "..", "", "a\0b"])
     def test_an_index_that_leads_elsewhere(self, drive: Path, shard: str) -> None:
         (drive / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
         with pytest.raises(CorruptCheckpoint, match="no name of a file beside the index"):

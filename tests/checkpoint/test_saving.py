@@ -53,6 +53,17 @@ class TestTorchLoads:
         deepnvme.save(OBJECTS["an optimizer"](), drive / "file.pt", pickle_protocol=4)
         assert_same(torch.load(drive / "file.pt", weights_only=False), OBJECTS["an optimizer"]())
 
+    @pytest.mark.parametrize("nbytes", [10, 1_000_003])
+    def test_a_storage_with_a_rest_that_is_no_whole_element(self, drive: Path, nbytes: int) -> None:
+        numel = nbytes // 4
+        tensor = torch.arange(nbytes).to(torch.uint8)[: numel * 4].view(torch.float32)
+        deepnvme.save([tensor, tensor[1:]], drive / "file.pt", checksum=True)
+        for load in (torch.load, deepnvme.load):
+            whole, part = load(drive / "file.pt")
+            assert torch.equal(whole.view(torch.uint8), tensor.view(torch.uint8))
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert deepnvme.checkpoint.verify(drive / "file.pt").ok
+
     def test_distributed_tensors(self, drive: Path, process_group: None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor

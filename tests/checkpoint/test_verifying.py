@@ -70,6 +70,18 @@ class TestProblems:
             f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
         )
 
+    def test_in_deflated_files(self, path: Path) -> None:
+        rezipped(path, zipfile.ZIP_DEFLATED)
+        assert verify(path).ok
+        flip(path, place_of(path, "/data/1") + 100)
+        assert not verify(path).ok
+
+    def test_a_file_that_has_nothing_to_verify(self, path: Path) -> None:
+        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
+        assert verify(path).problems == (
+            "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by",
+        )
+
     @pytest.mark.parametrize(
         ("damage", "said"),
         [
@@ -158,6 +170,10 @@ class TestCommand:
         done = subprocess.run([sys.executable, "-W", "error", "-m", *module, path], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert "ok" in done.stdout
+
+    def test_the_package_alone_has_to_be_imported(self, path: Path, interpreters: Interpreters) -> None:
+        names = "deepnvme.safetensors, deepnvme.swap.buffer_pool, deepnvme.io.FastFileWriter"
+        interpreters.run(f"import deepnvme; assert deepnvme.checkpoint.verify({str(path)!r}).ok; {names}").check()
 
     @pytest.mark.parametrize("first", ["deepnvme.checkpoint", "deepnvme.checkpoint.verify"])
     def test_the_function_stays_one_when_the_module_is_imported(self, path: Path, interpreters: Interpreters, first: str) -> None:

@@ -90,7 +90,7 @@ class TestDirectory:
         with path.open("rb") as file:
             assert [(entry.name, entry.stored) for entry in entries(file)] == [("a/data/0", False), ("a/byteorder", True)]
 
-    @pytest.mark.parametrize("damage", ["cut", "entry", "beyond", "no archive"])
+    @pytest.mark.parametrize("damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "disk", "name"])
     def test_that_is_damaged(self, tmp_path: Path, damage: str) -> None:
         data = archive([("a/data/0", b"x" * 100), ("a/data/1", b"y" * 100)])
         at = data.index(b"PK\1\2")
@@ -99,6 +99,10 @@ class TestDirectory:
             "entry": data[:at] + b"QQ" + data[at + 2 :],
             "beyond": data[: at + 20] + b"\xff\xff\xff\x7f" + data[at + 24 :],
             "no archive": b"PK\3\4" + bytes(5000),
+            "encrypted": data[: at + 8] + b"\1" + data[at + 9 :],
+            "method": data[: at + 10] + b"\1" + data[at + 11 :],
+            "disk": data[: at + 34] + b"\1" + data[at + 35 :],
+            "name": data[: at + 50] + b"\xff" + data[at + 51 :],
         }[damage]
         path = tmp_path / "file"
         path.write_bytes(damaged)
