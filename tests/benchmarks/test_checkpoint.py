@@ -9,6 +9,7 @@ import checkpoint
 import pytest
 import torch
 from harness import checkpoints
+from harness.free_memory import FreeMemory
 from harness.workloads import ContenderFailed
 
 
@@ -36,7 +37,7 @@ def test_a_load_that_comes_back_differently_is_a_failure(directory: Path, monkey
     liar = checkpoints.Library(lambda state, path: torch.save(state, path), lambda path, state: {"weight": torch.zeros(10)})
     monkeypatch.setattr(checkpoint, "library", lambda name: liar)
     with pytest.raises(ContenderFailed, match="came back differently"):
-        checkpoint.loading("liar", state, directory)()
+        checkpoint.loading("liar", state, directory, FreeMemory(1 << 20))()
 
 
 def test_a_library_that_is_not_installed_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
