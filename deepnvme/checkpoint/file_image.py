@@ -8,7 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,9 +22,8 @@ CHUNK = 4 << 20
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
 _PADDING_ADDRESS = ctypes.addressof(_PADDING)
 
-_CPU = torch.device("cpu")
-
 Source = torch.Tensor | torch.UntypedStorage
+_Source = TypeVar("_Source", bound=Source)
 
 
 class Range(NamedTuple):
@@ -99,7 +98,7 @@ class FileImage:
         if distant:
             sources = [_reachable(source) for source in sources]
             self._on_devices.update(piece for piece, source in zip(pieces, sources, strict=True) if source.device.type != "cpu")
-        nbytes = array("Q", [source.nbytes() if isinstance(source, torch.UntypedStorage) else source.nbytes for source in sources])
+        nbytes = array("Q", [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in sources])
         addresses = array("Q", [source.data_ptr() for source in sources])
         rows = nothing * 3
         rows[0::3] = array("Q", accumulate(headers[:-1], initial=len(self._text)))
@@ -231,9 +230,9 @@ def _chunks(begin: int, end: int) -> Iterator[Range]:
         begin = border
 
 
-def _reachable(source: Source) -> Source:
+def _reachable(source: _Source) -> _Source:
     """Where the engine can read it."""
-    return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[no-untyped-call]
+    return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[return-value]
 
 
 def bytes_of(source: Source) -> torch.Tensor:

@@ -37,6 +37,12 @@ class _Reference:
         self.persistent_id = persistent_id
 
 
+class _Hooks:
+    """What stands in the stream for the empty OrderedDict that each plain tensor has: lighter."""
+
+    __slots__ = ()
+
+
 def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
     """Pickle ``obj``: byte by byte the stream that ``torch.save`` makes; ``across`` ranks, that of the object with whole tensors
     for DTensors. Raises what pickling raises."""
@@ -75,8 +81,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
         strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
         storage = _Reference(reference(shard, tensor.dtype, tensor.numel()))
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks)
+        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks())
 
     def persistent_id(obj: object) -> Any:
         if type(obj) is _Reference:
@@ -90,6 +95,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
 
     asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
     """As cloudpickle has one, for functions and classes that it pickles by value."""
+    hooks = _Hooks if asked_first is None else OrderedDict
 
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
         def reducer_override(self, obj: Any) -> Any:
@@ -97,7 +103,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             if asked_first is not None and (given := asked_first(self, obj)) is not NotImplemented:
                 return given
             kind = type(obj)
-            if kind is OrderedDict and not obj and not vars(obj):
+            if kind is _Hooks or (kind is OrderedDict and not obj and not vars(obj)):
                 return OrderedDict, ()
             itemsize = _ITEMSIZES.get(obj.dtype) if kind is torch.Tensor else None
             if itemsize is None or not is_plain(obj):
@@ -105,9 +111,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
                 return NotImplemented if shard is None else whole(obj, shard)
             storage = obj.untyped_storage()
             referred = _Reference(reference(storage, obj.dtype, storage.nbytes() // itemsize))
-            hooks: OrderedDict[Any, Any] = OrderedDict()
-            shape = (referred, obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad, hooks)
-            return _rebuild_tensor_v2, shape
+            shape = tuple(obj.shape)
+            return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, hooks())
 
     Pickler.persistent_id = AsyncIOBuilder().load().none_for(_NO_STORAGES, persistent_id)
     buffer = io.BytesIO()
@@ -170,7 +175,9 @@ def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:
     return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
-_NO_STORAGES = frozenset((str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type))
+_NO_STORAGES = frozenset(
+    (str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type, _Hooks)
+)
 """Types of objects that are no storage, most of those that are pickled."""
 _ITEMSIZES = {
     dtype: dtype.itemsize
