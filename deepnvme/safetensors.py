@@ -66,8 +66,7 @@ def save_file(
     header, names = make_header(tensors, metadata)
     image = FileImage()
     image.add_text(header)
-    for name in names:
-        image.add(tensors[name].resolve_conj().resolve_neg())
+    image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
     engine = shared_engine()
     with Publication(Path(filename), image.nbytes, engine, fsync=fsync) as new, following(progress, f"saving {filename}") as told:
         write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=told)

@@ -1,6 +1,4 @@
 // The async_io module.
-#include <span>
-
 #include "bindings/pinned_buffer.h"
 #include "bindings/python.h"
 #include "core/copy.h"
@@ -32,16 +30,6 @@ py::dict backends() {
     return reasons;
 }
 
-// The numbers in an array of uint64, valid for as long as `buffer` is.
-std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name) {
-    const bool unsigned_64 = buffer.itemsize == sizeof(std::uint64_t) && (buffer.format == "Q" || buffer.format == "L");
-    if (!unsigned_64 || buffer.ndim != 1)
-        throw py::type_error(std::string(name) + " must be an array of uint64, such as array.array('Q'), got " +
-                             std::to_string(buffer.ndim) + " dimension(s) of format '" + buffer.format + "'");
-    if (buffer.size > 1 && buffer.strides[0] != buffer.itemsize) throw py::value_error(std::string(name) + " must be contiguous");
-    return {static_cast<const std::uint64_t*>(buffer.ptr), static_cast<std::size_t>(buffer.size)};
-}
-
 void copy_many_ranges(const py::buffer& destinations, const py::buffer& sources, const py::buffer& lengths) {
     // Held until the end: arrays with a view cannot be resized.
     const py::buffer_info views[] = {destinations.request(), sources.request(), lengths.request()};
@@ -64,6 +52,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_handle(module);
+    bind_checkpoint(module);
     module.def("backends", &backends);
     module.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
     // For the gds module, so that both know all that is pinned.

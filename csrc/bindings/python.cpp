@@ -149,6 +149,15 @@ TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb)
     return {std::move(owner), reinterpret_cast<std::byte*>(address), nbytes, device};
 }
 
+std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name) {
+    const bool unsigned_64 = buffer.itemsize == sizeof(std::uint64_t) && (buffer.format == "Q" || buffer.format == "L");
+    if (!unsigned_64 || buffer.ndim != 1)
+        throw py::type_error(std::string(name) + " must be an array of uint64, such as array.array('Q'), got " +
+                             std::to_string(buffer.ndim) + " dimension(s) of format '" + buffer.format + "'");
+    if (buffer.size > 1 && buffer.strides[0] != buffer.itemsize) throw py::value_error(std::string(name) + " must be contiguous");
+    return {static_cast<const std::uint64_t*>(buffer.ptr), static_cast<std::size_t>(buffer.size)};
+}
+
 std::string path_of(py::handle path) {
     PyObject* encoded = nullptr;
     if (!PyUnicode_FSConverter(path.ptr(), &encoded)) throw py::error_already_set();

@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "engine/engine.h"
@@ -38,6 +39,9 @@ void require_tensor(py::handle object);
 
 // A Python integer. Throws TypeError naming the argument for anything else, ValueError for one beyond 64 bits.
 std::int64_t integer_of(py::handle number, const char* name);
+
+// The numbers in an array of uint64, valid for as long as `buffer` is. Throws TypeError naming the argument for anything else.
+std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name);
 
 // str, bytes or os.PathLike, in the file system's encoding. Throws TypeError, or ValueError for a path with a NUL.
 std::string path_of(py::handle path);
@@ -105,5 +109,6 @@ private:
 void bind_io_error(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_handle(py::module_& module);
+void bind_checkpoint(py::module_& module);
 
 }  // namespace deepnvme::bindings

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import zlib
+from array import array
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,10 +17,9 @@ from deepnvme._tensor_memory import memory_of
 from .file_image import PAGE, FileImage, Source, bytes_of
 from .pickled import pickled
 from .sharding import Across, Sharded
-from .zip_layout import ZipLayout
+from .zip_layout import ZipLayout, lay_out
 
 _CRC_CHUNK = 16 << 20
-_Source = TypeVar("_Source", torch.Tensor, torch.UntypedStorage)
 
 
 def archive(
@@ -33,39 +34,49 @@ def archive(
     otherwise. ``alignment``: bytes of which each storage begins at a multiple. ``across``: what this rank has of the archive of
     an object with DTensors. Raises what pickling raises."""
     stream, storages = pickled(obj, pickle_module, protocol, across)
-    image, layout = FileImage(), ZipLayout(alignment)
+    if checksum and any(isinstance(storage, Sharded) for storage in storages):
+        raise ValueError("the checksum of a DTensor cannot be had from its shards: save without checksum")
+    sizes = array("Q", [storage.nbytes() for storage in storages])
+    before = {
+        "data.pkl": stream,
+        ".format_version": b"1",
+        ".storage_alignment": str(alignment).encode(),
+        "byteorder": sys.byteorder.encode(),
+    }
+    after = {"version": b"3\n", ".data/serialization_id": _identity(stream, sizes)}
+    names = [f"archive/{name}" for name in before]
+    names += [f"archive/data/{key}" for key in range(len(storages))]
+    names += [f"archive/{name}" for name in after]
+    nbytes = array("Q", [*map(len, before.values()), *sizes, *map(len, after.values())])
+    crcs = array("Q", map(zlib.crc32, before.values()))
+    crcs.extend(map(crc32_of, storages) if checksum else bytes(len(storages)))
+    crcs.extend(map(zlib.crc32, after.values()))
+    return _image(lay_out(names, nbytes, crcs, alignment), [*before.values(), *storages, *after.values()])
 
-    def add(name: str, data: bytes | torch.UntypedStorage | Sharded, nbytes: int, crc32: int) -> None:
-        record = layout.add(f"archive/{name}", nbytes, crc32)
-        image.add_text(record.header)
-        image.add_padding(record.padding)
-        if isinstance(data, bytes):
-            image.add_text(data)
-        elif isinstance(data, Sharded):
-            image.add_part(_reachable(data.local), data.offsets, data.lengths, nbytes)
+
+def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Sharded]) -> FileImage:
+    """Of an archive with these records."""
+    image, at = FileImage(), 0
+    first = 0
+    for kind, run in itertools.groupby(contents, type):
+        data: list[Any] = list(run)
+        headers, paddings = (column[first : first + len(data)] for column in (layout.headers, layout.paddings))
+        if kind is bytes or kind is Sharded:
+            for header, padding, content in zip(headers, paddings, data, strict=True):
+                image.add_text(layout.text[at : at + header])
+                image.add_padding(padding)
+                if kind is bytes:
+                    image.add_text(content)
+                else:
+                    image.add_part(content.local, content.offsets, content.lengths, content.nbytes())
+                at += header
         else:
-            image.add(_reachable(data))
-
-    def add_text(name: str, text: bytes) -> None:
-        add(name, text, len(text), zlib.crc32(text))
-
-    add_text("data.pkl", stream)
-    add_text(".format_version", b"1")
-    add_text(".storage_alignment", str(alignment).encode())
-    add_text("byteorder", sys.byteorder.encode())
-    for key, storage in enumerate(storages):
-        if checksum and isinstance(storage, Sharded):
-            raise ValueError("the checksum of a DTensor cannot be had from its shards: save without checksum")
-        add(f"data/{key}", storage, storage.nbytes(), crc32_of(storage) if checksum else 0)
-    add_text("version", b"3\n")
-    add_text(".data/serialization_id", _identity(stream, storages))
-    image.add_text(layout.end())
+            text = layout.text[at : at + sum(headers)]
+            image.add_each(data, text, headers, paddings)
+            at += len(text)
+        first += len(data)
+    image.add_text(layout.text[at:])
     return image
-
-
-def _reachable(source: _Source) -> _Source:
-    """Where the engine can read it: itself on the CPU and on CUDA devices, as torch.save has it from any other device a copy."""
-    return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[no-untyped-call]
 
 
 def crc32_of(source: Source) -> int:
@@ -78,8 +89,8 @@ def crc32_of(source: Source) -> int:
     return crc
 
 
-def _identity(stream: bytes, storages: list[Any]) -> bytes:
+def _identity(stream: bytes, sizes: array[int]) -> bytes:
     """40 digits, as torch's: the same for the same structure."""
     digest = hashlib.sha256(stream)
-    digest.update(str([storage.nbytes() for storage in storages]).encode())
+    digest.update(sizes)
     return str(int.from_bytes(digest.digest(), "big"))[:40].zfill(40).encode()

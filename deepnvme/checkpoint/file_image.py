@@ -8,7 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
 _PADDING_ADDRESS = ctypes.addressof(_PADDING)
 
 Source = torch.Tensor | torch.UntypedStorage
+_Source = TypeVar("_Source", bound=Source)
 
 
 class Range(NamedTuple):
@@ -38,7 +39,7 @@ class FileImage:
     """Pieces of memory, as they follow each other in a file. Tensors and storages are kept alive, and not to be changed until
     they are written."""
 
-    # Columns, not rows: there are three pieces for each tensor, and tensors by the ten thousand.
+    # Columns, not rows: there are three pieces for each tensor. Pieces may be empty.
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -72,18 +73,47 @@ class FileImage:
             self._append(_PADDING_ADDRESS, nbytes)
 
     def add(self, source: Source) -> None:
-        """Append the bytes of a contiguous tensor, or of a storage, on the CPU or a CUDA device."""
-        nbytes = source.nbytes if isinstance(source, torch.Tensor) else source.nbytes()
-        if not nbytes:
+        """Append the bytes of a contiguous tensor, or of a storage; of one that is neither on the CPU nor on a CUDA device
+        those of a copy, as torch.save does."""
+        self.add_each([source])
+
+    def add_each(
+        self,
+        sources: Sequence[Source],
+        text: bytes = b"",
+        headers: array[int] | None = None,
+        paddings: array[int] | None = None,
+    ) -> None:
+        """Append sources, as :meth:`add` does one; before each so many bytes of the text as ``headers`` says, and of padding.
+
+        A tenth of the time that one by one they would take, and there are tensors by the ten thousand."""
+        if not sources:
             return
-        piece = len(self._lengths)
-        self._sources[piece] = source
-        if nbytes >= DIRECT_FROM:
-            self._large.append(piece)
-        on_cpu = source.device.type == "cpu"
-        if not on_cpu:
-            self._on_devices.add(piece)
-        self._append(source.data_ptr() if on_cpu else 0, nbytes)
+        nothing = array("Q", bytes(8 * len(sources)))
+        headers, paddings = headers or nothing, paddings or nothing
+        first = len(self._lengths)
+        pieces = range(first + 2, first + 3 * len(sources), 3)
+        devices = [source.device for source in sources]
+        distant = {device for device in set(devices) if device.type != "cpu"}
+        if distant:
+            sources = [_reachable(source) for source in sources]
+            self._on_devices.update(piece for piece, source in zip(pieces, sources, strict=True) if source.device.type != "cpu")
+        nbytes = array("Q", [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in sources])
+        addresses = array("Q", [source.data_ptr() for source in sources])
+        rows = nothing * 3
+        rows[0::3] = array("Q", accumulate(headers[:-1], initial=len(self._text)))
+        rows[1::3] = array("Q", [_PADDING_ADDRESS]) * len(sources)
+        rows[2::3] = addresses
+        self._addresses += rows
+        rows[0::3], rows[1::3], rows[2::3] = headers, paddings, nbytes
+        self._lengths += rows
+        self._ends += array("Q", accumulate(rows, initial=self.nbytes))[1:]
+        self.nbytes = self._ends[-1]
+        self._text += text
+        if text:
+            self._texts += range(first, pieces.stop, 3)
+        self._sources.update(zip(pieces, sources, strict=True))
+        self._large += [piece for piece, size in zip(pieces, nbytes, strict=True) if size >= DIRECT_FROM]
 
     def begin_of(self, source: Source) -> int:
         """The offset at which a tensor or storage was added, not empty. ValueError for another."""
@@ -97,6 +127,7 @@ class FileImage:
         device. They are what ``held`` says; the others of ``spread`` can be neither written nor copied."""
         if not nbytes:
             return
+        data = _reachable(data)
         self.spread.append((self.nbytes, self.nbytes + nbytes))
         start, at, before = self.nbytes, 0, self.nbytes
         on_cpu = data.device.type == "cpu"
@@ -197,6 +228,11 @@ def _chunks(begin: int, end: int) -> Iterator[Range]:
         border = min(begin // PAGE * PAGE + CHUNK, end)
         yield Range(begin, border, None)
         begin = border
+
+
+def _reachable(source: _Source) -> _Source:
+    """Where the engine can read it."""
+    return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[return-value]
 
 
 def bytes_of(source: Source) -> torch.Tensor:

@@ -17,6 +17,8 @@ from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
 from .sharding import Across, Sharded
 
 
@@ -26,12 +28,19 @@ class Pickled(NamedTuple):
     """UntypedStorage; across ranks also Sharded. By their keys "0", "1", ... in the stream."""
 
 
-class _Elements(NamedTuple):
-    """A tensor's storage, with the dtype that it is seen as."""
+class _Reference:
+    """What stands in the stream for a storage: given to the pickler in place of that."""
 
-    storage: UntypedStorage | Sharded
-    dtype: torch.dtype
-    numel: int
+    __slots__ = ("persistent_id",)
+
+    def __init__(self, persistent_id: tuple[Any, ...]) -> None:
+        self.persistent_id = persistent_id
+
+
+class _Hooks:
+    """What stands in the stream for the empty OrderedDict that each plain tensor has: lighter."""
+
+    __slots__ = ()
 
 
 def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
@@ -45,10 +54,14 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
     kinds: dict[torch.dtype, Any] = {}
     location_of = location_tag if across is None else across.location
 
-    def reference(elements: _Elements) -> tuple[str, Any, str, str, int]:
-        known, dtype, numel = elements
-        storage = known.device_storage() if isinstance(known, Sharded) else known
-        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+    def reference(known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
+        """To a storage, with the dtype that it is seen as, and its elements of that."""
+        storage = known if isinstance(known, UntypedStorage) else known.device_storage()
+        device = storage.device
+        location = locations.get(device)
+        if location is None:
+            location = locations[device] = location_of(storage)
+        address = 0 if location == "meta" else storage.data_ptr()
         if address and storage is known and dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError(
                 f"one storage is seen as {dtypes[address]} and as {dtype}, which a .pt file cannot hold: clone one of the tensors"
@@ -58,55 +71,50 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         if key is None:
             key = keys[identity] = str(len(storages))
             storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
-        location = locations.get(storage.device)
-        if location is None:
-            location = locations[storage.device] = location_of(storage)
         kind = kinds.get(dtype)
         if kind is None:
             kind = kinds[dtype] = _storage_type(storage, dtype)
         return "storage", kind, key, location, numel
 
     def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
-        if tensor.dtype not in _TYPED:
+        if tensor.dtype not in _ITEMSIZES:
             raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
         strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
-        elements = _Elements(shard, tensor.dtype, tensor.numel())
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        return _rebuild_tensor_v2, (elements, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks)
+        storage = _Reference(reference(shard, tensor.dtype, tensor.numel()))
+        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks())
+
+    def persistent_id(obj: object) -> Any:
+        if type(obj) is _Reference:
+            return obj.persistent_id
+        if isinstance(obj, TypedStorage):
+            return reference(obj._untyped_storage, obj.dtype, obj._size())  # type: ignore[no-untyped-call]
+        if isinstance(obj, UntypedStorage):
+            key = reference(obj, torch.uint8, obj.nbytes())
+            return key[0], torch.UntypedStorage, *key[2:]
+        return None
 
     asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
     """As cloudpickle has one, for functions and classes that it pickles by value."""
+    hooks = _Hooks if asked_first is None else OrderedDict
 
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
-        def persistent_id(self, obj: object) -> Any:
-            kind = type(obj)
-            if kind in _COMMON:
-                return None
-            if kind is _Elements:
-                return reference(obj)  # type: ignore[arg-type]
-            if isinstance(obj, TypedStorage):
-                return reference(_Elements(obj._untyped_storage, obj.dtype, obj._size()))  # type: ignore[no-untyped-call]
-            if isinstance(obj, UntypedStorage):
-                key = reference(_Elements(obj, torch.uint8, obj.nbytes()))
-                return key[0], torch.UntypedStorage, *key[2:]
-            return None
-
         def reducer_override(self, obj: Any) -> Any:
             """What __reduce_ex__ gives, of plain tensors, and of the empty OrderedDict that each has, in a fifth of the time."""
             if asked_first is not None and (given := asked_first(self, obj)) is not NotImplemented:
                 return given
             kind = type(obj)
-            if kind is OrderedDict and not obj and not vars(obj):
+            if kind is _Hooks or (kind is OrderedDict and not obj and not vars(obj)):
                 return OrderedDict, ()
-            if kind is not torch.Tensor or obj.dtype not in _TYPED or not is_plain(obj):
+            itemsize = _ITEMSIZES.get(obj.dtype) if kind is torch.Tensor else None
+            if itemsize is None or not is_plain(obj):
                 shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None
                 return NotImplemented if shard is None else whole(obj, shard)
             storage = obj.untyped_storage()
-            elements = _Elements(storage, obj.dtype, storage.nbytes() // obj.dtype.itemsize)
-            hooks: OrderedDict[Any, Any] = OrderedDict()
-            shape = (elements, obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad, hooks)
-            return _rebuild_tensor_v2, shape
+            referred = _Reference(reference(storage, obj.dtype, storage.nbytes() // itemsize))
+            shape = tuple(obj.shape)
+            return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, hooks())
 
+    Pickler.persistent_id = AsyncIOBuilder().load().none_for(_NO_STORAGES, persistent_id)
     buffer = io.BytesIO()
     try:
         with _without_collections():
@@ -152,8 +160,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether nothing but its storage, sizes and strides make it, on a device that torch.save treats like that."""
     return (
         tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_quantized
-        and tensor.device.type in ("cpu", "cuda")
         and not tensor.__dict__
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -172,10 +180,13 @@ def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:
     return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
-_COMMON = frozenset((str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type))
+_NO_STORAGES = frozenset(
+    (str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type, _Hooks)
+)
 """Types of objects that are no storage, most of those that are pickled."""
-_TYPED = frozenset(
-    (
+_ITEMSIZES = {
+    dtype: dtype.itemsize
+    for dtype in (
         torch.float64,
         torch.float32,
         torch.float16,
@@ -189,5 +200,5 @@ _TYPED = frozenset(
         torch.complex128,
         torch.complex64,
     )
-)
+}
 """Dtypes with a storage type of their own name; others are pickled in newer ways, by torch itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,28 @@ class TestCopies:
             into = torch.zeros(end - begin, dtype=torch.uint8)
             image.copy(begin, end, into)
             assert torch.equal(into, content[begin:end])
+
+    @settings(deadline=None, max_examples=30)
+    @given(st.lists(st.tuples(st.binary(max_size=50), st.integers(0, PAGE), st.integers(0, 2 * PAGE)), max_size=10))
+    def test_sources_added_at_once_are_as_those_added_one_by_one(self, rows: list[tuple[bytes, int, int]]) -> None:
+        tensors = [_PATTERN[index : index + nbytes] for index, (_, _, nbytes) in enumerate(rows)]
+        one_by_one, at_once = FileImage(), FileImage()
+        for image in (one_by_one, at_once):
+            image.add_text(b"before")
+        for (text, padding, _), tensor in zip(rows, tensors, strict=True):
+            one_by_one.add_text(text)
+            one_by_one.add_padding(padding)
+            one_by_one.add(tensor)
+        texts = [text for text, _, _ in rows]
+        paddings = array("Q", [padding for _, padding, _ in rows])
+        at_once.add_each(tensors, b"".join(texts), array("Q", map(len, texts)), paddings)
+        for image in (one_by_one, at_once):
+            image.add_text(b"after")
+        found, expected = (torch.zeros(image.nbytes, dtype=torch.uint8) for image in (at_once, one_by_one))
+        at_once.copy(0, at_once.nbytes, found)
+        one_by_one.copy(0, one_by_one.nbytes, expected)
+        assert torch.equal(found, expected)
+        assert at_once.digest() == one_by_one.digest()
 
     def test_text_that_is_added_after_a_copy_is_refused(self) -> None:
         image = FileImage()

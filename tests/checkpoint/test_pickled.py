@@ -7,12 +7,14 @@ import io
 import pickle
 import threading
 import zipfile
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
 from deepnvme.checkpoint.pickled import pickled
+from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from ..interpreters import Interpreters
 from .objects import OBJECTS
@@ -95,6 +97,43 @@ def test_a_pickler_that_reduces_objects_its_own_way_is_asked() -> None:
 
     obj = [local, torch.ones(3), {"hooks": local}]
     assert ours(obj, Module) == torchs(obj, Module)
+
+
+def test_a_pickler_that_reduces_the_hooks_of_tensors_its_own_way_is_asked() -> None:
+    class Module:
+        Unpickler, load = pickle.Unpickler, pickle.load
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                return (str, ("hooks",)) if type(obj) is OrderedDict else NotImplemented
+
+    obj = [torch.ones(3), OrderedDict()]
+    assert ours(obj, Module) == torchs(obj, Module)
+
+
+class TestNoneFor:
+    """The filter before the question whether an object is a storage."""
+
+    def test_types_given_are_not_asked_about_and_their_subclasses_are(self) -> None:
+        class Text(str):
+            __slots__ = ()
+
+        asked: list[object] = []
+        answer = AsyncIOBuilder().load().none_for(frozenset((str, dict)), asked.append)
+        for obj in ("a", {}, Text("b"), 3):
+            assert answer(obj) is None
+        assert asked == ["b", 3]
+
+    def test_errors_and_answers_are_passed_on(self) -> None:
+        answer = AsyncIOBuilder().load().none_for(frozenset((str,)), {3: "three"}.__getitem__)
+        assert answer(3) == "three"
+        with pytest.raises(KeyError):
+            answer(4)
+
+    @pytest.mark.parametrize("given", [((str,), len), (frozenset(), None)], ids=["a tuple", "no function"])
+    def test_anything_but_types_and_a_function(self, given: tuple[Any, Any]) -> None:
+        with pytest.raises(TypeError):
+            AsyncIOBuilder().load().none_for(*given)
 
 
 def test_the_collector_is_left_as_it_was() -> None:

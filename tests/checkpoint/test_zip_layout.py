@@ -6,6 +6,7 @@ import contextlib
 import io
 import zipfile
 import zlib
+from array import array
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint.zip_directory import BadDirectory, data_of, entries
-from deepnvme.checkpoint.zip_layout import LOCAL_HEADER, ZipLayout
+from deepnvme.checkpoint.zip_layout import LOCAL_HEADER, ZipLayout, lay_out
 
 GIB = 1 << 30
 records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,
                    unique_by=lambda record: record[0])  # fmt: skip
 
 
+def laid_out(names: list[str], sizes: list[int], crcs: list[int], alignment: int) -> ZipLayout:
+    return lay_out(names, array("Q", sizes), array("Q", crcs), alignment)
+
+
 def archive(contents: list[tuple[str, bytes]], alignment: int = 64) -> bytes:
-    layout, written = ZipLayout(alignment), io.BytesIO()
-    for name, data in contents:
-        record = layout.add(name, len(data), zlib.crc32(data))
-        written.write(record.header + bytes(record.padding))
-        assert written.tell() == record.offset
-        written.write(data)
-    written.write(layout.end())
+    names, data = [name for name, _ in contents], [data for _, data in contents]
+    layout, written, at = laid_out(names, [*map(len, data)], [*map(zlib.crc32, data)], alignment), io.BytesIO(), 0
+    for content, header, padding in zip(data, layout.headers, layout.paddings, strict=True):
+        written.write(layout.text[at : at + header] + bytes(padding) + content)
+        at += header
+    written.write(layout.text[at:])
     return written.getvalue()
 
 
@@ -42,13 +46,23 @@ def test_the_standard_librarys_reader_finds_every_record(contents: list[tuple[st
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 6 * GIB), max_size=6), st.sampled_from([64, 4096]))
 def test_data_begin_at_multiples_of_the_alignment_and_do_not_overlap(sizes: list[int], alignment: int) -> None:
-    layout, end = ZipLayout(alignment), 0
-    for index, size in enumerate(sizes):
-        record = layout.add(f"data/{index}", size, 0)
-        assert record.offset == end + len(record.header) + record.padding
-        assert record.offset % alignment == 0
-        assert record.padding < alignment
-        end = record.offset + size
+    layout = laid_out([f"data/{index}" for index in range(len(sizes))], sizes, [0] * len(sizes), alignment)
+    end = 0
+    for size, header, padding in zip(sizes, layout.headers, layout.paddings, strict=True):
+        assert (end + header + padding) % alignment == 0
+        assert padding < alignment
+        end += header + padding + size
+
+
+@pytest.mark.parametrize("alignment", [0, -1, 1 << 16])
+def test_an_alignment_that_no_header_can_be_padded_to(alignment: int) -> None:
+    with pytest.raises(ValueError, match=f"alignment must be in .* got {alignment}"):
+        laid_out(["a"], [1], [0], alignment)
+
+
+def test_columns_of_different_lengths() -> None:
+    with pytest.raises(ValueError, match="must be as many, got 2, 1 and 1"):
+        laid_out(["a", "b"], [1], [0], 64)
 
 
 class TestDirectory:
@@ -70,12 +84,11 @@ class TestDirectory:
             assert data[offset : offset + entry.nbytes] == content
 
     def test_of_an_archive_with_large_records(self, tmp_path: Path) -> None:
-        layout, path = ZipLayout(64), tmp_path / "file"
-        offsets = [layout.add(f"data/{index}", size, 7).offset for index, size in enumerate((5 * GIB, 3, 4 * GIB - 1, 5))]
-        end = layout.end()
+        sizes, path = [5 * GIB, 3, 4 * GIB - 1, 5], tmp_path / "file"
+        text, headers, paddings = laid_out([f"data/{index}" for index in range(4)], sizes, [7] * 4, 64)
         with path.open("wb") as file:
-            file.seek(offsets[-1] + 5)
-            file.write(end)
+            file.seek(sum(sizes) + sum(headers) + sum(paddings))
+            file.write(text[sum(headers) :])
         with path.open("rb") as file:
             found = entries(file)
         assert [entry.nbytes for entry in found] == [5 * GIB, 3, 4 * GIB - 1, 5]

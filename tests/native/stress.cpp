@@ -1,6 +1,6 @@
-// The engine and copy_many under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
-// (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
-// against a copy in memory. Exit status 0 when all was well.
+// The engine, copy_many and lay_out under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host
+// memory and of devices' (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults.
+// Contents are checked against a copy in memory. Exit status 0 when all was well.
 //
 // usage: stress DIRECTORY [ROUNDS]
 #include <unistd.h>
@@ -12,10 +12,12 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "core/copy.h"
+#include "core/zip_layout.h"
 #include "engine/engine.h"
 #include "faulty_backend.h"
 
@@ -174,6 +176,26 @@ void copy_at_random(unsigned seed) {
         if (std::memcmp(reinterpret_cast<const void*>(returned[i]), reinterpret_cast<const void*>(from[i]), sizes[i]) != 0) complain("a copy differs");
 }
 
+// Archives of records of any size: each begins where it should, and the directory is as long as it says.
+void lay_out_at_random(unsigned seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::string> names;
+    std::vector<ZipRecord> records;
+    for (unsigned i = 0; i < 3000; ++i) names.push_back("data/" + std::to_string(random() >> random() % 64));
+    for (const auto& name : names) records.push_back({name, random() >> (30 + random() % 34), static_cast<std::uint32_t>(random())});
+    for (const std::uint64_t alignment : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{4096}}) {
+        const ZipLayout layout = lay_out(records, alignment);
+        std::uint64_t position = 0, text = 0;
+        for (std::size_t i = 0; i < records.size(); ++i) {
+            text += layout.header_sizes[i];
+            position += layout.header_sizes[i] + layout.padding_sizes[i];
+            if (position % alignment != 0 || layout.padding_sizes[i] >= alignment) complain("a record is not aligned");
+            position += records[i].size;
+        }
+        if (layout.text.compare(layout.text.size() - 22, 4, "PK\5\6") != 0 || text + 22 > layout.text.size()) complain("no end of the archive");
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -192,5 +214,6 @@ int main(int argc, char** argv) {
     std::vector<std::thread> copying;
     for (unsigned seed = 0; seed < 3; ++seed) copying.emplace_back(copy_at_random, seed);
     for (auto& thread : copying) thread.join();
+    for (unsigned seed = 0; seed < 3; ++seed) lay_out_at_random(seed);
     std::printf("stress: %u rounds, all contents as expected\n", rounds);
 }

@@ -4,6 +4,8 @@ Every method here releases the GIL while it waits or makes a system call.
 """
 
 import os
+from array import array
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,6 +20,12 @@ def backends() -> dict[str, str | None]:
 
 def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
     """What :func:`deepnvme._tensor_memory.copy_many` documents. Any contiguous buffers of uint64 serve."""
+
+def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
+    """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
+
+def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
+    """What :func:`deepnvme.checkpoint.zip_layout.lay_out` documents."""
 
 class Future:
     """One transfer under way."""

@@ -1,0 +1,62 @@
+// What checkpoints of many small tensors would spend their time on in Python.
+#include <vector>
+
+#include "bindings/python.h"
+#include "core/zip_layout.h"
+
+namespace deepnvme::bindings {
+
+namespace {
+
+using namespace pybind11::literals;
+
+// pickle asks it of every object, twenty times for each tensor: a call through pybind11, or of Python, would be half of the time.
+// `state`: the types, and the function to ask.
+PyObject* ask_unless_of_types(PyObject* state, PyObject* object) {
+    const int known = PySet_Contains(PyTuple_GET_ITEM(state, 0), reinterpret_cast<PyObject*>(Py_TYPE(object)));
+    if (known < 0) return nullptr;
+    if (known) Py_RETURN_NONE;
+    return PyObject_CallOneArg(PyTuple_GET_ITEM(state, 1), object);
+}
+
+PyMethodDef ask_method = {"none_for", ask_unless_of_types, METH_O, nullptr};
+
+py::object none_for(const py::frozenset& types, const py::function& otherwise) {
+    const py::tuple state = py::make_tuple(types, otherwise);
+    PyObject* made = PyCFunction_New(&ask_method, state.ptr());
+    if (!made) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
+}
+
+py::object array_of(const std::vector<std::uint64_t>& numbers) {
+    const py::bytes raw(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(std::uint64_t));
+    return py::module_::import("array").attr("array")("Q", raw);
+}
+
+py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::buffer& crcs, std::int64_t alignment) {
+    const py::buffer_info views[] = {sizes.request(), crcs.request()};
+    const auto nbytes = numbers_in(views[0], "sizes"), checksums = numbers_in(views[1], "crcs");
+    if (nbytes.size() != names.size() || checksums.size() != names.size())
+        throw py::value_error("names, sizes and crcs must be as many, got " + std::to_string(names.size()) + ", " +
+                              std::to_string(nbytes.size()) + " and " + std::to_string(checksums.size()));
+    if (alignment < 1 || alignment > kMostZipAlignment)
+        throw py::value_error("alignment must be in [1, " + std::to_string(kMostZipAlignment) + "], got " + std::to_string(alignment));
+    std::vector<ZipRecord> records(names.size());
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        Py_ssize_t length = 0;
+        const char* name = PyUnicode_AsUTF8AndSize(PyList_GET_ITEM(names.ptr(), static_cast<Py_ssize_t>(i)), &length);
+        if (!name) throw py::error_already_set();
+        records[i] = {{name, static_cast<std::size_t>(length)}, nbytes[i], static_cast<std::uint32_t>(checksums[i])};
+    }
+    const ZipLayout layout = lay_out(records, static_cast<std::uint64_t>(alignment));
+    return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes));
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+    module.def("none_for", &none_for, "types"_a, "otherwise"_a);
+    module.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
+}
+
+}  // namespace deepnvme::bindings
