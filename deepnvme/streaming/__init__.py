@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
     from .comparing import StoreMismatch
@@ -12,16 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CorruptExtent", "Location", "Source", "StoreMismatch", "WeightStore"]
 
-_WHERE = {
-    "CorruptExtent": "weight_store",
-    "Location": "sources",
-    "Source": "sources",
-    "StoreMismatch": "comparing",
-    "WeightStore": "weight_store",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+__getattr__ = from_modules(
+    __name__,
+    {
+        "CorruptExtent": "weight_store",
+        "Location": "sources",
+        "Source": "sources",
+        "StoreMismatch": "comparing",
+        "WeightStore": "weight_store",
+    },
+)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from deepnvme.checkpoint.contents import CorruptCheckpoint, contents, is_zip
+from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
 from deepnvme.checkpoint.one_version import of_one_version
 from deepnvme.checkpoint.placing import placing
 from deepnvme.checkpoint.safetensors_format import read_header, shards_of
@@ -164,11 +164,15 @@ def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
 def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     """Nothing of the tensors is read: torch maps the file, and where a storage is in the mapping, it is in the file."""
     found = contents(path)
+    check_pickle(path, found)
     if found.script or not found.stored or found.byteorder != "little":
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
     with placing(path, lambda offset: False) as now, open(path, "rb") as file:
-        loaded = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, weights_only=True, map_location="cpu")
+        try:
+            loaded = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, weights_only=True, map_location="cpu")
+        except RuntimeError as error:  # a tensor that is larger than its storage, a record that is not there
+            raise CorruptCheckpoint(path, f"torch finds not all of its tensors: {error}") from error
         weights: dict[str, torch.Tensor | Location] = {}
         for name, tensor in _state_dict(path, loaded).items():
             storage = tensor.untyped_storage()

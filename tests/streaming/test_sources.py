@@ -171,6 +171,20 @@ class TestBadFiles:
         with pytest.raises(CorruptCheckpoint, match="'a': expected a storage of 256 bytes, found 252"):
             weights_in(drive / "cut.pt")
 
+    def test_a_tensor_that_is_larger_than_its_storage(self, drive):
+        tensor = torch.ones(1000)
+        tensor.untyped_storage().resize_(40)
+        torch.save({"a": tensor}, drive / "w.pt")
+        with pytest.raises(CorruptCheckpoint, match="not all of its tensors"):
+            weights_in(drive / "w.pt")
+
+    def test_a_pickle_whose_checksum_is_another(self, drive):
+        torch.save({"a": torch.ones(64)}, drive / "w.pt")
+        data = (drive / "w.pt").read_bytes()
+        (drive / "w.pt").write_bytes(data.replace(b"X\x01\0\0\0a", b"X\x01\0\0\0b", 1))
+        with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32"):
+            weights_in(drive / "w.pt")
+
     def test_a_file_that_is_changed_meanwhile(self, drive, opened):
         save_file(WEIGHTS, drive / "w.safetensors")
         source = opened(drive / "w.safetensors")

@@ -99,6 +99,14 @@ class TestWhatIsBuilt:
             assert_holds(store, state)
             store.check(empty)
 
+    @pytest.mark.parametrize("kind", ["module", "pt"])
+    def test_a_default_device_of_one_s_own_changes_nothing(self, model, drive, kind):
+        torch.save(model.state_dict(), drive / "model.pt")
+        with torch.device("meta"), WeightStore.build(model if kind == "module" else drive / "model.pt", drive / "store") as store:
+            store.verify()
+        with WeightStore.open(drive / "store") as store:
+            assert_holds(store, model.state_dict())
+
     def test_blocks_that_are_named(self, model, drive):
         with WeightStore.build(model, drive / "store", blocks=["layers.*.0"]) as store:
             assert store.blocks["layers.2.0"] == ("layers.2.0",)
