@@ -42,7 +42,7 @@ _WITH_TORCH = {
 }
 """What imports torch, which the others do without, and where it is."""
 
-_PACKAGES = frozenset(("checkpoint", "io", "ops", "safetensors", "swap"))
+_PACKAGES = frozenset(("checkpoint", "io", "ops", "safetensors", "streaming", "swap"))
 """Imported when they are first named, as ``deepnvme.checkpoint.verify`` is in the documentation."""
 
 __getattr__ = from_modules(__name__, _WITH_TORCH, _PACKAGES)

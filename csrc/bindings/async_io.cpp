@@ -53,6 +53,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_engine(module);
     bind_handle(module);
     bind_checkpoint(module);
+    bind_quantization(module);
     module.def("backends", &backends);
     module.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
     // For the gds module, so that both know all that is pinned.
