@@ -27,6 +27,13 @@ def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Call
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
     """What :func:`deepnvme.checkpoint.zip_layout.lay_out` documents."""
 
+def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int) -> None:
+    """Work out matrices' values: each (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
+    :mod:`deepnvme.streaming.quantization` has them. Nothing checks the addresses."""
+
+def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> int | None:
+    """Work out one matrix's scales and codes, or say in which row is what cannot be: a value not finite, or above 2**126."""
+
 class Future:
     """One transfer under way."""
 
