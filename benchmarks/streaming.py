@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import drive, llama, machine
+from harness import drive, machine
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
 from harness.llama import Shape
@@ -74,7 +74,7 @@ class Files:
 
     @property
     def checkpoint(self) -> Path:
-        return self._made("checkpoint", lambda path: llama.save(self.settings.shape, path))
+        return self._made("checkpoint", self._save)
 
     @property
     def store(self) -> Path:
@@ -90,6 +90,10 @@ class Files:
         path = self.directory / "accelerate"
         path.mkdir(exist_ok=True)
         return path
+
+    def _save(self, path: Path) -> None:
+        with worker(self, "memory", path) as process:
+            process.call("save")
 
     def _built(self, name: str, options: dict[str, Any]) -> Path:
         source = self.checkpoint
@@ -131,22 +135,25 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 # -- contenders
 
 
-def start(files: Files, kind: str, weights: Path, budget: int = 0, running: bool = True) -> WorkerProcess:
+def worker(files: Files, kind: str, weights: Path, checkpoint: str = "", budget: int = 0) -> WorkerProcess:
     given = {
         "kind": kind,
         "shape": asdict(files.settings.shape),
         "weights": str(weights),
-        "checkpoint": str(files.checkpoint),
+        "checkpoint": checkpoint,
         "budget": budget,
         "prefetch": PREFETCH,
     }
-    process = WorkerProcess(sys.executable, "harness.streaming_worker", [json.dumps(given)], files.directory)
-    if running:
-        try:
-            process.call("start")
-        except BaseException:
-            process.close()
-            raise
+    return WorkerProcess(sys.executable, "harness.streaming_worker", [json.dumps(given)], files.directory)
+
+
+def start(files: Files, kind: str, weights: Path, budget: int = 0) -> WorkerProcess:
+    process = worker(files, kind, weights, str(files.checkpoint), budget)
+    try:
+        process.call("start")
+    except BaseException:
+        process.close()
+        raise
     return process
 
 
@@ -270,7 +277,7 @@ def compare_memory(settings: Settings, files: Files, measurements: Measurements,
         progress(f"peak memory, {name}")
         allowed = (PREFETCH + 1) * largest + 64 * MIB
         what = f"peak memory beyond {name}"
-        with start(files, "deepnvme", files.store, budget, running=False) as process:
+        with worker(files, "deepnvme", files.store, budget=budget) as process:
             growth = process.call("peak", passes=3)["growth"]
         note = "" if growth is not None else "the kernel does not let peak memory be reset (/proc/self/clear_refs)"
         figure = None if growth is None else Spread.of([(growth - budget) / MIB])

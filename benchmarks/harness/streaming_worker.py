@@ -21,8 +21,8 @@ from harness.workloads import ContenderFailed
 
 
 class StreamingWorker:
-    """``kind``: memory, deepnvme or accelerate. ``weights``: a directory of safetensors, a store, or what disk_offload writes and
-    reads."""
+    """``kind``: memory, deepnvme or accelerate. ``weights``: a directory of safetensors, a store, or what disk_offload writes
+    and reads."""
 
     def __init__(
         self, *, kind: str, shape: dict[str, int], weights: str, checkpoint: str = "", budget: int = 0, prefetch: int = 2
@@ -40,6 +40,11 @@ class StreamingWorker:
 
     def describe(self) -> dict[str, Any]:
         return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+    def save(self) -> dict[str, Any]:
+        """Write the directory of safetensors."""
+        llama.save(self._shape, self._weights)
+        return {}
 
     def start(self) -> dict[str, Any]:
         getattr(self, f"_start_{self._kind}")()
@@ -118,7 +123,7 @@ class StreamingWorker:
 
 def main() -> None:
     settings, request_fd, reply_fd = sys.argv[1:]
-    methods = ("start", "forward", "generate", "answers", "peak")
+    methods = ("save", "start", "forward", "generate", "answers", "peak")
     serve(lambda: StreamingWorker(**json.loads(settings)), methods, int(request_fd), int(reply_fd))
 
 
