@@ -49,7 +49,7 @@ def empty(shape: Shape) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     except ImportError as error:
-        raise ContenderFailed("not run: install transformers") from error
+        raise ContenderFailed(f"not run: install transformers ({error})") from error
     config = LlamaConfig(
         hidden_size=shape.width,
         intermediate_size=shape.feed_forward,

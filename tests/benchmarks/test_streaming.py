@@ -30,8 +30,8 @@ def test_every_target_has_a_line_and_nothing_is_left_behind(tmp_path: Path, caps
 
 
 def test_a_library_that_is_not_installed_takes_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
     worker = StreamingWorker(kind="accelerate", shape={"width": 128, "layers": 1, "vocabulary": 10}, weights=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ContenderFailed, match="not run: install accelerate"):
         worker.start()
 
