@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,12 +90,14 @@ def start_deepspeed(
 
 
 @contextlib.contextmanager
-def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable[[], Counts]]:
+def drive_limits(
+    directory: Path, nbytes: int, rounds: int, operations: Sequence[Operation] = OPERATIONS
+) -> Iterator[Callable[[], Counts]]:
     """A contender that says what the drive reads and overwrites in a second, as ds_io measures it."""
     directory.mkdir()
     with contextlib.ExitStack() as stack:
         crews: dict[Operation, Crew] = {}
-        for operation in OPERATIONS:
+        for operation in operations:
             job = Job((Place(directory, 0),), operation, nbytes, _DS_IO, loops=rounds)
             crews[operation] = stack.enter_context(crew(job, [directory]))
             if operation == "read":
@@ -104,7 +106,7 @@ def drive_limits(directory: Path, nbytes: int, rounds: int) -> Iterator[Callable
 
         def measure() -> Counts:
             sample: Counts = {"seconds": 0.0}
-            for operation in OPERATIONS:
+            for operation in operations:
                 quieten(directory)
                 (loop,) = crews[operation].call("loop", 1)
                 sample[operation] = loop.nbytes / loop.seconds

@@ -22,10 +22,10 @@ DEEPNVME_INLINE void dequantize_int8(const std::byte* codes, const std::byte* sc
     if (at < count) pack_part<Type>(scaled(load_part(codes + at, count - at)), values + at * Type::kSize, count - at);
 }
 
-DEEPNVME_INLINE float widened(std::uint16_t upper) { return std::bit_cast<float>(static_cast<std::uint32_t>(upper) << 16); }
+DEEPNVME_INLINE float widened(std::uint16_t upper) { return bits<float>(static_cast<std::uint32_t>(upper) << 16); }
 
 DEEPNVME_INLINE std::uint16_t rounded(float value) {
-    const auto word = std::bit_cast<std::uint32_t>(value);
+    const auto word = bits<std::uint32_t>(value);
     return static_cast<std::uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
@@ -108,7 +108,7 @@ template <class Type>
 DEEPNVME_INLINE bool quantize_int8(const std::byte* values, std::byte* scales, std::byte* codes, std::uint64_t count) {
     const std::uint32_t largest = largest_magnitude<Type>(values, count);
     if (largest > kLargest) return false;
-    const float scale = std::bit_cast<float>(largest) / 127.0f;
+    const float scale = bits<float>(largest) / 127.0f;
     store(scale, scales);
     if (scale == 0) {
         std::memset(codes, 0, count);

@@ -4,7 +4,6 @@
 // alone. Nothing here may be contracted to fused operations, which round once where the formula rounds twice: -ffp-contract=off.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
