@@ -1,16 +1,19 @@
-"""A store's file in one of its directories: its space, and the two ways to it."""
+"""A store's file in one of its directories: its space, the two ways to it, and a lock: for one writer, or any number of readers."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 
 from .extents import Extents, padded
-from .owner import Ownership
+from .owner import StoreLocked, lock, locked
 
 DATA_NAME = "deepnvme-store.data"
 _SMALLEST_STEP = 16 << 20
@@ -18,25 +21,29 @@ _LARGEST_STEP = 1 << 30
 
 
 class DataFile:
-    """Opened, made if missing. The directory's lock is held, and stays so.
+    """Opened and locked; made if missing, by the directory's owner. With ``read_only``, for one reader of several.
+
+    The lock is the file's own, so that readers need nothing but to read: whoever owns the directory is kept out by them. Raises
+    StoreLocked, and OSError from opening. A child forked meanwhile does not share the lock.
 
     Space is preallocated in large steps: writes past the end of a file are slow (design, section 4), and a disk that is full is
     known before a byte is written.
     """
 
-    def __init__(self, owner: Ownership, engine: Engine, weight: float) -> None:
-        self.owner = owner
-        self.directory = owner.directory
-        self.path = owner.directory / DATA_NAME
+    def __init__(self, directory: Path, engine: Engine, weight: float, read_only: bool = False) -> None:
+        self.directory = directory
+        self.path = directory / DATA_NAME
         self.weight = weight
         self.extents = Extents()
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(self.path, os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT), 0o666)
         try:
+            self._lock(read_only)
             self.capacity = os.fstat(self._descriptor).st_size
-            self.file: File = engine.open(str(self.path), "rw")
+            self.file: File = engine.open(str(self.path), "r" if read_only else "rw")
         except BaseException:
             os.close(self._descriptor)
             raise
+        _files.add(self)
 
     @property
     def descriptor(self) -> int:
@@ -79,8 +86,34 @@ class DataFile:
         """Idempotent."""
         self.file.close()
         if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+        self.leave_to_parent()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close what it inherited, or the lock would outlive the parent."""
+        if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _lock(self, read_only: bool) -> None:
+        try:
+            lock(self._descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
+        except BlockingIOError:
+            if read_only:
+                raise locked(self.directory) from None
+            text = "the store here is open for reading, in this process or another; close it there, or choose another directory"
+            raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
+
+
+_files: weakref.WeakSet[DataFile] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for file in list(_files):
+        file.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def remove(directory: Path) -> None:

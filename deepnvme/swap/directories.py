@@ -44,22 +44,21 @@ class Directories:
     """Taken from construction to :meth:`leave`, which happens at exit at the latest, and when this is dropped.
 
     What a dead owner left is removed, unless it persists: then ``known`` is its manifest. ``files`` are in the order of the store
-    that was found, else as given. Raises as :class:`deepnvme.swap.TensorStore` does.
+    that was found, else as given. With ``read_only`` nothing is made, removed or owned. Raises as
+    :class:`deepnvme.swap.TensorStore` does.
     """
 
-    def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> None:
+    def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
         self._owners: list[Ownership] = []
         self.files: list[DataFile] = []
         self._published = threading.Event()  # a flag that the finalizer can see
         self.leave = weakref.finalize(self, _leave, os.getpid(), self._published, self._owners, self.files)
         try:
-            for directory in weights:
-                self._owners.append(Ownership(directory))
-            self.known = self._recognise(list(weights), persist)
-            if self.known is not None:
+            if read_only:
                 self._published.set()
-            for owner in self._owners:
-                self.files.append(DataFile(owner, engine, weights[owner.directory]))
+                self.known = self._find(weights, engine)
+            else:
+                self.known = self._own(weights, persist, engine)
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
             if persist and self.known is None:
                 self._join()
@@ -76,7 +75,32 @@ class Directories:
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
         """The error that says so of the manifest."""
-        return manifest.CorruptManifest(self._owners[0].directory / manifest.MANIFEST_NAME, why)
+        return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
+
+    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> Manifest | None:
+        for directory in weights:
+            self._owners.append(Ownership(directory))
+        known = self._recognise(list(weights), persist)
+        if known is not None:
+            self._published.set()
+        for owner in self._owners:
+            self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
+        return known
+
+    def _find(self, weights: Mapping[Path, float], engine: Engine) -> Manifest:
+        """The manifest is looked at when all files are locked: nobody replaces it any more."""
+        for directory, weight in weights.items():
+            try:
+                self.files.append(DataFile(directory, engine, weight, read_only=True))
+            except FileNotFoundError as error:
+                text = "there is no store here, or not all of it: its data file is missing"
+                raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
+        known, order = recognise(list(weights))
+        if known is None:
+            text = "there is no store here that was ever committed: whoever began it was interrupted, or has not come to that"
+            raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
+        self.files[:] = [self.files[index] for index in order]
+        return known
 
     def _recognise(self, directories: Sequence[Path], persist: bool) -> Manifest | None:
         known, order = recognise(directories)
@@ -100,11 +124,12 @@ def _leave(process: int, published: threading.Event, owners: Sequence[Ownership]
     """Close and unlock everything; remove what was not published. Nothing in a forked child: all is the parent's there."""
     if os.getpid() != process:
         return
-    for file in files:
+    for owner, file in zip(owners, files, strict=False):  # as many, unless taking them failed half-way
         if not published.is_set():
             file.remove()
-            if file.owner.intact():
+            if owner.intact():
                 manifest.remove(file.directory)
+    for file in files:
         file.close()
     for owner in reversed(owners):
         owner.release()

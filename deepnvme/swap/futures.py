@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from deepnvme.engine import Future
 
 Result = TypeVar("Result")
+Further = TypeVar("Further")
 Failure = tuple[OSError, Sequence[Any]]
 """An error, and whose transfers it has ended."""
 
@@ -93,6 +94,10 @@ class StoreFuture(Generic[Result]):
     def nbytes(self) -> int:
         """Bytes of the tensors asked for."""
         return self._nbytes
+
+    def then(self, conclude: Callable[[Result], Further]) -> StoreFuture[Further]:
+        """A future of what ``conclude`` makes of the result, in the thread that looks; it may raise OSError."""
+        return StoreFuture(self._operation, self._nbytes, lambda: conclude(self.result()))
 
     def done(self) -> bool:
         """Whether the transfers have ended, well or not. Never blocks. RuntimeError in a forked child."""

@@ -21,7 +21,7 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 
 
 class StoreLocked(OSError):
-    """The directory has an owner (EBUSY); the message names it."""
+    """The directory has an owner, or is wanted by one and has readers (EBUSY); the message names the owner."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,37 @@ def _lock(directory: Path) -> int:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(descriptor, fcntl.LOCK_EX, path)
             except BlockingIOError:
                 raise _locked(directory, descriptor) from None
-            except OSError as error:
-                text = f"{error.strerror}: files cannot be locked here; choose a directory on another file system"
-                raise OSError(error.errno, text, str(path)) from error
             if not _is(descriptor, path):
                 continue  # its owner has just removed it
             _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
             undo.pop_all()
             return descriptor
+
+
+def lock(descriptor: int, kind: int, path: Path) -> None:
+    """Take a lock of this kind. Never blocks. Raises BlockingIOError if others have it, OSError where none can be had."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        text = f"{error.strerror}: files cannot be locked here; choose a directory on another file system"
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def locked(directory: Path) -> StoreLocked:
+    """The error that names a directory's owner, for those who have not tried to be that."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
+    try:
+        return _locked(directory, descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _locked(directory: Path, descriptor: int) -> StoreLocked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -45,6 +46,10 @@ class TensorStore:
     directories in any order, after a crash too; what was put, replaced or deleted since is not. Otherwise the files are removed
     by :meth:`close`, when the store is dropped, and at exit.
 
+    ``read_only``: of what was persisted, what the last commit published. Any number of such stores, in any number of processes, may
+    have the directories at a time, and no other; nothing is made there, nor need it be possible. Putting, deleting, reserving and
+    committing raise ``io.UnsupportedOperation``.
+
     ``checksum``: keep the CRC-32 of each tensor, 0.4 s of one core for each GB, and verify it when it is got.
     ``engine``, ``pool``: to share among stores; None for an engine of its own, and for the process's buffer pool.
 
@@ -54,6 +59,7 @@ class TensorStore:
     its space until the store is closed, and the store works on; only :meth:`commit` raises.
 
     Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
+    FileNotFoundError for one without, with ``read_only``;
     CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
     Thread-safe. In a forked child every method raises RuntimeError, and its end leaves the files alone.
     """
@@ -63,12 +69,14 @@ class TensorStore:
         directories: Directory | Sequence[Directory] | Mapping[Directory, float],
         *,
         persist: bool = False,
+        read_only: bool = False,
         checksum: bool = False,
         engine: Engine | None = None,
         pool: BufferPool | None = None,
     ) -> None:
         weights = weights_of(directories)
-        self._persist = persist
+        self._persist = persist or read_only
+        self._read_only = read_only
         self._checksum = checksum
         self._pool = pool
         self._engine = Engine() if engine is None else engine
@@ -77,10 +85,10 @@ class TensorStore:
         with contextlib.ExitStack() as undo:
             if self._own_engine:
                 undo.callback(self._engine.close)
-            self._directories = Directories(weights, persist, self._engine)
+            self._directories = Directories(weights, self._persist, self._engine, read_only)
             undo.callback(self._directories.leave)
             self._space = Space(self._directories.files)
-            self._catalogue = Catalogue(self._space, persist)
+            self._catalogue = Catalogue(self._space, self._persist)
             self._restore()
             undo.pop_all()
         self._paths = [file.path for file in self._directories.files]
@@ -136,6 +144,7 @@ class TensorStore:
         New names are laid side by side in the order given. Neighbours in the file that are neighbours in memory too are one
         request; small ones are copied into leased buffers as they lie in the file. Blocks while 16 MiB of these are under way.
         """
+        self._check_writable()
         names = list(tensors)
         for name in names:
             if not isinstance(name, str):
@@ -175,6 +184,7 @@ class TensorStore:
             nbytes = self._catalogue.remove(name)
             return StoreFuture(self._turns.begin(), nbytes, lambda: nbytes)
 
+        self._check_writable()
         return self._in_turn([name], start, writing=True)
 
     def map(self, name: str) -> torch.Tensor:
@@ -212,6 +222,7 @@ class TensorStore:
 
         Raises OSError (ENOSPC) naming the directory, the bytes wanted and those free.
         """
+        self._check_writable()
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
         with self._turns.taken():
@@ -225,6 +236,7 @@ class TensorStore:
         Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
         manifest: the last commit stands then. ValueError for a store that does not persist.
         """
+        self._check_writable()
         if not self._persist:
             raise ValueError("this store's files go when it is closed: open it with persist=True to commit")
         self._turns.wait_for_all()
@@ -245,7 +257,7 @@ class TensorStore:
         if not self._directories.leave.alive:
             return
         self._turns.wait_for_all()
-        if self._persist:
+        if self._persist and not self._read_only:
             self._space.trim()
         self._directories.leave()
         if self._own_engine:
@@ -264,6 +276,10 @@ class TensorStore:
         except OSError:
             if error is None:
                 raise
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise io.UnsupportedOperation("the store was opened to be read only: open it with persist=True to change it")
 
     # Transfers, with the lock held.
 
