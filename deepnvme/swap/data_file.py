@@ -1,4 +1,4 @@
-"""A store's file in one of its directories: its space, the two ways to it, and a lock: for one writer, or any number of readers."""
+"""A store's file in one of its directories: its space, the two ways to it, and its lock, for one writer or many readers."""
 
 from __future__ import annotations
 

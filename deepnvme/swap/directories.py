@@ -54,11 +54,7 @@ class Directories:
         self._published = threading.Event()  # a flag that the finalizer can see
         self.leave = weakref.finalize(self, _leave, os.getpid(), self._published, self._owners, self.files)
         try:
-            if read_only:
-                self._published.set()
-                self.known = self._find(weights, engine)
-            else:
-                self.known = self._own(weights, persist, engine)
+            self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
             if persist and self.known is None:
                 self._join()
@@ -89,6 +85,7 @@ class Directories:
 
     def _find(self, weights: Mapping[Path, float], engine: Engine) -> Manifest:
         """The manifest is looked at when all files are locked: nobody replaces it any more."""
+        self._published.set()
         for directory, weight in weights.items():
             try:
                 self.files.append(DataFile(directory, engine, weight, read_only=True))

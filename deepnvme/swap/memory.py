@@ -33,8 +33,8 @@ _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a dense copy of one that is not contiguous. Raises TypeError for what has no bytes to store."""
+def check_storable(name: str, tensor: object) -> None:
+    """Raises TypeError for what has no bytes to store."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -46,6 +46,11 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"'{name}' is on the meta device and has no data to store")
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(f"'{name}' is a {type(tensor).__name__}, which wraps others; store these (a DTensor's to_local())")
+
+
+def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a dense copy of one that is not contiguous. Raises as :func:`check_storable`."""
+    check_storable(name, tensor)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor

@@ -46,9 +46,9 @@ class TensorStore:
     directories in any order, after a crash too; what was put, replaced or deleted since is not. Otherwise the files are removed
     by :meth:`close`, when the store is dropped, and at exit.
 
-    ``read_only``: of what was persisted, what the last commit published. Any number of such stores, in any number of processes, may
-    have the directories at a time, and no other; nothing is made there, nor need it be possible. Putting, deleting, reserving and
-    committing raise ``io.UnsupportedOperation``.
+    ``read_only``: what the last commit of a persisted store has published. Any number of such stores, in any number of processes,
+    may have the directories at a time, and no other; nothing is made there, nor need it be possible. Putting, deleting, reserving
+    and committing raise ``io.UnsupportedOperation``.
 
     ``checksum``: keep the CRC-32 of each tensor, 0.4 s of one core for each GB, and verify it when it is got.
     ``engine``, ``pool``: to share among stores; None for an engine of its own, and for the process's buffer pool.

@@ -1,0 +1,27 @@
+"""Models whose weights stay on the drive, and are read ahead of their use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .comparing import StoreMismatch
+    from .sources import Location, Source
+    from .weight_store import CorruptExtent, WeightStore
+
+__all__ = ["CorruptExtent", "Location", "Source", "StoreMismatch", "WeightStore"]
+
+_WHERE = {
+    "CorruptExtent": "weight_store",
+    "Location": "sources",
+    "Source": "sources",
+    "StoreMismatch": "comparing",
+    "WeightStore": "weight_store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
