@@ -1,6 +1,7 @@
-"""Which weights are needed together: a model's tree, or only the names of a checkpoint, as blocks and extents..
+"""Which weights are needed together: a model's tree, or only the names of a checkpoint, as blocks and extents.
 
-Nothing is read here."""
+Nothing is read here.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class WeightStore:
             raise ValueError(f"dtype must be one of floating point, got {dtype}")
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
-        where: dict[Directory, float] = {**directories_of(path)}
+        where = next(iter(directories_of(path)))
         with Engine() as engine:
             source = source_of(model_or_checkpoint, engine)
             try:
@@ -111,8 +111,8 @@ class WeightStore:
                 structure, names = _structure(source, tree, blocks)
                 coming = [Coming(plan, source, names, dtype) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
-                with following(progress, f"building {next(iter(where))}") as told:
-                    _build(coming, structure, kind, where, engine, checksum, told)
+                with following(progress, f"building {where}") as told:
+                    _build(coming, structure, kind, path, engine, checksum, told)
             finally:
                 if isinstance(source, Weights):
                     source.close()
@@ -294,7 +294,7 @@ def _build(
     coming: Sequence[Coming],
     structure: Structure,
     model: str,
-    where: Mapping[Directory, float],
+    path: Directories,
     engine: Engine,
     checksum: bool,
     told: Progress | None,
@@ -308,11 +308,11 @@ def _build(
         if told is not None:
             told(done, total)
 
-    with TensorStore(where, persist=True, engine=engine) as store:
+    with TensorStore(path, persist=True, engine=engine) as store:
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"
             text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
-            raise FileExistsError(errno.EEXIST, text, str(next(iter(where))))
+            raise FileExistsError(errno.EEXIST, text, str(next(iter(directories_of(path)))))
         store.reserve(total)
         extents = build(coming, store, _key, checksum, written)
         manifest = Manifest(model, {extent.name: extent for extent in extents}, structure.needs(), structure.ties)
