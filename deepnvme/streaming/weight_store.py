@@ -112,7 +112,7 @@ class WeightStore:
                 coming = [Coming(plan, source, names, dtype) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
                 with following(progress, f"building {where}") as told:
-                    _build(coming, structure, kind, path, engine, checksum, told)
+                    _build(coming, source, structure, kind, path, engine, checksum, told)
             finally:
                 if isinstance(source, Weights):
                     source.close()
@@ -292,6 +292,7 @@ def _structure(source: Source, model: nn.Module | None, blocks: Sequence[str] | 
 
 def _build(
     coming: Sequence[Coming],
+    source: Source,
     structure: Structure,
     model: str,
     path: Directories,
@@ -315,6 +316,8 @@ def _build(
             raise FileExistsError(errno.EEXIST, text, str(next(iter(directories_of(path)))))
         store.reserve(total)
         extents = build(coming, store, _key, checksum, written)
+        if isinstance(source, Weights):
+            source.check_unchanged()
         manifest = Manifest(model, {extent.name: extent for extent in extents}, structure.needs(), structure.ties)
         store.put(NAME, torch.frombuffer(bytearray(encode(manifest)), dtype=torch.uint8)).result()
         store.commit()

@@ -1,0 +1,213 @@
+"""Where the weights of a new store come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.checkpoint.contents import CorruptCheckpoint
+from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.streaming.manifest import WeightInfo
+from deepnvme.streaming.sources import Location, Weights, source_of, weights_in
+
+WEIGHTS = {
+    "a.weight": torch.arange(12.0).reshape(3, 4),
+    "a.bias": torch.arange(5, dtype=torch.bfloat16),
+    "b.flag": torch.tensor(True),
+    "b.none": torch.empty(0, 3),
+}
+
+
+def read(source: Weights, name: str) -> torch.Tensor:
+    dtype, shape = source.info(name)
+    out = torch.zeros(source.info(name).nbytes, dtype=torch.uint8)
+    source.read_into(name, out).result()
+    return out.view(dtype).view(shape)
+
+
+@pytest.fixture
+def opened(engine):
+    """Makes sources; all are closed."""
+    made = []
+
+    def make(given) -> Weights:
+        made.append(source_of(given, engine))
+        return made[-1]
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def assert_holds(source: Weights, wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(source.names()) == sorted(wanted)
+    for name, tensor in wanted.items():
+        found = read(source, name)
+        assert found.dtype == tensor.dtype, name
+        assert torch.equal(found, tensor), name
+
+
+class TestFiles:
+    def test_safetensors(self, drive, opened):
+        save_file(WEIGHTS, drive / "w.safetensors")
+        assert_holds(opened(drive / "w.safetensors"), WEIGHTS)
+        assert all(isinstance(weight, Location) for weight in weights_in(drive / "w.safetensors").values())
+
+    @pytest.mark.parametrize("given", ["index", "directory"])
+    def test_shards(self, drive, opened, given):
+        save_sharded(WEIGHTS, drive, max_shard_size=30)
+        index = drive / "model.safetensors.index.json"
+        assert len(set(json.loads(index.read_text())["weight_map"].values())) > 1
+        assert_holds(opened(index if given == "index" else drive), WEIGHTS)
+
+    def test_torch_save(self, drive, opened):
+        torch.save(WEIGHTS, drive / "w.pt")
+        assert_holds(opened(drive / "w.pt"), WEIGHTS)
+        there = weights_in(drive / "w.pt")
+        assert all(isinstance(weight, Location) for name, weight in there.items() if name != "b.none")
+
+    def test_torch_save_of_views(self, drive, opened):
+        base = torch.arange(64, dtype=torch.float32)
+        weights = {
+            "slice": base[10:20],
+            "transposed": base.view(8, 8).t(),
+            "strided": base[::3],
+            "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+            "parameter": nn.Parameter(torch.ones(2)),
+        }
+        torch.save(weights, drive / "w.pt")
+        assert_holds(opened(drive / "w.pt"), {name: weight.detach().resolve_conj() for name, weight in weights.items()})
+        there = weights_in(drive / "w.pt")
+        assert isinstance(there["slice"], Location)
+        assert isinstance(there["transposed"], torch.Tensor)
+
+    def test_torch_save_in_shards(self, drive, opened):
+        torch.save({"a": torch.ones(2)}, drive / "1.bin")
+        torch.save({"b": torch.zeros(3)}, drive / "2.bin")
+        (drive / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "1.bin", "b": "2.bin"}}))
+        assert_holds(opened(drive), {"a": torch.ones(2), "b": torch.zeros(3)})
+
+    def test_tied_weights_of_torch_save_are_ties(self, drive, opened):
+        weight = torch.ones(3)
+        torch.save({"a": weight, "b": weight, "c": weight[:2], "none": torch.empty(0), "other": torch.empty(0)}, drive / "w.pt")
+        assert opened(drive / "w.pt").ties() == {"b": "a"}
+
+
+class TestBadFiles:
+    def test_nothing_is_there(self, drive):
+        with pytest.raises(FileNotFoundError):
+            weights_in(drive / "none.safetensors")
+
+    def test_a_directory_without_a_checkpoint(self, drive):
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint here: expected one of model\.safetensors") as refused:
+            weights_in(drive)
+        assert refused.value.filename == str(drive)
+
+    def test_a_directory_with_several(self, drive):
+        for name in ("one", "two"):
+            save_file(WEIGHTS, drive / f"{name}.safetensors")
+        with pytest.raises(ValueError, match=r"several checkpoints.*one\.safetensors.*two\.safetensors"):
+            weights_in(drive)
+
+    def test_a_missing_shard_is_named_with_its_tensors(self, drive):
+        shard = next(path for path in save_sharded(WEIGHTS, drive, max_shard_size=30) if path.suffix == ".safetensors")
+        shard.unlink()
+        with pytest.raises(FileNotFoundError, match=r"with 1 of its tensors \(a\.weight\)") as refused:
+            weights_in(drive)
+        assert refused.value.filename == str(shard)
+
+    def test_an_index_with_tensors_that_are_not_in_their_shard(self, drive):
+        save_sharded(WEIGHTS, drive, max_shard_size=30)
+        index = drive / "model.safetensors.index.json"
+        fields = json.loads(index.read_text())
+        fields["weight_map"]["more.weight"] = next(iter(fields["weight_map"].values()))
+        index.write_text(json.dumps(fields))
+        with pytest.raises(CorruptCheckpoint, match=r"not there: more\.weight"):
+            weights_in(drive)
+
+    @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+    def test_a_file_that_is_cut_off(self, drive, suffix):
+        path = drive / f"w.{suffix}"
+        save_file(WEIGHTS, path) if suffix == "safetensors" else torch.save(WEIGHTS, path)
+        os.truncate(path, path.stat().st_size - 10)
+        with pytest.raises(CorruptCheckpoint):
+            weights_in(path)
+
+    def test_what_is_no_checkpoint(self, drive):
+        (drive / "w.bin").write_bytes(b"weights")
+        with pytest.raises(CorruptCheckpoint, match="header"):
+            weights_in(drive / "w.bin")
+
+    def test_torch_save_of_more_than_weights_says_what(self, drive):
+        torch.save({"model": WEIGHTS, "epoch": 3}, drive / "w.pt")
+        with pytest.raises(ValueError, match="holds more than weights: 'model', 'epoch'; give the state_dict"):
+            weights_in(drive / "w.pt")
+        torch.save([torch.ones(1)], drive / "w.pt")
+        with pytest.raises(ValueError, match="holds list"):
+            weights_in(drive / "w.pt")
+
+    def test_formats_that_would_have_to_be_in_memory(self, drive):
+        torch.save(WEIGHTS, drive / "old.pt", _use_new_zipfile_serialization=False)
+        with pytest.raises(ValueError, match=r"before 1\.6"):
+            weights_in(drive / "old.pt")
+        torch.save(WEIGHTS, drive / "new.pt")
+        with zipfile.ZipFile(drive / "new.pt") as archive, zipfile.ZipFile(drive / "z.pt", "w", zipfile.ZIP_DEFLATED) as other:
+            for name in archive.namelist():
+                other.writestr(name, archive.read(name))
+        with pytest.raises(ValueError, match="is compressed"):
+            weights_in(drive / "z.pt")
+
+    def test_a_storage_of_another_size_than_its_pickle_says(self, drive):
+        torch.save({"a": torch.ones(64)}, drive / "w.pt")
+        with zipfile.ZipFile(drive / "w.pt") as archive, zipfile.ZipFile(drive / "cut.pt", "w") as other:
+            for name in archive.namelist():
+                data = archive.read(name)
+                other.writestr(name, data[:-4] if name.endswith("data/0") else data)
+        with pytest.raises(CorruptCheckpoint, match="'a': expected a storage of 256 bytes, found 252"):
+            weights_in(drive / "cut.pt")
+
+    def test_a_file_that_is_changed_meanwhile(self, drive, opened):
+        save_file(WEIGHTS, drive / "w.safetensors")
+        source = opened(drive / "w.safetensors")
+        read(source, "a.weight")
+        source.check_unchanged()
+        save_file(WEIGHTS, drive / "w.safetensors")
+        with pytest.raises(CorruptCheckpoint, match="changed while"):
+            source.check_unchanged()
+
+
+class TestMemory:
+    def test_a_module_with_ties_and_buffers(self, opened):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].weight = model[0].weight
+        source = opened(model)
+        assert_holds(source, model.state_dict())
+        assert source.ties() == {"1.weight": "0.weight"}
+
+    def test_strides_and_conjugates(self, opened):
+        weights = {"t": torch.arange(12.0).view(3, 4).t(), "c": torch.tensor([1 + 1j]).conj()}
+        assert_holds(opened(weights), weights)
+
+    def test_a_location_given(self, drive, opened):
+        (drive / "raw").write_bytes(bytes(range(100)))
+        given = {"x": Location(str(drive / "raw"), 3, WeightInfo(torch.uint8, (2, 4)))}
+        assert_holds(opened(given), {"x": torch.arange(3, 11, dtype=torch.uint8).view(2, 4)})
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (3, "got int"),
+            ({"a": [1.0]}, "'a' must be a tensor, got list"),
+            ({1: torch.ones(1)}, "name must be a str, got 1"),
+            ({"a": torch.ones(3).to_sparse()}, "dense tensor"),
+            ({"a": torch.empty(3, device="meta")}, "meta device"),
+        ],
+    )
+    def test_what_has_no_weights(self, engine, given, match):
+        with pytest.raises(TypeError, match=match):
+            source_of(given, engine)
