@@ -166,7 +166,7 @@ class WeightStore:
     # Reading.
 
     def read(self, extent: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        """Start reading an extent; return at once. The future's result: ``out``.
+        """Start reading an extent; return at once. The future's result: a view of ``out``.
 
         ``out``: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device, not to be touched until the future is done;
         memory of a lease is read in place. Raises KeyError, and ValueError for another ``out``; what fails later is raised by
