@@ -91,6 +91,8 @@ class Manifest:
     """The extents that each block needs beside the rest, in the order of registration."""
     ties: Mapping[str, str]
     """Further names of weights, with the first."""
+    origin: str = ""
+    """What the builder said of where the weights are from."""
 
 
 def laid_out(name: str, weights: Mapping[str, WeightInfo]) -> Extent:
@@ -109,6 +111,7 @@ def encode(manifest: Manifest) -> bytes:
         for extent in manifest.extents.values()
     ]
     fields = {"model": manifest.model, "extents": extents, "blocks": manifest.blocks, "ties": manifest.ties}
+    fields["origin"] = manifest.origin
     body = json.dumps(fields, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
     return f"{head}\n{body}\n".encode()
@@ -128,7 +131,7 @@ def decode(data: bytes, where: Path) -> Manifest:
         fields = json.loads(body)
         extents = [_extent(*each) for each in fields["extents"]]
         blocks = {name: tuple(each) for name, each in fields["blocks"].items()}
-        return Manifest(fields["model"], {extent.name: extent for extent in extents}, blocks, fields["ties"])
+        return Manifest(fields["model"], {extent.name: extent for extent in extents}, blocks, fields["ties"], fields["origin"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 

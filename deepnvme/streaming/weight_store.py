@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -79,6 +80,7 @@ class WeightStore:
         dtype: torch.dtype | None = None,
         checksum: bool = True,
         progress: Wanted = None,
+        origin: str = "",
     ) -> WeightStore:
         """Write weights to one or several directories, and open what was written. Blocks.
 
@@ -90,7 +92,8 @@ class WeightStore:
         which weights are tied; the names have to be the same. Otherwise the blocks are found by the names. ``blocks``: see
         :func:`deepnvme.streaming.blocks.structure_of`. ``dtype``: what weights of floating point are converted to.
         ``checksum``: keep the CRC-32 of each extent, 0.4 s of one core for each GB. ``progress``: True for a bar on stderr, where
-        that is a terminal, or a function that is called with the bytes written and those in all.
+        that is a terminal, or a function that is called with the bytes written and those in all. ``origin``: what the store is to
+        say of where its weights are from.
 
         Of the weights, five extents are in memory at a time. The store is there when all of it is written, or not at all: what
         was built before an error, Ctrl-C or a crash does not open, and is removed, by the next build at the latest.
@@ -111,8 +114,9 @@ class WeightStore:
                 structure, names = _structure(source, tree, blocks)
                 coming = [Coming(plan, source, names, dtype) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
+                manifest = Manifest(kind, {}, structure.needs(), structure.ties, origin)
                 with following(progress, f"building {where}") as told:
-                    _build(coming, source, structure, kind, path, engine, checksum, told)
+                    _build(coming, source, manifest, path, engine, checksum, told)
             finally:
                 if isinstance(source, Weights):
                     source.close()
@@ -157,6 +161,11 @@ class WeightStore:
     def weights(self) -> Mapping[str, tuple[Extent, Weight]]:
         """By their first names, with the extents that they are in."""
         return self._weights
+
+    @property
+    def origin(self) -> str:
+        """What :meth:`build` was told of where the weights are from."""
+        return self._manifest.origin
 
     @property
     def nbytes(self) -> int:
@@ -293,8 +302,7 @@ def _structure(source: Source, model: nn.Module | None, blocks: Sequence[str] | 
 def _build(
     coming: Sequence[Coming],
     source: Source,
-    structure: Structure,
-    model: str,
+    manifest: Manifest,
     path: Directories,
     engine: Engine,
     checksum: bool,
@@ -318,6 +326,6 @@ def _build(
         extents = build(coming, store, _key, checksum, written)
         if isinstance(source, Weights):
             source.check_unchanged()
-        manifest = Manifest(model, {extent.name: extent for extent in extents}, structure.needs(), structure.ties)
-        store.put(NAME, torch.frombuffer(bytearray(encode(manifest)), dtype=torch.uint8)).result()
+        said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
+        store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
         store.commit()

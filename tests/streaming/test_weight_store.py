@@ -15,7 +15,7 @@ from torch import nn
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
 from deepnvme.streaming.blocks import REST, weights_of
-from deepnvme.streaming.manifest import NAME, Manifest, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.manifest import Manifest, WeightInfo, decode, encode, laid_out
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 from deepnvme.swap.data_file import DATA_NAME
 from tests.memory import bytes_of
@@ -157,6 +157,12 @@ class TestWhatIsBuilt:
             assert told[-1] == (store.nbytes, store.nbytes)
             assert len(told) == len(store.extents)
 
+    def test_it_says_where_its_weights_are_from(self, model, drive):
+        with WeightStore.build(model, drive / "store", origin="a checkpoint") as store:
+            assert store.origin == "a checkpoint"
+        with WeightStore.open(drive / "store") as store:
+            assert store.origin == "a checkpoint"
+
     def test_it_tells_what_it_is(self, store, drive):
         assert repr(store).startswith(f"<WeightStore in '{drive / 'store'}': 22 weights, 5 blocks, ")
 
@@ -170,13 +176,12 @@ DTYPES = [
     if (dtype := getattr(torch, name, None)) is not None
 ]  # fmt: skip
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just((3, 1500))
+NAMES = st.text(st.characters(exclude_characters="\0"), max_size=12)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    weights=st.dictionaries(
-        st.text(st.characters(exclude_characters="\0"), max_size=12), st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=8
-    ),
+    weights=st.dictionaries(NAMES, st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
 def test_any_weights_come_back_as_they_were(io_dir, weights, seed):
@@ -213,9 +218,9 @@ class TestBadInput:
 
     def test_a_store_of_another_version_says_what_differs(self, store):
         assert store.compare(Model()) == []
-        with pytest.raises(StoreMismatch, match=r"\(built for Model\) is not of this Model: 7 differences\n  unexpected: 'layers\.2"):
+        with pytest.raises(StoreMismatch, match=r"\(built for Model\) is not of this Model: 7 differences\n  unexpected: 'la"):
             store.check(Model(layers=2))
-        with pytest.raises(StoreMismatch, match=r"3 differences\n  shape: 'layers\.0\.0\.weight' should be float32 \[7, 6\], found"):
+        with pytest.raises(StoreMismatch, match=r"3 differences\n  shape: 'layers\.0\.0\.weight' should be float32 \[7, 6\]"):
             store.check(Model(width=6))
 
     def test_no_more_differences_are_shown_than_can_be_read(self, store):
@@ -243,9 +248,9 @@ class TestBadInput:
             assert_holds(store, model.state_dict())
 
     def test_nothing_to_build_of(self, drive):
-        for given in ({}, nn.ReLU()):
+        for nothing in ({}, nn.ReLU()):
             with pytest.raises(ValueError, match="no weight"):
-                WeightStore.build(given, drive / "store")
+                WeightStore.build(nothing, drive / "store")
 
     def test_options_that_mean_nothing(self, model, drive):
         with pytest.raises(ValueError, match=r"floating point, got torch\.int8"):
@@ -282,7 +287,7 @@ class TestBadInput:
             WeightStore.open(drive / "none")
 
     def test_an_extent_that_is_not_there(self, store):
-        with pytest.raises(KeyError, match="has no extent 'layers.9'"):
+        with pytest.raises(KeyError, match=r"has no extent 'layers\.9'"):
             store.read("layers.9", torch.empty(4096, dtype=torch.uint8))
 
     def test_memory_of_another_size(self, store):

@@ -1,0 +1,139 @@
+"""What a build takes, and what it leaves when it does not come to its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.safetensors import save_sharded
+from deepnvme.streaming import WeightStore
+from deepnvme.streaming.blocks import ExtentPlan
+from deepnvme.streaming.building import Coming, build
+from deepnvme.streaming.sources import Weights
+from deepnvme.swap import TensorStore
+
+MIB = 1 << 20
+
+
+def state(layers: int = 4, nbytes: int = 4096) -> dict[str, torch.Tensor]:
+    return {f"layers.{index}.weight": torch.full((nbytes // 4,), float(index)) for index in range(layers)}
+
+
+@pytest.mark.parametrize("kind", ["shards", "pt", "converted"])
+def test_it_takes_the_memory_of_a_few_extents(drive, interpreters, kind):
+    """96 MiB in 24 extents, of which five are in memory at a time, seven where they are converted; and 8 MiB of staging."""
+    if kind == "pt":
+        torch.save(state(24, 4 * MIB), drive / "model.pt")
+    else:
+        save_sharded(state(24, 4 * MIB), drive, max_shard_size="30MB")
+    dtype = "torch.bfloat16" if kind == "converted" else "None"
+    interpreters.run(f"""
+        import re
+        from deepnvme.streaming import WeightStore
+        def memory(name):
+            return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+        before = memory("VmRSS")
+        open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
+        WeightStore.build({str(drive)!r}, {str(drive / "store")!r}, dtype={dtype}).close()
+        grown = memory("VmHWM") - before
+        assert 8 << 10 < grown < 48 << 10, grown
+    """).check()
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_killed_build_leaves_no_store_and_the_next_one_works(drive, interpreters, after):
+    torch.save(state(), drive / "model.pt")
+    place = drive / "store"
+    program = f"""
+        import os, signal
+        from deepnvme.streaming import WeightStore
+        told = []
+        def progress(done, total):
+            told.append(done)
+            if len(told) == {after}:
+                os.kill(os.getpid(), signal.SIGKILL)
+        WeightStore.build({str(drive / "model.pt")!r}, {str(place)!r}, progress=progress)
+    """
+    assert interpreters.run(program).returncode == -signal.SIGKILL
+    assert place.exists()
+    with pytest.raises(FileNotFoundError, match="ever committed"):
+        WeightStore.open(place)
+    with WeightStore.build(drive / "model.pt", place) as store:
+        store.verify()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(small_disk):
+    written = []
+    with pytest.raises(OSError, match=r"bytes wanted, \d+ free") as refused:
+        WeightStore.build(state(10, 4 * MIB), small_disk / "store", progress=lambda *args: written.append(args))
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(small_disk / "store"))
+    assert written == []
+    assert not (small_disk / "store").exists()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_interrupts_it_leaves_nothing(drive, raised):
+    def progress(done: int, total: int) -> None:
+        raise raised
+
+    with pytest.raises(raised):
+        WeightStore.build(state(), drive / "store", progress=progress)
+    assert list(drive.iterdir()) == []
+
+
+class Failing(Weights):
+    """Cannot read one of its weights."""
+
+    def read_into(self, name: str, out: torch.Tensor):
+        if name == "layers.2.weight":
+            raise OSError(errno.EIO, "as asked for", "checkpoint")
+        return super().read_into(name, out)
+
+
+def test_a_source_that_fails_leaves_nothing(drive, engine):
+    with pytest.raises(OSError, match="as asked for"):
+        WeightStore.build(Failing(state(), engine), drive / "store")
+    assert list(drive.iterdir()) == []
+
+
+def test_a_drive_that_fails_is_told_and_leaves_nothing(drive, engine, faulty):
+    coming = [Coming(ExtentPlan(name, (name,)), Weights(state(), engine), {name: name}, None) for name in state()]
+    failing = faulty("threads", error_every=3, error_limit=1)
+    with (
+        pytest.raises(OSError, match="Input/output error") as refused,
+        TensorStore(drive / "store", persist=True, engine=failing) as store,
+    ):
+        build(coming, store, str, True, lambda nbytes: None)
+    assert refused.value.errno == errno.EIO
+    assert list(drive.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_changed_meanwhile_leaves_nothing(drive):
+    path = drive / "model.pt"
+    torch.save(state(), path)
+    with pytest.raises(OSError, match="changed while"):
+        WeightStore.build(path, drive / "store", progress=lambda done, total: os.utime(path))
+    assert [each.name for each in drive.iterdir()] == ["model.pt"]
+
+
+def test_extents_of_all_sizes_go_through_one_budget(drive):
+    sizes = [9 << 20, 1, 0, 5000, 3 << 20] * 3
+    weights = {f"layers.{index}.w": torch.full((size,), index, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    with WeightStore.build(weights, drive / "store") as store:
+        assert [extent.nbytes for extent in store.extents.values()][:5] == [9 << 20, 4096, 0, 8192, 3 << 20]
+        store.verify()
+
+
+def test_a_module_is_built_of_as_it_is_and_stays_so(drive):
+    model = nn.Linear(3, 3).requires_grad_()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with WeightStore.build(model, Path(drive, "store")):
+        pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.weight.requires_grad
