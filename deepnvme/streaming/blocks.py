@@ -132,11 +132,10 @@ def structure_of_names(
         *path, _ = name.split(".")
         for part in path:
             full = f"{place.name}.{part}" if place.name else part
-            place = place.child(full)
+            place = place.children.setdefault(part, _Place(full, object()))
         place.weights.append((ties.get(name, name), nbytes))
     for place in root.all():
-        numbered = [child for child in place.children if child.name.rpartition(".")[2].isdigit()]
-        place.alike = len(numbered) > 1
+        place.alike = sum(part.isdigit() for part in place.children) > 1
     names = {place.name: place for place in root.all() if any(each.weights for each in place.all())}
     named = {names[name].identity for pattern in blocks or () for name in _matching(pattern, names)}
     return _structure(root, named, ties, [])
@@ -150,22 +149,16 @@ class _Place:
     identity: object
     weights: list[tuple[str, int]] = field(default_factory=list)
     """Its own, by their first names, with their bytes."""
-    children: list[_Place] = field(default_factory=list)
+    children: dict[str, _Place] = field(default_factory=dict)
+    """By the last part of their names."""
     alike: bool = False
     """Whether it is a list with several children of one kind."""
     has_forward: bool = True
 
     def all(self) -> Iterator[_Place]:
         yield self
-        for child in self.children:
+        for child in self.children.values():
             yield from child.all()
-
-    def child(self, name: str) -> _Place:
-        found = next((child for child in self.children if child.name == name), None)
-        if found is None:
-            found = _Place(name, object())
-            self.children.append(found)
-        return found
 
     def has_weights(self) -> bool:
         return any(place.weights for place in self.all())
@@ -186,7 +179,7 @@ def _place_of(module: nn.Module, name: str, weights: Mapping[str, torch.Tensor],
         if isinstance(child, nn.ParameterList | nn.ParameterDict):  # whose weights the module itself uses
             place.weights += [weight for each in below.all() for weight in each.weights]
             continue
-        place.children.append(below)
+        place.children[key] = below
         if below.has_weights():
             kinds[type(child)] += 1
     place.alike = isinstance(module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
@@ -241,7 +234,7 @@ def _choose(place: _Place, chosen: dict[object, bool]) -> None:
     if place.identity in chosen:
         return
     if place.alike:
-        for child in place.children:
+        for child in place.children.values():
             if child.has_forward and child.has_weights():
                 chosen.setdefault(child.identity, False)
             else:
@@ -251,7 +244,7 @@ def _choose(place: _Place, chosen: dict[object, bool]) -> None:
         chosen[place.identity] = True
         if not any(each.alike for each in place.all()):
             return
-    for child in place.children:
+    for child in place.children.values():
         _choose(child, chosen)
 
 
@@ -267,6 +260,6 @@ def _assign(
         block = place.identity
         names.setdefault(block, place.name)
     needed.setdefault(block, {}).update(place.weights)
-    for child in place.children:
+    for child in place.children.values():
         _assign(child, block, chosen, needed, names)
 

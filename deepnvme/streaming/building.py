@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _READ = 2
 _WRITTEN = 2
-"""Extents in memory beside the one that is finished: with fewer of them the drive waited for checksums."""
+"""Extents in memory at a time: one read while another is finished, and two on their way out."""
 
 
 class Coming:
@@ -63,7 +63,10 @@ def build(
     checksum: bool,
     told: Callable[[int], None],
 ) -> list[Extent]:
-    """Put every extent under its key; return them with checksums. ``told``: the bytes of each that has been written. Blocks."""
+    """Put every extent, of which there is one at least, under its key; return them with checksums. Blocks.
+
+    ``told``: the bytes of each that has been written.
+    """
     pool = BufferPool(_budget(coming))
     written: deque[StoreFuture[int]] = deque()
     built = []
@@ -108,10 +111,12 @@ def _ahead(items: Iterator[T], count: int) -> Iterator[T]:
 def _budget(coming: Sequence[Coming]) -> int:
     """Bytes for all that is in memory at a time."""
     read = [each.read.nbytes for each in coming]
-    extra = [each.extent.nbytes if each.converts else 0 for each in coming]
-    count = _READ + _WRITTEN + 1
-    most = max((sum(read[at : at + count]) + sum(extra[at : at + count]) for at in range(len(coming))), default=0)
-    return padded(most + most // 8)  # what a lease may take beyond what it asks for
+    written = [each.extent.nbytes for each in coming]
+    most = max(
+        sum(written[max(0, at - _WRITTEN) : at]) + sum(read[at : at + _READ]) + (written[at] if coming[at].converts else 0)
+        for at in range(len(coming))
+    )
+    return padded(most + most // 8)  # what leases may take beyond what they ask for
 
 
 def _clear_gaps(extent: Extent, memory: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ from .sources import Location, Source, Weights, source_of
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
 _VERIFIED_AHEAD = 3
+_CHECKSUM_DIGITS = 10
 
 
 class CorruptExtent(OSError):
@@ -95,7 +96,7 @@ class WeightStore:
         that is a terminal, or a function that is called with the bytes written and those in all. ``origin``: what the store is to
         say of where its weights are from.
 
-        Of the weights, five extents are in memory at a time. The store is there when all of it is written, or not at all: what
+        Of the weights, four extents are in memory at a time. The store is there when all of it is written, or not at all: what
         was built before an error, Ctrl-C or a crash does not open, and is removed, by the next build at the latest.
 
         Raises StoreMismatch for a checkpoint that is not the model's; CorruptCheckpoint, FileNotFoundError and ValueError for one
@@ -322,7 +323,8 @@ def _build(
             kind = "weights" if NAME in store else f"{len(store)} tensors"
             text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
             raise FileExistsError(errno.EEXIST, text, str(next(iter(directories_of(path)))))
-        store.reserve(total)
+        planned = replace(manifest, extents={each.extent.name: each.extent for each in coming})
+        store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(coming)))
         extents = build(coming, store, _key, checksum, written)
         if isinstance(source, Weights):
             source.check_unchanged()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import tempfile
@@ -381,6 +382,20 @@ def test_a_mapping_goes_with_its_last_view(store):
     del view
     gc.collect()
     assert mappings() == 0
+
+
+def test_a_future_of_what_is_made_of_a_result(store):
+    store.put("there", torch.arange(5)).result()
+    made = []
+    future = store.get("there").then(lambda tensor: made.append(tensor) or tensor.sum())
+    assert made == []  # until somebody looks
+    assert future.result() == future.result() == 10
+    assert len(made) == 1
+
+    def refuse(tensor):
+        raise OSError(errno.EBADMSG, "as asked for")
+
+    assert str(store.get("there").then(refuse).exception()) == f"[Errno {errno.EBADMSG}] as asked for"
 
 
 def test_dropped_futures_keep_no_tensor(store):
