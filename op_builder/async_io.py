@@ -31,7 +31,7 @@ class AsyncIOBuilder(OpBuilder):
         return f"deepnvme.ops.aio.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return self._sources("core", "engine", "bindings", without="gds.cpp")
+        return self._sources("core", "engine", "quantization", "bindings", without="gds.cpp")
 
     @staticmethod
     def _sources(*parts: str, without: str) -> list[str]:
@@ -43,6 +43,8 @@ class AsyncIOBuilder(OpBuilder):
 
     def cxx_args(self) -> list[str]:
         args = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+        # What is dequantised is the same bit for bit wherever there are fused operations.
+        args.append("-ffp-contract=off")
         if liburing():
             args.append("-DDEEPNVME_HAVE_LIBURING=1")
         if libaio():

@@ -19,6 +19,13 @@ def backends() -> dict[str, str | None]:
 def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
     """What :func:`deepnvme._tensor_memory.copy_many` documents. Any contiguous buffers of uint64 serve."""
 
+def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int) -> None:
+    """Work out matrices' values: each (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
+    :mod:`deepnvme.streaming.quantization` has them. Nothing checks the addresses."""
+
+def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> int | None:
+    """Work out one matrix's scales and codes, or say in which row is what cannot be: a value not finite, or above 2**126."""
+
 class Future:
     """One transfer under way."""
 

@@ -1,0 +1,221 @@
+"""Weights of a few bits: half or a quarter of the bytes to read, made into the model's type on arrival.
+
+A weight is taken as rows, a row being what one output is made of: the last dimension, and those before it, but for the first,
+until that makes 64 values. So a Linear or an Embedding has a row an output, fused experts (expert, out, in) have a row an expert and
+output, a convolution a row an output channel. All is worked out in float32, rounded to the nearest, and to even between two.
+
+``"int8"``, symmetric by output channel::
+
+    scale = amax(abs(row)) / 127                             # float32
+    code  = round(clamp(row / scale, -127, 127))             # int8; 0 where scale is 0
+    value = code * scale                                     # then rounded to the model's type
+
+``"int4"``, asymmetric by groups of 128 along the row, of which the last may be shorter, as DeepSpeed's ZeRO-Inference has it::
+
+    least = bfloat16(amin(group))
+    scale = bfloat16((amax(group) - amin(group)) / 15)
+    code  = round(clamp((group - least) / scale, 0, 15))     # 0 where scale is 0
+    value = code * scale + least                             # two roundings, then to the model's type
+
+A quantised weight is one range of bytes: scales, zeros up to a multiple of 64 bytes, and codes; each row by row, little-endian.
+Of int4 the scales are pairs (scale, least), and a group of n values has ceil(n / 2) bytes of codes: number j holds value j in its
+low four bits and value j + ceil(n / 2), or 0 if there is none, in its high ones.
+
+The native kernels do as these formulas say, bit for bit; on a device torch does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+Scheme = Literal["int8", "int4"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+GROUP = 128
+"""Values of int4 that share a scale."""
+
+_LEAST_NUMEL = 4096
+_LEAST_COLUMNS = 64
+_LARGEST = 2.0**126
+_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_ALIGNMENT = 64
+_AT_A_TIME = 1 << 24  # values, by torch, which takes some 12 bytes for each
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a quantised weight lie in its bytes."""
+
+    scheme: Scheme
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, scheme: Scheme, shape: Sequence[int]) -> Layout:
+        """Of a weight of this shape. Raises ValueError for another scheme than int8 and int4, or fewer than 2 dimensions."""
+        if scheme not in SCHEMES:
+            raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+        if len(shape) < 2:
+            raise ValueError(f"a weight of at least 2 dimensions can be quantised, got the shape {tuple(shape)}")
+        first = len(shape) - 1
+        while first > 1 and math.prod(shape[first:]) < _LEAST_COLUMNS:
+            first -= 1
+        columns = math.prod(shape[first:])
+        return cls(scheme, math.prod(shape[:first]) if columns else 0, columns)
+
+    @property
+    def groups(self) -> int:
+        """Groups in a row of int4."""
+        return -(-self.columns // GROUP)
+
+    @property
+    def scales_nbytes(self) -> int:
+        return self.rows * (4 if self.scheme == "int8" else 4 * self.groups)
+
+    @property
+    def row_of_codes(self) -> int:
+        """Bytes."""
+        if self.scheme == "int8":
+            return self.columns
+        return self.columns // GROUP * (GROUP // 2) + -(-(self.columns % GROUP) // 2)
+
+    @property
+    def codes_at(self) -> int:
+        """Bytes from the start."""
+        return -(-self.scales_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_at + self.rows * self.row_of_codes
+
+
+def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a store quantises such a weight: float32, float16 or bfloat16, of 2 dimensions and 4096 values at least, and
+    smaller for it. Raises ValueError for another scheme than int8 and int4."""
+    if dtype not in _TYPES or len(shape) < 2 or math.prod(shape) < _LEAST_NUMEL:
+        return False
+    return Layout.of(scheme, shape).nbytes < math.prod(shape) * dtype.itemsize
+
+
+def quantize(
+    weight: torch.Tensor, scheme: Scheme, out: torch.Tensor | None = None, *, name: str = "weight", threads: int | None = None
+) -> torch.Tensor:
+    """The bytes of ``weight`` quantised: a uint8 tensor of one dimension, new or ``out``. Blocks, the GIL released.
+
+    ``weight``: float32, float16 or bfloat16, at least 2 dimensions; one that is not contiguous or not in host memory is copied.
+    ``out``: contiguous, in host memory, of just ``Layout.of(scheme, weight.shape).nbytes``. ``threads``: at most; None for as
+    many as there are processors.
+
+    Raises ValueError for a value that is not finite, or beyond 2**126, naming ``name`` and the place, and for what does not
+    fit; TypeError for another dtype. What ``out`` then holds is undefined.
+    """
+    layout = Layout.of(scheme, weight.shape)
+    if weight.dtype not in _TYPES:
+        raise TypeError(f"'{name}' is {weight.dtype}: float32, float16 and bfloat16 can be quantised")
+    if out is None:
+        out = torch.empty(layout.nbytes, dtype=torch.uint8)
+    _check_bytes(layout, out, on_host=True)
+    values = weight.detach().to("cpu").contiguous()
+    out[layout.scales_nbytes : layout.codes_at].zero_()
+    refused = _op().quantize(_described(layout, values, out), _processors(threads))
+    if refused is not None:
+        raise ValueError(_refusal(name, values, layout, refused))
+    return out
+
+
+def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, threads: int | None = None) -> None:
+    """Work out weights from their bytes: (scheme, bytes, out) for each. Blocks, the GIL released, until all are there.
+
+    The bytes are a contiguous uint8 tensor as :func:`quantize` makes it, at any address. ``out`` is contiguous, of the shape that
+    was quantised, float32, float16 or bfloat16, and on the same device. In host memory at most ``threads`` threads share the work
+    (None: as many as there are processors), fewer where there is little. On a device torch does it, on the current stream,
+    without waiting.
+
+    Raises TypeError and ValueError for what does not fit, before anything is done.
+    """
+    on_host, elsewhere = [], []
+    for scheme, source, out in weights:
+        layout = Layout.of(scheme, out.shape)
+        if out.dtype not in _TYPES:
+            raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
+        if source.device != out.device or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
+        _check_bytes(layout, source)
+        if out.device.type == "cpu":
+            on_host.append(_described(layout, out, source))
+        else:
+            elsewhere.append((layout, source, out))
+    if on_host:
+        _op().dequantize(on_host, _processors(threads))
+    for layout, source, out in elsewhere:
+        dequantize_with_torch(layout, source, out)
+
+
+def dequantize_with_torch(layout: Layout, source: torch.Tensor, out: torch.Tensor) -> None:
+    """The formula, on any device."""
+    scales = source[: layout.scales_nbytes]
+    codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
+    step = max(1, _AT_A_TIME // max(1, layout.columns))
+    for begin in range(0, layout.rows, step):
+        rows = slice(begin, begin + step)
+        if layout.scheme == "int8":
+            # clone: a view in another type wants the address aligned.
+            values = codes[rows].view(torch.int8).float() * scales.clone().view(torch.float32)[rows, None]
+        else:
+            pairs = scales.clone().view(torch.bfloat16).view(layout.rows, layout.groups, 2)[rows].float()
+            scale, least = pairs.repeat_interleave(GROUP, dim=1)[:, : layout.columns].unbind(-1)
+            values = _unpacked(codes[rows], layout.columns).float() * scale + least
+        out.view(layout.rows, layout.columns)[rows] = values.to(out.dtype)
+
+
+def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
+    """[rows, bytes] -> [rows, columns], one of 0 to 15 each."""
+    whole = columns // GROUP * (GROUP // 2)
+    groups = codes[:, :whole].reshape(len(codes), -1, GROUP // 2)
+    last = codes[:, whole:]
+    parts = (torch.cat((packed & 15, packed >> 4), dim=-1).view(len(codes), -1) for packed in (groups, last))
+    return torch.cat(tuple(parts), dim=1)[:, :columns]
+
+
+def _check_bytes(layout: Layout, tensor: torch.Tensor, on_host: bool = False) -> None:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise TypeError(f"quantised weights are contiguous uint8 of one dimension, got {tensor.dtype} of {tuple(tensor.shape)}")
+    if tensor.nbytes != layout.nbytes:
+        what = f"{layout.rows} x {layout.columns} in {layout.scheme}"
+        raise ValueError(f"quantised weights of {what} take {layout.nbytes} bytes, got {tensor.nbytes}")
+    if on_host and tensor.device.type != "cpu":
+        raise ValueError(f"weights are quantised in host memory, got {tensor.device}")
+
+
+def _described(layout: Layout, values: torch.Tensor, quantized: torch.Tensor) -> tuple[str, str, int, int, int, int, int]:
+    begin = quantized.data_ptr()
+    where = (values.data_ptr(), begin, begin + layout.codes_at)
+    return (layout.scheme, _TYPES[values.dtype], layout.rows, layout.columns, *where)
+
+
+def _refusal(name: str, values: torch.Tensor, layout: Layout, row: int) -> str:
+    wrong = ~(values.view(layout.rows, layout.columns)[row].float().abs() <= _LARGEST)
+    at = row * layout.columns + int(wrong.nonzero()[0])
+    place = [int(index) for index in torch.unravel_index(torch.tensor(at), values.shape)]
+    value = values[tuple(place)].item()
+    return f"'{name}' holds {value} at {place}, and {layout.scheme} takes finite values up to 2**126: mend it, or do not quantise"
+
+
+def _processors(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    return threads
+
+
+def _op() -> ModuleType:
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load()
