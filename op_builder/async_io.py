@@ -31,11 +31,11 @@ class AsyncIOBuilder(OpBuilder):
         return f"deepnvme.ops.aio.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return self._sources("core", "engine", "quantization", "bindings", without="gds.cpp")
+        return self._sources("core", "engine", "quantization", "bindings", without={"gds.cpp"})
 
     @staticmethod
-    def _sources(*parts: str, without: str) -> list[str]:
-        files = (path for part in parts for path in (_PACKAGE_ROOT / "csrc" / part).glob("*.cpp") if path.name != without)
+    def _sources(*parts: str, without: set[str]) -> list[str]:
+        files = (path for part in parts for path in (_PACKAGE_ROOT / "csrc" / part).glob("*.cpp") if path.name not in without)
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
     def include_paths(self) -> list[str]:

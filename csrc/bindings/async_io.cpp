@@ -1,11 +1,9 @@
 // The async_io module.
 #include <span>
-#include <vector>
 
 #include "bindings/pinned_buffer.h"
 #include "bindings/python.h"
 #include "core/copy.h"
-#include "quantization/quantization.h"
 
 using namespace deepnvme;
 using namespace deepnvme::bindings;
@@ -58,38 +56,6 @@ void copy_many_ranges(const py::buffer& destinations, const py::buffer& sources,
     copy_many(to, from, sizes);
 }
 
-// (scheme, dtype, rows, columns, address of the values, of the scales, of the codes)
-Matrix matrix_of(const py::tuple& facts) {
-    const auto scheme = facts[0].cast<std::string>(), type = facts[1].cast<std::string>();
-    const auto number = [&](std::size_t index) { return facts[index].cast<std::uint64_t>(); };
-    const auto memory = [&](std::size_t index) { return reinterpret_cast<std::byte*>(number(index)); };
-    Matrix matrix{Scheme::int8, FloatType::float32, number(2), number(3), memory(4), memory(5), memory(6)};
-    if (scheme == "int4") matrix.scheme = Scheme::int4;
-    else if (scheme != "int8") throw py::value_error("scheme must be int8 or int4, got '" + scheme + "'");
-    if (type == "bfloat16") matrix.type = FloatType::bfloat16;
-    else if (type == "float16") matrix.type = FloatType::float16;
-    else if (type != "float32") throw py::value_error("dtype must be float32, float16 or bfloat16, got '" + type + "'");
-    return matrix;
-}
-
-void dequantize_matrices(const py::list& all, unsigned threads) {
-    std::vector<Matrix> matrices;
-    for (const py::handle facts : all) matrices.push_back(matrix_of(py::cast<py::tuple>(facts)));
-    py::gil_scoped_release release;
-    dequantize(matrices, threads);
-}
-
-// The row that was refused, or None.
-py::object quantize_matrix(const py::tuple& facts, unsigned threads) {
-    const Matrix matrix = matrix_of(facts);
-    std::optional<std::uint64_t> refused;
-    {
-        py::gil_scoped_release release;
-        refused = quantize(matrix, threads);
-    }
-    return refused ? py::object(py::int_(*refused)) : py::none();
-}
-
 }  // namespace
 
 PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
@@ -98,10 +64,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_handle(module);
+    bind_quantization(module);
     module.def("backends", &backends);
     module.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
-    module.def("dequantize", &dequantize_matrices, "matrices"_a, "threads"_a);
-    module.def("quantize", &quantize_matrix, "matrix"_a, "threads"_a);
     // For the gds module, so that both know all that is pinned.
     module.def("shared_pinned_ranges", [] { return py::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
 }

@@ -105,5 +105,6 @@ private:
 void bind_io_error(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_handle(py::module_& module);
+void bind_quantization(py::module_& module);
 
 }  // namespace deepnvme::bindings

@@ -38,7 +38,9 @@ struct Kernels {
 void dequantize_plainly(const Matrix& matrix, std::uint64_t begin, std::uint64_t end) { dequantize_any(matrix, begin, end); }
 std::uint64_t quantize_plainly(const Matrix& matrix, std::uint64_t begin, std::uint64_t end) { return quantize_any(matrix, begin, end); }
 
-#ifdef __x86_64__
+// Tests are compiled without, where the processor has more.
+#if defined(__x86_64__) && !defined(DEEPNVME_PLAIN_KERNELS)
+#define DEEPNVME_HAVE_AVX2_KERNELS
 [[gnu::target("avx2")]] void dequantize_avx2(const Matrix& matrix, std::uint64_t begin, std::uint64_t end) {
     dequantize_any(matrix, begin, end);
 }
@@ -48,7 +50,7 @@ std::uint64_t quantize_plainly(const Matrix& matrix, std::uint64_t begin, std::u
 #endif
 
 Kernels best_kernels() {
-#ifdef __x86_64__
+#ifdef DEEPNVME_HAVE_AVX2_KERNELS
     if (__builtin_cpu_supports("avx2")) return {dequantize_avx2, quantize_avx2};
 #endif
     return {dequantize_plainly, quantize_plainly};

@@ -1,8 +1,8 @@
 """Weights of a few bits: half or a quarter of the bytes to read, made into the model's type on arrival.
 
 A weight is taken as rows, a row being what one output is made of: the last dimension, and those before it, but for the first,
-until that makes 64 values. So a Linear or an Embedding has a row an output, fused experts (expert, out, in) have a row an expert and
-output, a convolution a row an output channel. All is worked out in float32, rounded to the nearest, and to even between two.
+until that makes 64 values. So a Linear or an Embedding has a row an output, fused experts (expert, out, in) have a row an expert
+and output, a convolution a row an output channel. All is worked out in float32, rounded to the nearest, to even between two.
 
 ``"int8"``, symmetric by output channel::
 

@@ -1,4 +1,5 @@
-"""The engine compiled with backends for tests: one that fails on command, one that completes at once."""
+"""The engine compiled with backends for tests, one that fails on command, one that completes at once; and the kernels of
+quantisation as they are for a processor of which nothing is known."""
 
 import os
 from pathlib import Path
@@ -14,6 +15,9 @@ class EngineTestingBuilder(AsyncIOBuilder):
     def sources(self) -> list[str]:
         op_only = {"csrc/bindings/async_io.cpp", "csrc/bindings/aio_handle.cpp"}
         return [*(source for source in super().sources() if source not in op_only), str(HERE / "engine_testing.cpp")]
+
+    def cxx_args(self) -> list[str]:
+        return [*super().cxx_args(), "-DDEEPNVME_PLAIN_KERNELS"]
 
     def include_paths(self) -> list[str]:
         # A relative one is ours, and a change to a header there makes a new build.

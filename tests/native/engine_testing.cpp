@@ -90,6 +90,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_io_error(module);
     bind_pinned_buffer(module);
     bind_engine(module);
+    bind_quantization(module);
 
     py::class_<Faults>(module, "Faults", py::module_local())
         .def(py::init<>())

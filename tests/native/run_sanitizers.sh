@@ -6,7 +6,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d "${1:-$root}/.sanitizers.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-flags=(-std=c++20 -O1 -g -fno-omit-frame-pointer -pthread -Wall -Wextra "-I$root/csrc" "-I$root/tests/native")
+flags=(-std=c++20 -O1 -g -fno-omit-frame-pointer -pthread -ffp-contract=off -Wall -Wextra "-I$root/csrc" "-I$root/tests/native")
 libraries=()
 for library in uring:LIBURING:liburing.h aio:LIBAIO:libaio.h; do
     IFS=: read -r name macro header <<<"$library"
@@ -21,7 +21,7 @@ done
 for sanitizer in address,undefined thread; do
     echo "== $sanitizer"
     mkdir -p "$work/$sanitizer"
-    printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root/tests/native/stress.cpp" |
+    printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root"/csrc/quantization/*.cpp "$root/tests/native/stress.cpp" |
         (cd "$work/$sanitizer" && xargs -0 -P "$(nproc)" -I{} "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all -c {})
     # Linked, so that it is there when the engine opens libcuda.
     driver="$work/$sanitizer/libcuda.so.1"

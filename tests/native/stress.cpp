@@ -1,4 +1,4 @@
-// The engine and copy_many under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
+// The engine, copy_many and quantisation under load, without Python, for AddressSanitizer and ThreadSanitizer: several submitters, of host memory and of devices'
 // (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
 // against a copy in memory. Exit status 0 when all was well.
 //
@@ -18,6 +18,7 @@
 #include "core/copy.h"
 #include "engine/engine.h"
 #include "faulty_backend.h"
+#include "quantization/quantization.h"
 
 using namespace deepnvme;
 using namespace deepnvme::testing;
@@ -174,6 +175,36 @@ void copy_at_random(unsigned seed) {
         if (std::memcmp(reinterpret_cast<const void*>(returned[i]), reinterpret_cast<const void*>(from[i]), sizes[i]) != 0) complain("a copy differs");
 }
 
+// Matrices of odd widths in memory of just their size, there and back by several threads and by one.
+void quantize_at_random(unsigned seed) {
+    std::mt19937 random(seed);
+    struct Parts {
+        std::vector<std::byte> values, scales, codes;
+    };
+    for (const Scheme scheme : {Scheme::int8, Scheme::int4}) {
+        std::vector<Parts> parts;
+        std::vector<Matrix> matrices;
+        for (const FloatType type : {FloatType::float32, FloatType::float16, FloatType::bfloat16}) {
+            const std::uint64_t rows = 600 + random() % 200, columns = 1 + random() % 2000, size = type == FloatType::float32 ? 4 : 2;
+            Parts made{std::vector<std::byte>(rows * columns * size), std::vector<std::byte>(rows * row_of_scales(scheme, columns)),
+                       std::vector<std::byte>(rows * row_of_codes(scheme, columns))};
+            // Any bits but those of what is not finite: the exponent's highest is 0.
+            for (std::size_t i = 0; i < made.values.size(); ++i)
+                made.values[i] = static_cast<std::byte>(random()) & std::byte(i % size == size - 1 ? 0xbf : 0xff);
+            parts.push_back(std::move(made));
+            Parts& kept = parts.back();
+            matrices.push_back({scheme, type, rows, columns, kept.values.data(), kept.scales.data(), kept.codes.data()});
+            if (quantize(matrices.back(), 4)) complain("a finite value was refused");
+        }
+        dequantize(matrices, 4);
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            const std::vector<std::byte> shared = parts[i].values;
+            dequantize({&matrices[i], 1}, 1);
+            if (shared != parts[i].values) complain("threads that share the work find other values than one");
+        }
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -191,6 +222,7 @@ int main(int argc, char** argv) {
                 if (choice.make) round(argv[1], choice, faults, seed);
     std::vector<std::thread> copying;
     for (unsigned seed = 0; seed < 3; ++seed) copying.emplace_back(copy_at_random, seed);
+    for (unsigned seed = 0; seed < 2; ++seed) copying.emplace_back(quantize_at_random, seed);
     for (auto& thread : copying) thread.join();
     std::printf("stress: %u rounds, all contents as expected\n", rounds);
 }

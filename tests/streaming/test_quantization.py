@@ -6,10 +6,12 @@ import math
 import sys
 import threading
 import time
+from types import ModuleType
 
 import pytest
 import torch
 
+from deepnvme.streaming import quantization
 from deepnvme.streaming.quantization import (
     GROUP,
     SCHEMES,
@@ -329,3 +331,16 @@ def test_a_row_is_what_one_output_is_made_of() -> None:
 @pytest.mark.parametrize(("name", "share"), [("int8", 0.501), ("int4", 0.266)])
 def test_a_weight_of_16_bits_becomes_a_half_or_a_quarter(name: Scheme, share: float) -> None:
     assert Layout.of(name, (5632, 2048)).nbytes <= share * 5632 * 2048 * 2
+
+
+# -- processors
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_processor_of_which_nothing_is_known_does_the_same(
+    scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, testing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "_op", lambda: testing)
+    check(scheme, made(*shape, dtype=dtype))
+    check(scheme, made(*shape, dtype=dtype) * 2.0**-20)
