@@ -18,8 +18,9 @@ from deepnvme.swap.futures import StoreFuture
 from deepnvme.swap.lease import Lease
 from deepnvme.swap.store import TensorStore
 
-from .blocks import ExtentPlan
+from .blocks import REST, ExtentPlan
 from .manifest import Extent, WeightInfo, laid_out
+from .quantization import Scheme, quantize
 from .sources import Pending, Source
 
 T = TypeVar("T")
@@ -32,11 +33,20 @@ _WRITTEN = 2
 class Coming:
     """An extent as it is read: the weights as their source has them, and what they are to be."""
 
-    def __init__(self, plan: ExtentPlan, source: Source, names: Mapping[str, str], dtype: torch.dtype | None) -> None:
-        """``names``: by which the source knows the weights. ``dtype``: for those of floating point."""
+    def __init__(
+        self,
+        plan: ExtentPlan,
+        source: Source,
+        names: Mapping[str, str],
+        dtype: torch.dtype | None = None,
+        scheme: Scheme | None = None,
+    ) -> None:
+        """``names``: by which the source knows the weights. ``dtype``: for those of floating point. ``scheme``: for those that it
+        is worth it, unless they stay in memory."""
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
         self.read = laid_out(plan.name, infos)
-        self.extent = laid_out(plan.name, {weight: _converted(info, dtype) for weight, info in infos.items()})
+        converted = {weight: _converted(info, dtype) for weight, info in infos.items()}
+        self.extent = laid_out(plan.name, converted, None if plan.name == REST else scheme)
         self._source = source
         self._names = names
 
@@ -51,9 +61,12 @@ class Coming:
         ]
 
     def convert(self, read: torch.Tensor, memory: torch.Tensor) -> None:
-        """Into ``extent.nbytes`` bytes."""
+        """Into ``extent.nbytes`` bytes. Raises ValueError naming a weight that cannot be quantised."""
         for before, after in zip(self.read.weights, self.extent.weights, strict=True):
-            after.view(memory).copy_(before.view(read))
+            if after.scheme is None:
+                after.view(memory).copy_(before.view(read))
+            else:
+                quantize(before.view(read).to(after.info.dtype), after.scheme, out=after.stored(memory), name=after.name)
 
 
 def build(

@@ -16,6 +16,8 @@ from deepnvme.swap.extents import padded
 from deepnvme.swap.manifest import CorruptManifest
 from deepnvme.swap.memory import dtype_named
 
+from .quantization import SCHEMES, Layout, Scheme, dequantize, is_worth_quantizing
+
 NAME = "manifest"
 """The tensor's."""
 _WHOLE = 4096
@@ -50,16 +52,30 @@ class Weight(NamedTuple):
 
     name: str
     info: WeightInfo
+    """What it is to a model."""
     offset: int
     """Bytes."""
+    scheme: Scheme | None = None
+    """How it is quantised, if it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """That it takes here."""
+        return self.info.nbytes if self.scheme is None else Layout.of(self.scheme, self.info.shape).nbytes
 
     @property
     def end(self) -> int:
-        return self.offset + self.info.nbytes
+        return self.offset + self.nbytes
+
+    def stored(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its bytes, in those of its extent."""
+        return memory[self.offset : self.end]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """It, in the bytes of its extent."""
-        return memory[self.offset : self.end].view(self.info.dtype).view(self.info.shape)
+        """It, in the bytes of its extent. Raises ValueError for one that is quantised."""
+        if self.scheme is not None:
+            raise ValueError(f"weight {self.name!r} is quantised to {self.scheme}: dequantize its bytes, stored(memory)")
+        return self.stored(memory).view(self.info.dtype).view(self.info.shape)
 
 
 @dataclass(frozen=True)
@@ -76,9 +92,19 @@ class Extent:
         """A multiple of 4096; what is between weights, and behind the last, is 0."""
         return padded(max((weight.end for weight in self.weights), default=0), _WHOLE)
 
-    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights by name, in ``nbytes`` bytes that were read."""
-        return {weight.name: weight.view(memory) for weight in self.weights}
+    def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The weights by name, of ``nbytes`` bytes that were read: views of these, but those that are quantised, which are new.
+        Blocks while they are worked out."""
+        found: dict[str, torch.Tensor] = {}
+        quantized: list[tuple[Scheme, torch.Tensor, torch.Tensor]] = []
+        for weight in self.weights:
+            if weight.scheme is None:
+                found[weight.name] = weight.view(memory)
+                continue
+            found[weight.name] = torch.empty(weight.info.shape, dtype=weight.info.dtype, device=memory.device)
+            quantized.append((weight.scheme, weight.stored(memory), found[weight.name]))
+        dequantize(quantized)
+        return found
 
 
 @dataclass(frozen=True)
@@ -95,19 +121,20 @@ class Manifest:
     """What the builder said of where the weights are from."""
 
 
-def laid_out(name: str, weights: Mapping[str, WeightInfo]) -> Extent:
-    """The weights one after the other."""
+def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None = None) -> Extent:
+    """The weights one after the other, quantised where that is worth it."""
     placed = []
     end = 0
     for weight, info in weights.items():
-        placed.append(Weight(weight, info, padded(end, ALIGNMENT)))
+        worth = scheme is not None and is_worth_quantizing(scheme, info.shape, info.dtype)
+        placed.append(Weight(weight, info, padded(end, ALIGNMENT), scheme if worth else None))
         end = placed[-1].end
     return Extent(name, tuple(placed))
 
 
 def encode(manifest: Manifest) -> bytes:
     extents = [
-        [extent.name, extent.nbytes, extent.crc32, [[each.name, *each.info.named(), each.offset] for each in extent.weights]]
+        [extent.name, extent.nbytes, extent.crc32, [_fields(each) for each in extent.weights]]
         for extent in manifest.extents.values()
     ]
     fields = {"model": manifest.model, "extents": extents, "blocks": manifest.blocks, "ties": manifest.ties}
@@ -136,12 +163,19 @@ def decode(data: bytes, where: Path) -> Manifest:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 
 
+def _fields(weight: Weight) -> list[Any]:
+    fields = [weight.name, *weight.info.named(), weight.offset]
+    return fields if weight.scheme is None else [*fields, weight.scheme]
+
+
+def _weight(name: str, dtype: str, shape: list[int], offset: int, scheme: Any = None) -> Weight:
+    if scheme not in (None, *SCHEMES):
+        raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
+    return Weight(name, WeightInfo(dtype_named(dtype), tuple(shape)), offset, scheme)
+
+
 def _extent(name: str, nbytes: int, crc32: int | None, weights: list[Any]) -> Extent:
-    found = Extent(
-        name,
-        tuple(Weight(each, WeightInfo(dtype_named(dtype), tuple(shape)), at) for each, dtype, shape, at in weights),
-        crc32,
-    )
+    found = Extent(name, tuple(_weight(*each) for each in weights), crc32)
     if found.nbytes != nbytes:
         raise ValueError(f"extent {name!r} has {nbytes} bytes, and its weights {found.nbytes}")
     return found

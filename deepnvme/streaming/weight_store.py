@@ -31,6 +31,7 @@ from .blocks import Structure, structure_of, structure_of_names
 from .building import Coming, build
 from .comparing import StoreMismatch, described, differences
 from .manifest import NAME, Extent, Manifest, Weight, decode, encode
+from .quantization import SCHEMES, Scheme
 from .sources import Location, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
@@ -76,6 +77,7 @@ class WeightStore:
         model_or_checkpoint: Given,
         path: Directories,
         *,
+        quantize: Scheme | None = None,
         model: nn.Module | None = None,
         blocks: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
@@ -92,6 +94,7 @@ class WeightStore:
         ``model``: of a checkpoint, the module that it is for, which may be on the meta device: it says what the blocks are, and
         which weights are tied; the names have to be the same. Otherwise the blocks are found by the names. ``blocks``: see
         :func:`deepnvme.streaming.blocks.structure_of`. ``dtype``: what weights of floating point are converted to.
+        ``quantize``: "int8" or "int4", for weights of blocks that are smaller for it, and are dequantised when they are read.
         ``checksum``: keep the CRC-32 of each extent, 0.4 s of one core for each GB. ``progress``: True for a bar on stderr, where
         that is a terminal, or a function that is called with the bytes written and those in all. ``origin``: what the store is to
         say of where its weights are from.
@@ -100,9 +103,12 @@ class WeightStore:
         was built before an error, Ctrl-C or a crash does not open, and is removed, by the next build at the latest.
 
         Raises StoreMismatch for a checkpoint that is not the model's; CorruptCheckpoint, FileNotFoundError and ValueError for one
-        that is not whole, or none; TypeError for what has no weights; FileExistsError for a directory with a store, StoreLocked
-        for one that is in use; OSError (ENOSPC) before anything is written if there is no room.
+        that is not whole, or none; ValueError for a value that cannot be quantised; TypeError for what has no weights;
+        FileExistsError for a directory with a store, StoreLocked for one that is in use; OSError (ENOSPC) before anything is
+        written if there is no room.
         """
+        if quantize is not None and quantize not in SCHEMES:
+            raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, or None, got {quantize!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be one of floating point, got {dtype}")
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
@@ -113,7 +119,7 @@ class WeightStore:
             try:
                 tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
                 structure, names = _structure(source, tree, blocks)
-                coming = [Coming(plan, source, names, dtype) for plan in structure.extents()]
+                coming = [Coming(plan, source, names, dtype, quantize) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
                 manifest = Manifest(kind, {}, structure.needs(), structure.ties, origin)
                 with following(progress, f"building {where}") as told:

@@ -16,6 +16,7 @@ from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
 from deepnvme.streaming.blocks import REST, weights_of
 from deepnvme.streaming.manifest import Manifest, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 from deepnvme.swap.data_file import DATA_NAME
 from tests.memory import bytes_of
@@ -49,7 +50,7 @@ def contents(store: WeightStore) -> dict[str, torch.Tensor]:
     for name, extent in store.extents.items():
         memory = torch.empty(extent.nbytes, dtype=torch.uint8)
         assert store.read(name, memory).result().data_ptr() == memory.data_ptr()
-        found |= extent.views(memory)
+        found |= extent.tensors(memory)
     return found | {alias: found[name] for alias, name in store.ties.items()}
 
 
@@ -132,6 +133,29 @@ class TestWhatIsBuilt:
             assert_holds(store, wanted)
             assert store.compare(model)[0] == "dtype: 'embed.weight' should be float32 [600, 512], found bfloat16 [600, 512]"
             store.check(model.bfloat16())
+
+    @pytest.mark.parametrize("scheme", ["int8", "int4"])
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    def test_quantised_weights_come_back_as_the_scheme_has_them(self, model, drive, scheme, dtype):
+        model.layers.insert(1, nn.Sequential(nn.Linear(200, 300), nn.BatchNorm1d(300)))
+        with WeightStore.build(model, drive / "store", quantize=scheme, dtype=dtype) as store:
+            found = contents(store)
+            assert {name: weight.scheme for name, (_, weight) in store.weights.items() if weight.scheme} == {
+                "embed.weight": scheme, "layers.1.0.weight": scheme,
+            }  # fmt: skip
+            for name, tensor in model.state_dict().items():
+                expected = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                if name in ("embed.weight", "head.weight", "layers.1.0.weight"):
+                    worked_out = torch.empty_like(expected)
+                    dequantize([(scheme, quantize(expected, scheme), worked_out)])
+                    expected = worked_out
+                assert torch.equal(found[name], expected), name
+            assert store.compare(model if dtype is None else model.bfloat16()) == []
+            assert store.nbytes < sum(weight.nbytes for weight in model.parameters()) * (0.3 if dtype is None else 0.6)
+            store.verify()
+            extent, weight = store.weights["embed.weight"]
+            with pytest.raises(ValueError, match=f"'embed.weight' is quantised to {scheme}"):
+                weight.view(torch.empty(extent.nbytes, dtype=torch.uint8))
 
     def test_several_directories_have_a_share_each(self, model, drive):
         model.large = nn.Parameter(torch.randn(3, 1 << 20))
@@ -252,7 +276,16 @@ class TestBadInput:
             with pytest.raises(ValueError, match="no weight"):
                 WeightStore.build(nothing, drive / "store")
 
+    def test_a_value_that_cannot_be_quantised_is_named(self, model, drive):
+        with torch.no_grad():
+            model.embed.weight[3, 5] = float("inf")
+        with pytest.raises(ValueError, match=r"'embed\.weight' holds inf at \[3, 5\]"):
+            WeightStore.build(model, drive / "store", quantize="int8")
+        assert list(drive.iterdir()) == []
+
     def test_options_that_mean_nothing(self, model, drive):
+        with pytest.raises(ValueError, match="one of int8, int4, or None, got 'int2'"):
+            WeightStore.build(model, drive / "store", quantize="int2")
         with pytest.raises(ValueError, match=r"floating point, got torch\.int8"):
             WeightStore.build(model, drive / "store", dtype=torch.int8)
         with pytest.raises(ValueError, match="model= is for a checkpoint"):
@@ -396,14 +429,23 @@ class TestCorruption:
             (b'{"format": "deepnvme weights", "version": 99}\n{}', r"'deepnvme weights', 99\)"),
             (b'{"format": "deepnvme weights", "version": 1, "crc32": 2745614147}\n{}', "KeyError"),
             (b"\xff", "UnicodeDecodeError"),
+            (b"[", "JSONDecodeError"),
         ],
     )
     def test_a_manifest_that_is_none(self, drive, data, match):
         with pytest.raises(CorruptManifest, match=match):
             decode(data, drive)
 
+    def test_a_scheme_of_a_later_version_is_refused(self, drive):
+        extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
+        data = encode(Manifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip().replace(b"int4", b"int2")
+        head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(data)
+        with pytest.raises(CorruptManifest, match="'w' is quantised to 'int2', which this version does not know"):
+            decode(head + data, drive)
+
     def test_a_manifest_comes_back(self, drive):
-        extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (3, 4)), "é\ud800": WeightInfo(torch.bool, ())})
+        infos = {"w": WeightInfo(torch.bfloat16, (64, 64)), "é\ud800": WeightInfo(torch.bool, ())}
+        extent = laid_out("e", infos, "int4")
         manifest = Manifest("Model", {"e": extent}, {"b": ("e",)}, {"alias": "w"})
         assert decode(encode(manifest), drive) == manifest
 
