@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .comparing import StoreMismatch
     from .sources import Location, Source
+    from .stream_report import StreamReport
+    from .streaming import Streaming, stream
     from .weight_store import CorruptExtent, WeightStore
 
-__all__ = ["CorruptExtent", "Location", "Source", "StoreMismatch", "WeightStore"]
+__all__ = ["CorruptExtent", "Location", "Source", "StoreMismatch", "StreamReport", "Streaming", "WeightStore", "stream"]
 
 _WHERE = {
     "CorruptExtent": "weight_store",
     "Location": "sources",
     "Source": "sources",
     "StoreMismatch": "comparing",
+    "StreamReport": "stream_report",
+    "Streaming": "streaming",
     "WeightStore": "weight_store",
+    "stream": "streaming",
 }
 
 
