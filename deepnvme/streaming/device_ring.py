@@ -11,6 +11,7 @@ from .arriving import Arrivals
 from .slots import PinnedSlots
 
 if TYPE_CHECKING:
+    from deepnvme.swap.futures import StoreFuture
     from deepnvme.swap.lease import Ending
 
     from .fetching import Reading
@@ -87,7 +88,7 @@ class DeviceArrivals(Arrivals):
     def __init__(self, store: WeightStore, device: torch.device) -> None:
         super().__init__(store)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = PinnedSlots(max(map(self.nbytes, store.extents), default=0), 1)
+        self._staging = PinnedSlots(max((extent.nbytes for extent in store.extents.values()), default=0), 1)
         self._limit = 1
         self._copying = ThreadPoolExecutor(1, "deepnvme-device")
 
@@ -96,24 +97,30 @@ class DeviceArrivals(Arrivals):
         while (staged := self._staging.lease(self._limit)) is None:
             self._limit += 1  # as many as are under way at a time, to the device's slots and to what stays there
         computed = _computed(memory.device)  # what the memory was used for before it was handed out for this
-        host = staged.buffer[: memory.numel()]
-        return self._copying.submit(self._copy, super().read(extent, host), staged, host, memory, computed)
+        host = staged.buffer[: self._store.extents[extent].nbytes]
+        reading = self._store.read(extent, host)
+        return self._copying.submit(self._copy, extent, [(reading, staged, host, memory)], computed)
 
     def close(self) -> None:
         super().close()
         self._copying.shutdown()
 
     def _copy(
-        self, reading: Reading, staged: Slot, host: torch.Tensor, memory: torch.Tensor, computed: torch.cuda.Event
+        self,
+        extent: str,
+        only: list[tuple[StoreFuture[torch.Tensor], Slot, torch.Tensor, torch.Tensor]],
+        computed: torch.cuda.Event,
     ) -> None:
+        reading, staged, host, memory = only.pop()
         try:
             error = reading.exception()
             if error is not None:
                 raise error
-            with torch.cuda.stream(self._stream):
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(computed)
-                memory.copy_(host, non_blocking=True)
+                memory[self._starts[extent] :].copy_(host, non_blocking=True)
+                self._make_ready(extent, memory)
             self._stream.synchronize()
         finally:
-            del host, memory
+            del reading, host, memory
             staged.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from .blocks import ties_of, weights_of
 from .placeholder import Placeholder
 
 if TYPE_CHECKING:
-    from .manifest import Weight
+    from .manifest import Extent, Weight
     from .weight_store import WeightStore
 
 
@@ -49,11 +50,15 @@ class _Weight:
 class ModuleWeights:
     """The weights of a model by the extents of a store, which has the same (see :meth:`WeightStore.check`).
 
+    ``extents``: the store's, as they lie in memory.
+
     Wherever one weight has several places, in one module or in several, there is one parameter.
     """
 
-    def __init__(self, model: nn.Module, store: WeightStore, device: torch.device) -> None:
-        self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in store.extents.items()}
+    def __init__(
+        self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device
+    ) -> None:
+        self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in extents.items()}
         by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
         found = weights_of(model)
         ties = ties_of(found)
@@ -70,8 +75,8 @@ class ModuleWeights:
                 if all(place.among is not among or place.name != key for place in by_name[stored].places):
                     by_name[stored].places.append(_Place(among, key))
         users: dict[str, str] = {}
-        for block, extents in store.blocks.items():
-            for extent in extents:
+        for block, needed in store.blocks.items():
+            for extent in needed:
                 users.setdefault(extent, block)
         for extent, weights in self._extents.items():
             for weight in weights:

@@ -82,7 +82,7 @@ class Streaming:
         self._slots: Slots = slots_of(max(streamed, default=0), prefetch + 1)
         self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen)
         self._order = Order([extent for extents in store.blocks.values() for extent in extents])
-        self._weights = ModuleWeights(model, store, device)
+        self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
         self._turn = threading.Lock()
         self._owner = 0  # the thread whose turn it is
         self._stack: list[tuple[str, ...]] = []  # what those that are running need, the innermost last
