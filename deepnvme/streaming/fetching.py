@@ -165,9 +165,10 @@ class Fetcher:
                 expected[key] = None
                 if key not in now and (extent is None or extent.users == 0):
                     room -= 1
-        self._expected = expected
-        for key in [key for key, extent in self._extents.items() if extent.users == 0 and key not in now]:
-            if not self._stays(key):
+        before, self._expected = self._expected, expected
+        for key in before:  # only of these any are in slots that nobody uses
+            extent = self._extents.get(key)
+            if extent is not None and extent.users == 0 and key not in now and not self._stays(key):
                 self._forget(key)
 
     def _stays(self, key: str) -> bool:

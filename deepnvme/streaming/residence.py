@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-_State = tuple[int, int, tuple[int, ...]]
-"""Bytes, what they save a pass, and how many of each group that is."""
-_STATES = 4096
+_STATES = 512
 """Sums that are tried at a time: all there are for models, whose extents have few different sizes; beyond, the best of those that
 are near each other."""
+
+
+class _State(NamedTuple):
+    """So many of each group."""
+
+    nbytes: int
+    saved: int
+    """Bytes that a pass does not read."""
+    number: int = 0
+    """Of the last group."""
+    others: _State | None = None
+    """Of the groups before."""
 
 
 def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) -> set[str]:
@@ -34,32 +45,34 @@ def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str
 
 def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> dict[tuple[int, int], int]:
     """How many to keep of each (size, uses), of so many."""
-    states: list[_State] = [(0, 0, ())]
+    states = [_State(0, 0)]
     for (size, uses), count in groups.items():
         states = _best(
             [
-                (taken + number * size, saved + number * size * uses, (*numbers, number))
-                for taken, saved, numbers in states
-                for number in range(min(count, (budget - taken) // size if size else count) + 1)
+                _State(state.nbytes + number * size, state.saved + number * size * uses, number, state)
+                for state in states
+                for number in range(min(count, (budget - state.nbytes) // size if size else count) + 1)
             ],
             budget,
         )
-    _, _, numbers = max(states, key=lambda state: (state[1], -state[0]))
-    return dict(zip(groups, numbers, strict=True))
+    best: _State | None = states[-1]
+    counts = {}
+    for group in reversed(list(groups)):
+        assert best is not None
+        counts[group] = best.number
+        best = best.others
+    return counts
 
 
 def _best(states: list[_State], budget: int) -> list[_State]:
-    """Those that no other beats with fewer bytes."""
+    """Those that no other beats with fewer bytes; each takes and saves more than those before."""
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state[0], -state[1])):
-        if not kept or state[1] > kept[-1][1]:
+    for state in sorted(states, key=lambda state: (state.nbytes, -state.saved)):
+        if not kept or state.saved > kept[-1].saved:
             kept.append(state)
     if len(kept) <= _STATES:
         return kept
-    nearby: dict[int, _State] = {}
-    for state in kept:
-        nearby[state[0] * _STATES // (budget + 1)] = state  # the last saves most
-    return list(nearby.values())
+    return list({state.nbytes * _STATES // (budget + 1): state for state in kept}.values())
 
 
 def _spread(keys: list[str], number: int) -> list[str]:

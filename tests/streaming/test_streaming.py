@@ -210,8 +210,8 @@ def test_interrupts_at_any_moment(world: World) -> None:
                 nonlocal left
                 if "deepnvme/streaming" not in frame.f_code.co_filename:
                     return None
-                left -= 1
-                if left < 0:
+                left -= event == "line"
+                if left < 0 and event == "line":
                     sys.settrace(None)
                     raise KeyboardInterrupt
                 return trace
@@ -484,7 +484,7 @@ def test_two_models_of_one_store(world: World) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("budget", [0, 100_000])
+@pytest.mark.parametrize("budget", [0, 120_000])
 def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: Any, budget: int) -> None:
     torch.manual_seed(0)
     model = Calls(*(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 96), nn.Linear(96, 128, bias=False)) for _ in range(4)))
