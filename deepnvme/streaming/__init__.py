@@ -1,6 +1,4 @@
-"""Models whose weights stay on the drive, and are read ahead of their use."""
-
-from __future__ import annotations
+"""Models whose weights stay on the drive, and are read ahead of their use; keys and values of long generation there too."""
 
 from typing import TYPE_CHECKING
 
@@ -8,18 +6,45 @@ from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
     from .comparing import StoreMismatch
+    from .kv_cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
+    from .pretrained import from_pretrained
     from .sources import Location, Source
+    from .stream_report import StreamReport
+    from .streaming import Streaming, stream
     from .weight_store import CorruptExtent, WeightStore
 
-__all__ = ["CorruptExtent", "Location", "Source", "StoreMismatch", "WeightStore"]
+__all__ = [
+    "CacheReport",
+    "CorruptExtent",
+    "Location",
+    "OffloadedCache",
+    "Source",
+    "StoreMismatch",
+    "StreamReport",
+    "Streaming",
+    "WeightStore",
+    "close_cache",
+    "from_pretrained",
+    "offload_kv",
+    "offloaded_cache",
+    "stream",
+]
 
-__getattr__ = from_modules(
-    __name__,
-    {
-        "CorruptExtent": "weight_store",
-        "Location": "sources",
-        "Source": "sources",
-        "StoreMismatch": "comparing",
-        "WeightStore": "weight_store",
-    },
-)
+_WHERE = {
+    "CacheReport": "kv_cache",
+    "CorruptExtent": "weight_store",
+    "Location": "sources",
+    "OffloadedCache": "kv_cache",
+    "Source": "sources",
+    "StoreMismatch": "comparing",
+    "StreamReport": "stream_report",
+    "Streaming": "streaming",
+    "WeightStore": "weight_store",
+    "close_cache": "kv_cache",
+    "from_pretrained": "pretrained",
+    "offload_kv": "kv_cache",
+    "offloaded_cache": "kv_cache",
+    "stream": "streaming",
+}
+
+__getattr__ = from_modules(__name__, _WHERE)

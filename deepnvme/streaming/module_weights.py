@@ -1,0 +1,104 @@
+"""Where a model's modules have their weights: placeholders, or what is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .blocks import ties_of, weights_of
+from .placeholder import Placeholder
+
+if TYPE_CHECKING:
+    from .manifest import Extent, Weight
+    from .weight_store import WeightStore
+
+
+@dataclass
+class _Place:
+    """Of a parameter or a buffer. It is written to without its module, which would look at all that it knows first."""
+
+    among: dict[str, torch.Tensor | None]
+    name: str
+
+
+@dataclass
+class _Weight:
+    facts: Weight
+    places: list[_Place] = field(default_factory=list)
+    absent: torch.Tensor | None = None
+    present: torch.Tensor | None = None
+    version: int = 0
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        for place in self.places:
+            place.among[place.name] = tensor
+
+    def changed(self) -> bool:
+        """Whether the model has put another in one of its places, or changed it where it is."""
+        present = self.present
+        return (
+            present is None
+            or any(place.among.get(place.name) is not present for place in self.places)
+            or present._version != self.version
+        )
+
+
+class ModuleWeights:
+    """The weights of a model by the extents of a store, which has the same (see :meth:`WeightStore.check`).
+
+    ``extents``: the store's, as they lie in memory.
+
+    Wherever one weight has several places, in one module or in several, there is one parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device
+    ) -> None:
+        self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in extents.items()}
+        by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
+        found = weights_of(model)
+        ties = ties_of(found)
+        names: dict[str, list[str]] = {}
+        for name in found:
+            names.setdefault(ties.get(name, name), []).append(name)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for tied in names.values():
+            stored = next(store.ties.get(name, name) for name in tied if name in by_name or name in store.ties)
+            for name in tied:
+                path, _, key = name.rpartition(".")
+                module = modules[path]
+                among = module._parameters if key in module._parameters else module._buffers
+                if all(place.among is not among or place.name != key for place in by_name[stored].places):
+                    by_name[stored].places.append(_Place(among, key))
+        users: dict[str, str] = {}
+        for block, needed in store.blocks.items():
+            for extent in needed:
+                users.setdefault(extent, block)
+        for extent, weights in self._extents.items():
+            for weight in weights:
+                name, info = weight.facts.name, weight.facts.info
+                weight.absent = Placeholder(name, users.get(extent, ""), info.shape, info.dtype, device)
+
+    def remove(self, extent: str) -> None:
+        """Put placeholders in place of its weights."""
+        for weight in self._extents[extent]:
+            weight.put(weight.absent)
+            weight.present = None
+
+    def put(self, extent: str, memory: torch.Tensor) -> None:
+        """Put its weights in their places, as they lie in memory."""
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not tell of changes
+            for weight in self._extents[extent]:
+                tensor = weight.facts.view(memory).data  # with a count of changes of its own
+                parameter = isinstance(weight.places[0].among.get(weight.places[0].name), nn.Parameter)
+                weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+                weight.version = weight.present._version
+                weight.put(weight.present)
+
+    def changed(self, extent: str) -> list[str]:
+        """The names of those that are not as they were put there."""
+        return [weight.facts.name for weight in self._extents[extent] if weight.changed()]

@@ -1,0 +1,90 @@
+"""What stands where a weight belongs while it is not in memory."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+class Placeholder(torch.Tensor):
+    """A parameter with a shape, a dtype and a device, and without data. All that needs data raises RuntimeError saying whose it
+    is and when it is there. (A tensor of the right shape over no memory would end the process where something reads it.)
+
+    ``device``: where the weight will be.
+    """
+
+    weight: str
+    """Its name."""
+    block: str
+    """The module in whose forward it is in memory."""
+
+    @staticmethod
+    def __new__(
+        cls, weight: str, block: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Placeholder:
+        self: Placeholder = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=False
+        )
+        self._is_param = True  # which makes it an nn.Parameter to isinstance
+        self.weight, self.block = weight, block
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found: list[Placeholder] = []
+        _find([args, kwargs], found)
+        found[0]._refuse(str(func))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder({self.weight!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # What torch would do without asking, or crash at.
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse("pickling")
+
+    def data_ptr(self) -> NoReturn:
+        self._refuse("data_ptr")
+
+    def share_memory_(self) -> NoReturn:
+        self._refuse("share_memory_")
+
+    def untyped_storage(self) -> NoReturn:
+        self._refuse("untyped_storage")
+
+    def tolist(self) -> NoReturn:
+        self._refuse("tolist")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        self._refuse("numpy")
+
+    def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
+        """Of a weight that is read for each use there is no gradient."""
+        if requires_grad:
+            self._refuse("requires_grad_")
+        return self
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r}; "
+            "use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the stream"
+        )
+
+
+def _find(arguments: Any, found: list[Placeholder]) -> None:
+    if isinstance(arguments, Placeholder):
+        found.append(arguments)
+    elif isinstance(arguments, (list, tuple)):
+        for each in arguments:
+            _find(each, found)
+    elif isinstance(arguments, dict):
+        _find(list(arguments.values()), found)

@@ -1,0 +1,373 @@
+"""A model whose weights are read from the drive ahead of the blocks that need them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.swap.buffers import OutOfBuffers
+
+from .arriving import Arrivals
+from .blocks import REST
+from .fetching import Fetcher
+from .module_weights import ModuleWeights
+from .order import Order
+from .residence import residents, saved_bytes
+from .slots import PinnedSlots, Slots
+from .stream_report import StreamReport, Tally
+from .weight_store import WeightStore
+
+_MARK = "_deepnvme_streamed"
+_WORTH_IT = 1.1
+"""By how much more bytes other residents must save: to change them costs a read of each."""
+
+
+def stream(
+    model: nn.Module,
+    store: WeightStore,
+    *,
+    prefetch: int = 2,
+    memory_budget: int = 0,
+    device: torch.device | str | None = None,
+) -> Streaming:
+    """Have a model's weights in memory only while its blocks use them.
+
+    >>> with deepnvme.streaming.stream(model, store, memory_budget=4 << 30) as streaming, torch.inference_mode():
+    ...     model(input_ids)
+    ...     print(streaming.report())
+
+    From here on ``model`` computes the same as with all weights in memory, bit by bit, in its own forward, in ``generate`` and
+    wherever its blocks are called; the blocks are those that the store was built for. Outside the forward of its block a weight
+    is a placeholder, with a shape and a dtype and no data: what needs that raises RuntimeError. What is in no block (``rest``)
+    is read now, and stays. Gradients of inputs flow; weights have none. Calls from several threads take turns; a forward that
+    has other threads call the model's blocks would wait for itself.
+
+    ``model``: on the CPU or the meta device; the memory of its own weights is let go. ``prefetch``: how many extents are read
+    ahead, 0 or more: as much memory as ``prefetch + 1`` of the largest extent is in use. ``memory_budget``: bytes of weights
+    beside that which stay in memory once they are read, chosen so that a pass reads least. ``device``: where the model computes,
+    the CPU if None; inputs and buffers have to be there.
+
+    Raises StoreMismatch naming what differs between model and store; ValueError for a budget that holds no extent, and for
+    buffers on the meta device that no store has; RuntimeError for a model that is streamed already; OSError from reading.
+    """
+    return Streaming(model, store, prefetch, memory_budget, torch.device("cpu" if device is None else device))
+
+
+class Streaming:
+    """What :func:`stream` has made of a model; a context manager, which ends it."""
+
+    def __init__(
+        self, model: nn.Module, store: WeightStore, prefetch: int, memory_budget: int, device: torch.device
+    ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+        if any(hasattr(module.forward, _MARK) for module in model.modules()):
+            raise RuntimeError(f"this {type(model).__name__} is streamed already: close() that stream first")
+        store.check(model)
+        self._model, self._store, self._budget = model, store, memory_budget
+        self._arrivals, slots_of = _on(device, store)
+        self._sizes = {name: self._arrivals.nbytes(name) for name in store.extents if name != REST}
+        self._check_budget()
+        self._uses: Counter[str] = Counter()
+        chosen = residents(self._sizes, {}, memory_budget)
+        streamed = [nbytes for name, nbytes in self._sizes.items() if name not in chosen]
+        self._slots: Slots = slots_of(max(streamed, default=0), prefetch + 1)
+        self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen)
+        self._order = Order([extent for extents in store.blocks.values() for extent in extents])
+        self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
+        self._turn = threading.Lock()
+        self._owner = 0  # the thread whose turn it is
+        self._stack: list[tuple[str, ...]] = []  # what those that are running need, the innermost last
+        self._in_use: dict[str, None] = {}  # extents, since when: between a take and a give_back
+        self._there: set[str] = set()  # residents whose weights are in their places
+        self._closed = False
+        self._limit: float | None = None
+        self._tally = Tally()
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        try:
+            self._read_rest(device)
+        except BaseException:
+            self._arrivals.close()
+            raise
+        for extent in self._sizes:
+            self._weights.remove(extent)
+        for name, extents in store.blocks.items():
+            self._wrap(model.get_submodule(name), functools.partial(self._block, name, extents))
+        self._wrap(model, self._root)
+        self._fetcher.expect(self._order.predict())
+
+    # For users.
+
+    def report(self) -> StreamReport:
+        """What has happened so far."""
+        tally = self._tally
+        return StreamReport(
+            passes=tally.passes,
+            seconds=tally.seconds,
+            bytes_read=self._fetcher.bytes_read - tally.bytes_before,
+            stalls=dict(tally.stalls),
+            tokens=tally.tokens,
+            resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._fetcher.is_resident(name)),
+            limit=self._limit,
+        )
+
+    def reset(self) -> None:
+        """Report from here on."""
+        self._tally = Tally(bytes_before=self._fetcher.bytes_read, begun=time.perf_counter())
+
+    def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
+        """Read so many bytes of extents and more, as a pass does but with nothing to compute, and have reports tell the share of
+        what the drive gave then. Bytes/s; None where all weights stay in memory. Blocks."""
+        with self._taken():
+            keys = [key for key in self._sizes if not self._fetcher.is_resident(key)]
+            if not keys:
+                return None
+            keys *= -(-nbytes // sum(self._sizes[key] for key in keys))
+            self._fetcher.expect(())
+            before, begun = self._fetcher.bytes_read, time.perf_counter()
+            for index, key in enumerate(keys):
+                self._fetcher.take([key], keys[index + 1 :])
+                self._fetcher.give_back([key])
+            self._limit = (self._fetcher.bytes_read - before) / (time.perf_counter() - begun)
+            self._fetcher.expect(self._order.predict())
+            self._tally.bytes_before += self._fetcher.bytes_read - before
+        return self._limit
+
+    def close(self, restore: bool = False) -> None:
+        """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
+
+        ``restore``: read all weights into memory of their own, and leave the model as one that never was streamed. Otherwise its
+        weights stay placeholders; what was in no block is there. The store stays open.
+
+        Raises RuntimeError within a call of the model; OSError from reading, and the model is streamed still.
+        """
+        if self._owner == threading.get_ident():
+            raise RuntimeError("close() within a forward of the model: its weights are in use")
+        with self._turn:
+            if self._closed:
+                return
+            memories = self._read_all() if restore else {}
+            self._closed = True
+            while self._wrapped:
+                module, own = self._wrapped.pop()
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
+            for name in self._sizes:
+                if name in memories:
+                    self._weights.put(name, memories[name])
+                else:
+                    self._weights.remove(name)
+            self._fetcher.close()
+            self._arrivals.close()
+
+    def __enter__(self) -> Streaming:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Making.
+
+    def _check_budget(self) -> None:
+        if self._budget < 0:
+            raise ValueError(f"memory_budget must not be negative, got {self._budget}")
+        smallest = min(self._sizes.values(), default=0)
+        if 0 < self._budget < smallest:
+            raise ValueError(
+                f"memory_budget must hold an extent, the smallest of which has {smallest} bytes (the largest has"
+                f" {max(self._sizes.values())}, all {sum(self._sizes.values())}), or be 0; got {self._budget}"
+            )
+
+    def _read_rest(self, device: torch.device) -> None:
+        """And have the other buffers on the device."""
+        for name, module in self._model.named_modules():
+            for key in module._non_persistent_buffers_set:
+                buffer = module._buffers.get(key)
+                if buffer is not None and buffer.is_meta:
+                    raise ValueError(
+                        f"the buffer '{name}.{key}' is on the meta device, and no store has it, since it is not persistent:"
+                        " compute it before the model is streamed"
+                    )
+        if REST in self._store.extents:
+            memory = self._slots.memory(self._arrivals.nbytes(REST))
+            error = self._arrivals.read(REST, memory).exception()
+            if error is not None:
+                raise error
+            self._weights.put(REST, memory)
+        for module in self._model.modules():
+            for key in module._non_persistent_buffers_set:
+                buffer = module._buffers.get(key)
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(device)
+
+    def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        forward = module.forward
+        self._wrapped.append((module, module.__dict__.get("forward")))
+
+        @functools.wraps(forward)
+        def streamed(*args: Any, **kwargs: Any) -> Any:
+            if self._owner == threading.get_ident():
+                return call(forward, args, kwargs)
+            with self._taken():
+                self._tally.enter()
+                try:
+                    return call(forward, args, kwargs)
+                except BaseException:
+                    self._order.forget_last()
+                    raise
+                finally:
+                    self._tally.leave()
+
+        setattr(streamed, _MARK, True)
+        module.forward = streamed
+
+    # Calls.
+
+    def _taken(self) -> _Turn:
+        return _Turn(self)
+
+    def _root(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._tally.called(args, kwargs)
+        result = forward(*args, **kwargs)
+        if self._budget:
+            self._reconsider()
+        return result
+
+    def _block(
+        self, name: str, extents: tuple[str, ...], forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        depth = len(self._stack)
+        try:
+            self._stack.append(extents)
+            self._bring(name, extents)
+            result = forward(*args, **kwargs)
+        except BaseException:
+            self._leave(depth)
+            raise
+        changed = self._leave(depth)
+        if changed:
+            raise RuntimeError(
+                f"the forward of {name!r} changed {', '.join(map(repr, changed))}: streamed weights cannot be changed, and later"
+                " calls see what is on the drive"
+            )
+        return result
+
+    def _bring(self, block: str, extents: tuple[str, ...]) -> None:
+        wanted = [extent for extent in extents if extent not in self._in_use]
+        if not wanted:
+            return
+        for extent in wanted:
+            self._order.note(extent)
+            self._uses[extent] += 1
+        before = self._fetcher.waited
+        try:
+            memories = self._fetcher.take(wanted, self._order.predict())
+        except OutOfBuffers as error:
+            raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
+        if self._fetcher.waited != before:
+            self._tally.stalls[block] += self._fetcher.waited - before
+        for extent, memory in zip(wanted, memories, strict=True):
+            self._in_use[extent] = None
+            if extent not in self._there:
+                self._weights.put(extent, memory)
+                if self._fetcher.is_resident(extent):
+                    self._there.add(extent)
+
+    def _leave(self, depth: int) -> list[str]:
+        """Only so many are still running: give back what they do not need. The names of weights that were changed."""
+        del self._stack[depth:]
+        needed = {extent for extents in self._stack for extent in extents}
+        changed: list[str] = []
+        for extent in [extent for extent in self._in_use if extent not in needed]:
+            found = self._weights.changed(extent)
+            if found or extent not in self._there:
+                self._weights.remove(extent)
+                self._there.discard(extent)
+            del self._in_use[extent]
+            self._fetcher.give_back([extent], changed=bool(found))
+            changed += found
+        return changed
+
+    def _recover(self) -> None:
+        """From an interrupt that came at the wrong moment."""
+        if self._stack or self._in_use:
+            self._leave(0)
+        self._fetcher.give_back_all()
+
+    def _reconsider(self) -> None:
+        """Which are to stay, when it has become known how often each is used. Ever more rarely."""
+        passes = self._tally.passes
+        if self._stack or passes & (passes - 1) or len(set(self._uses.values())) == 1:
+            return
+        uses = {extent: self._uses[extent] for extent in self._sizes}
+        before = {extent for extent in self._sizes if self._fetcher.is_resident(extent)}
+        better = residents(self._sizes, uses, self._budget)
+        if saved_bytes(better, self._sizes, uses) > _WORTH_IT * saved_bytes(before, self._sizes, uses):
+            for extent in self._there - better:
+                self._weights.remove(extent)
+            self._there &= better
+            self._fetcher.keep(better)
+
+    def _read_all(self) -> dict[str, torch.Tensor]:
+        """All extents, each in memory of its own."""
+        memories = {}
+        self._fetcher.expect(())
+        for extent, nbytes in self._sizes.items():
+            memories[extent] = self._slots.memory(nbytes)
+            error = self._arrivals.read(extent, memories[extent]).exception()
+            if error is not None:
+                raise error
+        return memories
+
+
+class _Turn:
+    """This thread's, until it is left."""
+
+    def __init__(self, streaming: Streaming) -> None:
+        self._streaming = streaming
+
+    def __enter__(self) -> None:
+        streaming = self._streaming
+        streaming._turn.acquire()
+        try:
+            if streaming._closed:
+                raise RuntimeError("the stream of this model's weights was closed")
+            streaming._owner = threading.get_ident()
+            streaming._recover()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._streaming._owner = 0
+        self._streaming._turn.release()
+
+
+def _on(device: torch.device, store: WeightStore) -> tuple[Arrivals, Callable[[int, int], Slots]]:
+    if device.type == "cpu":
+        return Arrivals(store), PinnedSlots
+    if device.type == "cuda":
+        from .device_ring import DeviceArrivals, DeviceSlots
+
+        return DeviceArrivals(store, device), functools.partial(DeviceSlots, device)
+    raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
+
+
+def _remedy() -> str:
+    if torch.is_grad_enabled():
+        return "autograd keeps those of the blocks before for a backward; call the model in torch.no_grad() or inference_mode()"
+    return "somebody keeps tensors over those of blocks before, such as outputs that are views of weights: clone or drop these"

@@ -1,0 +1,332 @@
+"""Extents are in memory when they are used, read ahead where there is room, and nothing is overwritten while somebody sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deepnvme.streaming.fetching import Fetcher
+from deepnvme.swap import OutOfBuffers
+
+from .drives import CountedSlots, FakeDrive, content
+
+NBYTES = 5000
+KEYS = "abcdefgh"
+
+
+@pytest.fixture
+def fake() -> FakeDrive:
+    return FakeDrive()
+
+
+def fetcher_of(fake: FakeDrive, slots: int = 3, residents: str = "", keys: str = KEYS) -> Fetcher:
+    return Fetcher(fake.read, dict.fromkeys(keys, NBYTES), CountedSlots(NBYTES, slots), residents)
+
+
+def is_right(key: str, memory: torch.Tensor) -> bool:
+    return bool(torch.equal(memory, content(key, NBYTES)))
+
+
+def pass_over(fetcher: Fetcher, keys: str, following: str = "") -> Iterator[str]:
+    """Use each in turn, with what comes after it expected."""
+    for index, key in enumerate(keys):
+        assert is_right(key, fetcher.take([key], keys[index + 1 :] + following)[0])
+        yield key
+        fetcher.give_back([key])
+
+
+def test_what_a_failed_read_leaves_is_read_again_when_it_is_taken_again(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fake.failing = {"a"}
+    with pytest.raises(OSError, match="failed a"):
+        fetcher.take(["a"], "b")
+    fake.failing = set()
+    assert is_right("a", fetcher.take(["a"])[0])
+
+
+def test_an_error_from_reading_ahead_is_not_raised_where_another_is_taken(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fake.failing, fake.refusing = {"b"}, {"c"}
+    assert is_right("a", fetcher.take(["a"], "bc")[0])
+    fetcher.give_back("a")
+    with pytest.raises(OSError, match="failed b"):
+        fetcher.take(["b"], "c")
+    with pytest.raises(OSError, match="refused c"):
+        fetcher.take(["c"])
+
+
+def test_an_error_that_ended_a_read_before_it_was_wanted_is_old(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, residents="c")
+    fake.failing = {"b", "c"}
+    fetcher.take(["a"], "bc")
+    fake.end()
+    fake.failing = set()
+    assert is_right("b", fetcher.take(["b"], "c")[0])
+    assert is_right("c", fetcher.take(["c"])[0])
+
+
+def test_a_failure_among_several_takes_none(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, slots=2)
+    fake.failing = {"b"}
+    with pytest.raises(OSError, match="failed b"):
+        fetcher.take(["a", "b"])
+    for _ in pass_over(fetcher, "cdefgh"):  # no slot was lost
+        pass
+
+
+def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = fetcher_of(fake, slots=1)
+
+    def interrupted(reading: object, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.streaming.drives.FakeReading.exception", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetcher.take(["a"])
+    fake.end()
+    assert [*pass_over(fetcher, "bab")] == [*"bab"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_reads_begin_before_anything_waits_and_are_as_many_as_there_are_slots(fake: FakeDrive, slots: int) -> None:
+    fetcher = fetcher_of(fake, slots)
+    for index, _ in enumerate(pass_over(fetcher, KEYS)):
+        assert fake.begun == [*KEYS[: index + slots]]
+    assert fake.waited_for[0] == "a"
+
+
+def test_what_was_said_to_come_first_is_read_before_anything_is_taken(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fetcher.expect("abcd")
+    assert fake.begun == ["a", "b"]
+    assert is_right("a", fetcher.take("a", "bcd")[0])
+
+
+def test_what_was_expected_wrongly_is_not_waited_for(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fetcher.expect("ab")
+    fetcher.take(["c"], "de")
+    assert fake.waited_for[0] == "c"
+    assert fake.begun[:3] == ["a", "b", "c"]
+    assert sorted(fake.begun[3:]) in ([], ["d"], ["d", "e"])  # as slots come free
+
+
+def test_slots_that_come_free_while_something_is_awaited_are_read_into(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fetcher.expect("ab")
+    fetcher.take(["c"], "de")
+    assert fake.begun == ["a", "b", "c", "d", "e"]
+
+
+def test_an_extent_that_is_expected_next_stays_where_it_is(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    for _ in range(3):
+        fetcher.take(["a"], "a")
+        fetcher.give_back(["a"])
+    assert fake.begun == ["a"]
+
+
+def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, residents="b")
+    for key in "ab":
+        (memory,) = fetcher.take([key], key)
+        memory.zero_()
+        fetcher.give_back([key], changed=True)
+        assert is_right(key, fetcher.take([key], key)[0])
+
+
+def test_residents_are_read_once(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, residents="bdf")
+    for _ in range(3):
+        for _ in pass_over(fetcher, "abcdef", "abcdef"):
+            pass
+    assert [fake.begun.count(key) for key in "abcdef"] == [3, 1, 3, 1, 3, 1] or fake.begun.count("a") == 4
+
+
+def test_with_all_resident_nothing_is_read_after_the_first_pass(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, residents=KEYS)
+    for _ in range(3):
+        for _ in pass_over(fetcher, KEYS, KEYS):
+            pass
+    assert fake.begun == [*KEYS]
+
+
+def test_other_residents_can_be_chosen(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, residents="ab")
+    for _ in pass_over(fetcher, "abcd"):
+        pass
+    fetcher.keep("bc")
+    fake.begun.clear()
+    for _ in range(2):
+        for _ in pass_over(fetcher, "abcd"):
+            pass
+    assert [fake.begun.count(key) for key in "abcd"] == [2, 0, 1, 2]
+
+
+def test_the_drive_has_work_while_residents_are_used(fake: FakeDrive) -> None:
+    """Those that are there already take no room among what is expected."""
+    fetcher = fetcher_of(fake, residents="bcde")
+    for _ in pass_over(fetcher, "abcdefgh"):
+        pass
+    fake.begun.clear()
+    fetcher.take(["a"], "bcdefgh")
+    assert fake.begun == ["a", "f", "g"]
+
+
+def test_uses_overlap(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, slots=2)
+    (first,) = fetcher.take(["a"], "b")
+    (again,) = fetcher.take(["a"], "b")
+    assert first.data_ptr() == again.data_ptr()
+    fetcher.give_back(["a"])
+    for _ in pass_over(fetcher, "bcd"):
+        assert is_right("a", again)
+    fetcher.give_back(["a"])
+    assert fake.begun == ["a", "b", "c", "d"]
+
+
+def test_more_in_use_than_slots_have_more_for_as_long(fake: FakeDrive) -> None:
+    slots = CountedSlots(NBYTES, 2)
+    fetcher = Fetcher(fake.read, dict.fromkeys(KEYS, NBYTES), slots)
+    memories = [fetcher.take([key], "gh")[0] for key in "abcd"]
+    assert all(map(is_right, "abcd", memories))
+    assert slots.most == 4
+    fetcher.give_back("abcd")
+    del memories
+    slots.most = 0
+    for _ in pass_over(fetcher, KEYS):
+        pass
+    assert slots.most == 2
+
+
+def test_memory_that_somebody_keeps_is_not_read_into(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    (memory,) = fetcher.take(["a"])
+    kept = memory[10:20]
+    fetcher.give_back(["a"])
+    del memory
+    for _ in range(2):
+        for _ in pass_over(fetcher, "bcdefgh"):
+            assert torch.equal(kept, content("a", 10))
+
+
+def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake, slots=1)
+    kept = []
+    for key in "ab":
+        kept += fetcher.take([key])
+        fetcher.give_back([key])
+    with pytest.raises(OutOfBuffers, match=r"'c'.*all 2 hold what somebody keeps a view of"):
+        fetcher.take(["c"])
+    kept.pop()
+    assert is_right("c", fetcher.take(["c"])[0])
+
+
+def test_what_is_read_is_counted(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fetcher.take(["a"], "bc")
+    assert (fetcher.reads, fetcher.bytes_read) == (3, 3 * NBYTES)
+    assert fetcher.waited > 0
+
+
+def test_closing_waits_for_what_is_under_way(fake: FakeDrive) -> None:
+    fetcher = fetcher_of(fake)
+    fetcher.expect("ab")
+    fetcher.close()
+    assert fake.under_way == []
+
+
+class Rules(RuleBasedStateMachine):
+    """Whatever is taken, expected, given back, kept and broken, in whatever order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeDrive()
+        self.residents = "ab"
+        self.slots = CountedSlots(NBYTES, 3)
+        self.fetcher = Fetcher(self.fake.read, dict.fromkeys(KEYS, NBYTES), self.slots, self.residents)
+        self.in_use: list[tuple[str, torch.Tensor]] = []
+        self.kept: list[tuple[str, torch.Tensor]] = []
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True), then=st.text(KEYS, max_size=6))
+    def take(self, keys: list[str], then: str) -> None:
+        begun = len(self.fake.begun)
+        broken = self.fake.failing | self.fake.refusing | {reading.key for reading in self.fake.under_way if reading.error}
+        try:
+            memories = self.fetcher.take(keys, then)
+        except OSError:
+            assert broken.intersection(keys)
+        except OutOfBuffers:
+            assert self.kept
+        else:
+            self.in_use += zip(keys, memories, strict=True)
+            assert all(map(is_right, keys, memories))
+            ahead = [key for key in self.fake.begun[begun:] if key not in keys]
+            assert set(ahead) <= set(then)
+            assert len(ahead) <= 2
+
+    @rule(keys=st.text(KEYS, max_size=6))
+    def expect(self, keys: str) -> None:
+        waited = list(self.fake.waited_for)
+        self.fetcher.expect(keys)
+        assert self.fake.waited_for == waited
+
+    @precondition(lambda self: self.in_use)
+    @rule(data=st.data(), keep=st.booleans())
+    def give_back(self, data: st.DataObject, keep: bool) -> None:
+        key, memory = self.in_use.pop(data.draw(st.integers(0, len(self.in_use) - 1)))
+        assert is_right(key, memory)
+        if keep and key not in self.residents and len(self.kept) < 2:
+            self.kept.append((key, memory[:100]))
+        del memory
+        self.fetcher.give_back([key])
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def drop(self) -> None:
+        self.kept.pop()
+
+    @rule(keys=st.sets(st.sampled_from(KEYS), max_size=2))
+    def fail(self, keys: set[str]) -> None:
+        self.fake.failing = keys
+
+    @rule(keys=st.sets(st.sampled_from(KEYS), max_size=1))
+    def refuse(self, keys: set[str]) -> None:
+        self.fake.refusing = keys
+
+    @rule(count=st.integers(1, 3))
+    def time_passes(self, count: int) -> None:
+        for reading in self.fake.under_way[:count]:
+            self.fake.end(reading)
+
+    @invariant()
+    def what_is_seen_is_what_was_read(self) -> None:
+        assert all(is_right(key, memory) for key, memory in self.in_use)
+        assert all(torch.equal(memory, content(key, 100)) for key, memory in self.kept)
+
+    @invariant()
+    def slots_are_within_bounds(self) -> None:
+        in_use = len({key for key, _ in self.in_use if key not in self.residents})
+        assert self.slots._pool.in_use <= (max(3, in_use + 2) + 2) * self.slots._size
+
+    def teardown(self) -> None:
+        self.fake.failing = self.fake.refusing = set()
+        self.fake.end()
+        self.kept.clear()
+        for key, _ in self.in_use:
+            self.fetcher.give_back([key])
+        self.in_use.clear()
+        for _ in pass_over(self.fetcher, KEYS):  # it still works
+            pass
+        self.fetcher.close()
+        assert self.slots._pool.in_use == 0
+
+
+TestRules = Rules.TestCase
+TestRules.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
