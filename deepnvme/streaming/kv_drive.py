@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import time
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,7 +116,7 @@ class Drive:
         while self._writing and (
             self._writing[0].done() or sum(future.nbytes for future in self._writing) + chunk.nbytes > _WRITING
         ):
-            self._writing.popleft().result()
+            _raise_error(self._writing.popleft())
         # A device's tensor is written as its stream leaves it: the store sees to that.
         lease = self._lease(chunk.nbytes) if keys.is_cpu else None
         memory = torch.empty(chunk.nbytes, dtype=torch.uint8, device=keys.device) if lease is None else lease.buffer
@@ -146,7 +148,7 @@ class Drive:
         lease, future = self._reading[chunk]
         began = time.perf_counter()
         try:
-            future.result()
+            _raise_error(future)
             self.seconds_waited += time.perf_counter() - began
             yield chunk.form.pair(lease.buffer, chunk.end - chunk.start)
         finally:
@@ -228,6 +230,13 @@ class Drive:
         return lease
 
 
+def _raise_error(future: StoreFuture[Any]) -> None:
+    """Wait for it. The store keeps its error: what is raised is another, whose traceback would keep the memory of all callers."""
+    error = future.exception()
+    if error is not None:
+        raise copy.copy(error)
+
+
 class _DeviceHasIt:
     """What the device's current stream was given by now has ended: a copy of leased memory among it."""
 
@@ -236,7 +245,7 @@ class _DeviceHasIt:
         self._event.record()
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def exception(self, timeout: float | None = None) -> None:
         return None

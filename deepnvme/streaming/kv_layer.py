@@ -188,7 +188,8 @@ class OffloadedLayer(CacheLayerMixin):
         return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
 
     def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Form, Strip]:
-        assert self._form is not None and self._newest is not None
+        assert self._form is not None
+        assert self._newest is not None
         if Form.of(keys, values) != self._form or keys.device != self._device:
             got = f"{Form.of(keys, values)} on {keys.device}"
             raise ValueError(f"layer {self._index} holds {self._form} on {self._device}, got {got}: reset() the cache, or use another")
@@ -203,7 +204,8 @@ class OffloadedLayer(CacheLayerMixin):
 
     def _all(self) -> Pair:
         """What is kept, as attention sees it."""
-        assert self._form is not None and self._newest is not None
+        assert self._form is not None
+        assert self._newest is not None
         if not self.streamed and self._device.type == "cpu":
             return self._newest.view(self._first, self._length)
         shown = self._drive.shown
@@ -224,7 +226,8 @@ class OffloadedLayer(CacheLayerMixin):
 
     def _gathered(self, begin: int, end: int) -> Pair:
         """Memory for positions from ``begin`` to ``end``, with those in it that are here."""
-        assert self._form is not None and self._newest is not None
+        assert self._form is not None
+        assert self._newest is not None
         states = self._drive.whole(self._form, end - begin, self._device)
         self._drive.expect(self._index)
         for chunk in self._chunks:
@@ -239,7 +242,8 @@ class OffloadedLayer(CacheLayerMixin):
 
     def _store(self, seen: int, states: Pair, begin: int) -> None:
         """Write what fills chunks of the positions that are in memory only, and of the new ones, at the end of ``states``."""
-        assert self._form is not None and self._newest is not None
+        assert self._form is not None
+        assert self._newest is not None
         end = seen + states[0].shape[2]
         if begin < seen or end - begin < self._per_chunk:
             keys, values = (part[:, :, self._length - seen :] for part in states)

@@ -31,8 +31,8 @@ class Form:
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Form:
         """Raises ValueError for tensors that are not a layer's keys and values."""
-        alike = keys.dtype == values.dtype and keys.device == values.device
-        if keys.ndim != 4 or values.ndim != 4 or not alike or (keys.shape[0], keys.shape[2]) != (values.shape[0], values.shape[2]):
+        alike = (keys.dtype, keys.device, keys.ndim) == (values.dtype, values.device, 4)
+        if values.ndim != 4 or not alike or keys.shape[:3:2] != values.shape[:3:2]:
             got = " and ".join(f"{tuple(states.shape)} {states.dtype} on {states.device}" for states in (keys, values))
             raise ValueError(f"keys and values must be [batch, heads, positions, dim] of one dtype on one device, got {got}")
         return cls(keys.shape[0], (keys.shape[1], values.shape[1]), (keys.shape[3], values.shape[3]), keys.dtype)
