@@ -16,12 +16,12 @@ from deepnvme._preallocation import preallocate
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream
 
 try:
-    from sglang.srt.utils import offloader
+    from sglang.srt.utils import offloader  # type: ignore[import-not-found]
 except ImportError as error:
     raise ImportError(f"deepnvme.integrations.sglang needs SGLang 0.5 (pip install sglang): {error}") from error
 
 
-class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # SGLang has no types here
+class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # whatever SGLang is
     """For ``set_offloader``, before SGLang makes a model: its decoder layers have their weights on the drive.
 
     While the model is made and loaded, a layer's weights are in files without a name in ``path``, mapped into memory, so that the

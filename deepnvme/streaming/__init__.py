@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"]
 
-_WITH_TRANSFORMERS = {name: "kv_cache" for name in __all__}
+_WITH_TRANSFORMERS = dict.fromkeys(__all__, "kv_cache")
 
 
 def __getattr__(name: str) -> Any:

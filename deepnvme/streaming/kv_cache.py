@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -55,7 +56,7 @@ class OffloadedCache(DynamicCache):
 
     ``where``: "cpu" for host memory, pinned where the model is on a CUDA device; "nvme" for a drive, in a directory of its own in
     ``path``, which is made if it is missing. A step of generation reads the layers' keys and values, each while the layers before
-    it compute, and writes those of the new positions, a few MiB at a time; the positions that do not fill 2 MiB yet are in memory.
+    it compute, and writes those of the new positions, a few MiB at a time; positions that do not fill 2 MiB yet are in memory.
     The files are removed by :meth:`close`, when the cache is dropped, and at exit; those of a process that was killed when
     another cache is made in the same path.
 
@@ -90,7 +91,7 @@ class OffloadedCache(DynamicCache):
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
         self._drive = Drive(path if where == "nvme" else None, len(kinds), prefetch)
         self._budget = operator.index(memory_budget) if where == "nvme" else None
-        layers = [
+        layers: list[Any] = [
             kind(**given)
             if kind in _KEPT
             else OffloadedLayer(self._drive, index, given.get("sliding_window"), streamed=self._budget == 0)
@@ -102,7 +103,7 @@ class OffloadedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
         """Append to a layer: see :meth:`OffloadedLayer.update`."""
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         if self._budget is not None and isinstance(layer, OffloadedLayer) and not layer.streamed:
             self._make_room(layer_idx, self._budget, key_states, value_states)
         states: Pair = layer.update(key_states, value_states, *args, **kwargs)
@@ -110,7 +111,7 @@ class OffloadedCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all positions; after an error too."""
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self._drive.mend()
 
     def report(self) -> CacheReport:
@@ -198,7 +199,7 @@ def offload_kv(
     :class:`OffloadedCache`; those of the arguments are raised at once.
     """
     _check(where, path, memory_budget, prefetch)
-    generate = model.generate
+    generate: Callable[..., Any] = model.generate  # type: ignore[assignment]  # nn.Module's attributes can be anything
 
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ def offload_kv(
                 ending.pop_all()  # the result has the cache
             return result
 
-    model.generate = offloading
+    model.generate = offloading  # type: ignore[assignment]
 
 
 _OFFLOADED = (DynamicLayer, DynamicSlidingWindowLayer)

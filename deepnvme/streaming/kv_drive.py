@@ -27,7 +27,7 @@ from deepnvme.swap.store import TensorStore
 from .kv_memory import Form, Pair
 
 CHUNK_BYTES = 2 << 20
-"""Keys and values of so many bytes are written together: a drive's pace is reached, and few are kept back per layer until then."""
+"""Keys and values of so many bytes are written together: that reaches a drive's pace, and keeps little of a layer back."""
 _WRITING = 16 << 20
 """Bytes that are being written at a time: enough to keep a drive busy."""
 _ROOM = 4
@@ -220,7 +220,8 @@ class Drive:
         """Let go of what was read of it, or is being read."""
         lease, future = self._reading.pop(chunk)
         self._read_bytes -= chunk.nbytes
-        lease.release(after=_DeviceHasIt() if torch.cuda.is_initialized() and future.done() else future)
+        used = torch.cuda.is_initialized() and future.done()  # type: ignore[no-untyped-call]
+        lease.release(after=_DeviceHasIt() if used else future)
 
     def _lease(self, nbytes: int) -> Lease:
         lease = self._pool.try_lease(nbytes)
@@ -241,7 +242,7 @@ class _DeviceHasIt:
     """What the device's current stream was given by now has ended: a copy of leased memory among it."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def done(self) -> bool:

@@ -10,10 +10,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .kv_drive import CHUNK_BYTES, Chunk, Drive
-from .kv_memory import Form, Pair, Strip
+from .kv_memory import Form, Pair, Strip, one_thread
 
 
-class OffloadedLayer(CacheLayerMixin):
+class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Positions from ``first`` to ``length``: chunks on the drive, one after the other, and the newest in memory.
 
     A layer that is not ``streamed`` has all of them in memory, and there attention sees them, where it happens on the CPU. Else
@@ -41,16 +41,16 @@ class OffloadedLayer(CacheLayerMixin):
     # What transformers asks.
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self._form is not None
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """What :meth:`update` would give before anything is added; read for whoever asks, and not to be kept."""
         return None if self._form is None else self._all()[0]
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         return None if self._form is None else self._all()[1]
 
     def get_seq_length(self) -> int:
@@ -86,7 +86,7 @@ class OffloadedLayer(CacheLayerMixin):
             raise RuntimeError("an offloaded cache keeps nothing that autograd needs: call the model under torch.no_grad()")
         if self._length == 0:
             self.lazy_initialization(key_states, value_states)
-        form, newest = self._fitting(key_states, value_states)
+        newest = self._fitting(key_states, value_states)
         with self._changing():
             seen, new = self._seen_from(), key_states.shape[2]
             end = self._length + new
@@ -187,13 +187,14 @@ class OffloadedLayer(CacheLayerMixin):
         """The first position that attention sees next to a new one."""
         return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
 
-    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Form, Strip]:
+    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> Strip:
         assert self._form is not None
         assert self._newest is not None
         if Form.of(keys, values) != self._form or keys.device != self._device:
             got = f"{Form.of(keys, values)} on {keys.device}"
-            raise ValueError(f"layer {self._index} holds {self._form} on {self._device}, got {got}: reset() the cache, or use another")
-        return self._form, self._newest
+            held = f"{self._form} on {self._device}"
+            raise ValueError(f"layer {self._index} holds {held}, got {got}: reset() the cache, or use another")
+        return self._newest
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         return self._drive.resident(self._device, nbytes)
@@ -230,9 +231,10 @@ class OffloadedLayer(CacheLayerMixin):
         assert self._newest is not None
         states = self._drive.whole(self._form, end - begin, self._device)
         self._drive.expect(self._index)
-        for chunk in self._chunks:
-            with self._drive.read(chunk) as stored:
-                _place(stored, chunk, states, begin)
+        with one_thread():
+            for chunk in self._chunks:
+                with self._drive.read(chunk) as stored:
+                    _place(stored, chunk, states, begin)
         start = max(self._newest.start, begin)
         for mine, theirs in zip(states, self._newest.view(start, self._length), strict=True):
             mine[:, :, start - begin : self._length - begin].copy_(theirs)

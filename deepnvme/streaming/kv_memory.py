@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,8 +50,20 @@ class Form:
         """Views of bytes: the keys first, then the values, each contiguous."""
         elements = memory[: positions * self.position_bytes].view(self.dtype)
         shapes = [(self.batch, heads, positions, dim) for heads, dim in zip(self.heads, self.dims, strict=True)]
-        keys, values = elements.split([math.prod(shape) for shape in shapes])
+        keys, values = elements.split([math.prod(shape) for shape in shapes])  # type: ignore[no-untyped-call]
         return keys.view(shapes[0]), values.view(shapes[1])
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While this thread copies a few MiB at a time: it does that as fast as a drive reads. Measured on two cores that others used
+    as well: 34 MB in 12 ms, and by two threads, which wait for each other, in 50."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Strip:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -32,7 +33,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     modules = [ModuleType(name) for name in names]
     for name, module in zip(names, modules, strict=True):
         monkeypatch.setitem(sys.modules, name, module)
-    for parent, module in zip(modules, modules[1:], strict=False):
+    for parent, module in itertools.pairwise(modules):
         setattr(parent, module.__name__.rpartition(".")[2], module)
     offloader: Any = modules[-1]
     offloader.BaseOffloader = BaseOffloader
