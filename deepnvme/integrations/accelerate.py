@@ -1,0 +1,222 @@
+"""accelerate's disk offload on a store of weights, read ahead of their use.
+
+    import deepnvme.integrations.accelerate as integration
+    integration.enable()
+    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder)
+
+``accelerate.disk_offload``, ``dispatch_model`` and what calls it (``load_checkpoint_and_dispatch``, transformers'
+``from_pretrained``) then have weights that the map sends to the disk streamed by :func:`deepnvme.streaming.stream`. The model's
+``streaming`` is what that returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepnvme._tensor_memory import memory_of
+from deepnvme.engine import Engine
+from deepnvme.streaming.blocks import REST, ties_of, weights_of
+from deepnvme.streaming.offload_index import OffloadIndex
+from deepnvme.streaming.pretrained import opened
+from deepnvme.streaming.streaming import stream
+from deepnvme.streaming.weight_store import WeightStore
+
+STORE = "deepnvme"
+"""The store's directory, in the folder that accelerate is given."""
+
+
+class _Options(NamedTuple):
+    memory_budget: int
+    prefetch: int
+
+
+_enabled: _Options | None = None
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
+    """Have models that are offloaded to the disk from now on streamed. ``memory_budget``, ``prefetch``: see
+    :func:`deepnvme.streaming.stream`; what a device map leaves on the CPU counts as budget too, if that is more.
+
+    Before or after transformers is imported. Idempotent: called again, the options of the last call count. A map that also names
+    accelerators, and one without a folder to put the store in, stay accelerate's; a RuntimeWarning says so. Raises ImportError
+    without accelerate.
+    """
+    global _enabled
+    try:
+        import accelerate
+        import accelerate.big_modeling
+    except ImportError as error:
+        raise ImportError(f"{error}: there is nothing to enable; pip install 'deepnvme[transformers]'") from error
+    if not _originals:
+        for name in ("disk_offload", "dispatch_model"):
+            _originals[name] = getattr(accelerate.big_modeling, name)
+    _enabled = _Options(memory_budget, prefetch)
+    for module, name, ours in _places():
+        if getattr(module, name, None) is _originals[name]:
+            setattr(module, name, ours)
+
+
+def disable() -> None:
+    """Have accelerate offload as it does by itself. What is streamed stays so. Idempotent."""
+    global _enabled
+    _enabled = None
+    for module, name, ours in _places():
+        if getattr(module, name, None) is ours:
+            setattr(module, name, _originals[name])
+
+
+def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
+    """As ``accelerate.disk_offload``: ``offload_dir`` may hold weights that accelerate has put there before."""
+    if _enabled is None:
+        return _original("disk_offload")(model, offload_dir, execution_device, *arguments, **options)
+    index = _index_in(offload_dir)
+    device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
+    names = weights_of(model)
+    kept = {name: weight for name, weight in names.items() if index is None or name not in index}
+    return _streamed(model, index or {}, offload_dir, kept, None if _is_meta(device) else device, _enabled)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Any = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: Any = None,
+    offload_index: Mapping[str, Any] | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> nn.Module:
+    """As ``accelerate.dispatch_model``."""
+    placed = {str(device) for device in device_map.values()}
+    obstacle = None
+    if placed - {"disk", "cpu"}:
+        obstacle = f"the device map names {', '.join(sorted(placed - {'disk', 'cpu'}))} too"
+    elif offload_dir is None:
+        obstacle = "no offload_folder (of accelerate: offload_dir) is given to put the store in"
+    if _enabled is None or "disk" not in placed or obstacle is not None:
+        if _enabled is not None and "disk" in placed:
+            text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        original = _original("dispatch_model")
+        return original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
+    index = offload_index if offload_index is not None else _index_in(offload_dir)
+    on_disk = {name for name in weights_of(model) if _placed(name, device_map) == "disk"}
+    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index}
+    kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
+    on_cpu = [name for name in weights_of(model) if name not in on_disk]
+    device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
+    model = _streamed(model, index or {}, offload_dir, kept, device, _enabled, on_cpu)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # which transformers looks at
+    return model
+
+
+def _streamed(
+    model: nn.Module,
+    index: Mapping[str, Any],
+    folder: Any,
+    kept: Mapping[str, torch.Tensor],
+    device: Any,
+    options: _Options,
+    on_cpu: Sequence[str] = (),
+) -> nn.Module:
+    """The model, on a store in the folder. ``kept``: weights that the index lacks. ``on_cpu``: those that may stay in memory."""
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()  # whoever has put weights into the model one by one has parted those that are one
+    weights = weights_of(model)
+    ties = ties_of(weights)
+    known = {ties.get(name, name) for name in index if name in weights}
+    there = {name: weight for name, weight in kept.items() if not weight.is_meta}
+    known |= {ties.get(name, name) for name in there}
+    absent = [name for name in weights if ties.get(name, name) not in known]
+    if absent:
+        more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
+        raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {', '.join(absent[:4])}{more}")
+    where = {Path(folder) / STORE: 1.0}
+    origin = _origin(index, folder, there)
+    store = opened(where, origin)
+    if store is None:
+        with Engine() as engine:
+            source = OffloadIndex(index, folder, [name for name in index if name in weights], engine, there)
+            store = WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+    try:
+        names = {ties.get(name, name) for name in on_cpu}
+        staying = sum(
+            extent.nbytes
+            for extent in store.extents.values()
+            if extent.name != REST and all(weight.name in names for weight in extent.weights)
+        )
+        budget = max(options.memory_budget, staying)
+        model.streaming = stream(  # type: ignore[assignment]  # which is no module and no tensor
+            model, store, prefetch=options.prefetch, memory_budget=budget, device=device
+        )
+    except BaseException:
+        store.close()
+        raise
+    return model
+
+
+def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What tells a store of these weights from one of others: the version of a checkpoint's files; a checksum of what is in memory,
+    and of what is written to the folder each time that a model is loaded."""
+    facts: dict[str, Any] = {}
+    for name, entry in index.items():
+        file = os.fspath(entry.get("safetensors_file") or os.path.join(folder, f"{name}.dat"))
+        key = os.path.basename(file)
+        if key not in facts:
+            status = os.stat(file)
+            own = Path(file).resolve().parent == Path(folder).resolve()
+            facts[key] = [status.st_size, _crc32(file) if own else status.st_mtime_ns]
+    return facts | {name: zlib.crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
+
+
+def _crc32(path: str) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _index_in(folder: Any) -> Mapping[str, Any] | None:
+    """What accelerate has left there."""
+    try:
+        index: Mapping[str, Any] = json.loads(Path(folder, "index.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return index
+
+
+def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """Where the map sends a weight: what it says of the innermost module around it."""
+    parts = name.split(".")
+    for count in range(len(parts), -1, -1):
+        prefix = ".".join(parts[:count])
+        if prefix in device_map:
+            return str(device_map[prefix])
+    return None
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _original(name: str) -> Callable[..., Any]:
+    return _originals[name]
+
+
+def _places() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Where others look for what is replaced."""
+    ours = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
+    modules = ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate")
+    return [(sys.modules[module], name, ours[name]) for module in modules if module in sys.modules for name in ours]

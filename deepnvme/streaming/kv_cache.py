@@ -1,0 +1,239 @@
+"""Keys and values of long generation outside of the compute device: a cache for transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+from .kv_drive import Drive
+from .kv_layer import OffloadedLayer
+from .kv_memory import Pair
+
+Where = Literal["cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds, and what it has cost since it was made. Bytes and seconds."""
+
+    bytes_in_memory: int
+    """Of positions, with room for more."""
+    bytes_on_drive: int
+    bytes_read: int
+    bytes_written: int
+    seconds_waited: float
+    """For reads that had not ended when they were needed."""
+
+
+class OffloadedCache(DynamicCache):
+    """A KV cache for ``model.generate(..., past_key_values=cache)``, in place of a DynamicCache, with the same tokens.
+
+    >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
+    ...     model.generate(**inputs, past_key_values=cache)
+
+    ``config``: the model's. Layers of full, sliding-window and chunked attention are offloaded; the states of linear attention,
+    which do not grow, stay where the model has them.
+
+    ``where``: "cpu" for host memory, pinned where the model is on a CUDA device; "nvme" for a drive, in a directory of its own in
+    ``path``, which is made if it is missing. A step of generation reads the layers' keys and values, each while the layers before
+    it compute, and writes those of the new positions, a few MiB at a time; positions that do not fill 2 MiB yet are in memory.
+    The files are removed by :meth:`close`, when the cache is dropped, and at exit; those of a process that was killed when
+    another cache is made in the same path.
+
+    ``memory_budget``: bytes of host memory for whole layers that stay off the drive, 0 for none. As the cache grows, one layer
+    after the other leaves, so that those on the drive are spread among those in memory. On a CPU, attention sees layers in memory
+    where they are, and a step copies nothing.
+
+    ``prefetch``: how many layers are read ahead. Memory beside the budget: (prefetch + 1) of the largest layer, on the drive or
+    not, 16 MiB of writes, and up to 2 MiB of newest positions a layer.
+
+    Beam search, selecting and repeating rows of the batch rewrite nothing on the drive: rows are put in order as they are read.
+    ``crop`` and assisted generation work, too. One cache is for one sequence of forwards, not for several threads at once. An
+    error leaves the cache unusable until :meth:`reset`. For encoder-decoder models see :func:`offloaded_cache`.
+
+    Raises ValueError for an argument out of range and for a model with layers of another kind, OSError from making the files.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        where: Where = "nvme",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        memory_budget: int = 0,
+        prefetch: int = 1,
+    ) -> None:
+        _check(where, path, memory_budget, prefetch)
+        types, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        kinds = [DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
+        strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
+        if strange:
+            raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
+        self._drive = Drive(path if where == "nvme" else None, len(kinds), prefetch)
+        self._budget = operator.index(memory_budget) if where == "nvme" else None
+        layers: list[Any] = [
+            kind(**given)
+            if kind in _KEPT
+            else OffloadedLayer(self._drive, index, given.get("sliding_window"), streamed=self._budget == 0)
+            for index, (kind, given) in enumerate(zip(kinds, arguments, strict=True))
+        ]
+        Cache.__init__(self, layers=layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """Append to a layer: see :meth:`OffloadedLayer.update`."""
+        layer: Any = self.layers[layer_idx]
+        if self._budget is not None and isinstance(layer, OffloadedLayer) and not layer.streamed:
+            self._make_room(layer_idx, self._budget, key_states, value_states)
+        states: Pair = layer.update(key_states, value_states, *args, **kwargs)
+        return states
+
+    def reset(self) -> None:
+        """Forget all positions; after an error too."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._drive.mend()
+
+    def report(self) -> CacheReport:
+        """What it holds and has cost."""
+        return CacheReport(
+            bytes_in_memory=sum(layer.resident_bytes for layer in self._offloaded().values()),
+            bytes_on_drive=sum(chunk.nbytes for chunks in self._drive.chunks for chunk in chunks),
+            bytes_read=self._drive.bytes_read,
+            bytes_written=self._drive.bytes_written,
+            seconds_waited=self._drive.seconds_waited,
+        )
+
+    def close(self) -> None:
+        """Remove the files, and give the memory back. Idempotent."""
+        self._drive.close()
+        for layer in self._offloaded().values():
+            layer.drop()
+
+    def __enter__(self) -> OffloadedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an OffloadedCache cannot be copied or pickled: its positions are in files of its own")
+
+    def _offloaded(self) -> dict[int, OffloadedLayer]:
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)}
+
+    def _make_room(self, index: int, budget: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        layers = self._offloaded()
+        layer = layers[index]
+        wanted = layer.resident_bytes_with(key_states, value_states)
+        if wanted == layer.resident_bytes:
+            return
+        while not layer.streamed:
+            resident = {other: layers[other].resident_bytes for other in layers if not layers[other].streamed and other != index}
+            if wanted + sum(resident.values()) <= budget:
+                return
+            candidates = [index, *(other for other, nbytes in resident.items() if nbytes)]
+            streamed = [other for other in layers if layers[other].streamed]
+            layers[max(candidates, key=lambda other: _distance(other, streamed, len(self.layers)))].stream()
+
+
+def offloaded_cache(
+    config: PreTrainedConfig,
+    where: Where = "nvme",
+    *,
+    path: str | os.PathLike[str] | None = None,
+    memory_budget: int = 0,
+    prefetch: int = 1,
+) -> OffloadedCache | EncoderDecoderCache:
+    """The cache for a model of any kind: for an encoder-decoder model two of them, each with half of the memory budget."""
+    if not config.is_encoder_decoder:
+        return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
+    half = functools.partial(
+        OffloadedCache, config, where, path=path, memory_budget=memory_budget // 2, prefetch=prefetch
+    )
+    return EncoderDecoderCache(half(), half())
+
+
+def close_cache(cache: Cache) -> None:
+    """Close what :func:`offloaded_cache` has made. Idempotent."""
+    if isinstance(cache, EncoderDecoderCache):
+        close_cache(cache.self_attention_cache)
+        close_cache(cache.cross_attention_cache)
+    elif isinstance(cache, OffloadedCache):
+        cache.close()
+
+
+def offload_kv(
+    model: PreTrainedModel,
+    where: Where = "nvme",
+    *,
+    path: str | os.PathLike[str] | None = None,
+    memory_budget: int = 0,
+    prefetch: int = 1,
+) -> None:
+    """Have each ``model.generate()`` that is not given a cache use an offloaded one of its own, closed in the end.
+
+    One that is returned (``return_dict_in_generate``) stays open for as long as somebody has it. Arguments and errors as for
+    :class:`OffloadedCache`; those of the arguments are raised at once.
+    """
+    _check(where, path, memory_budget, prefetch)
+    generate: Callable[..., Any] = model.generate  # type: ignore[assignment]  # nn.Module's attributes can be anything
+
+    @functools.wraps(generate)
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        chosen = kwargs.get("past_key_values") is not None or kwargs.get("cache_implementation") is not None
+        if chosen or kwargs.get("use_cache") is False:
+            return generate(*args, **kwargs)
+        cache = offloaded_cache(
+            model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch
+        )
+        with contextlib.ExitStack() as ending:
+            ending.callback(close_cache, cache)
+            result = generate(*args, **{**kwargs, "past_key_values": cache})
+            if not isinstance(result, torch.Tensor):
+                ending.pop_all()  # the result has the cache
+            return result
+
+    model.generate = offloading  # type: ignore[assignment]
+
+
+_OFFLOADED = (DynamicLayer, DynamicSlidingWindowLayer)
+_KEPT = (DummyLayer, LinearAttentionLayer)
+
+
+def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
+    if where not in ("cpu", "nvme"):
+        raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
+    if (path is None) == (where == "nvme"):
+        raise ValueError(f"path is a directory on the drive for \"nvme\", and None for \"cpu\", got {path!r} for {where!r}")
+    if memory_budget < 0 or (memory_budget and where == "cpu"):
+        raise ValueError(f'memory_budget must be 0 or more, and is for "nvme" only, got {memory_budget} for {where!r}')
+    if prefetch < 0:
+        raise ValueError(f"prefetch must be 0 or more layers, got {prefetch}")
+
+
+def _distance(layer: int, streamed: list[int], layers: int) -> int:
+    """To the nearest that is streamed, around the end."""
+    return min((min(abs(layer - other), layers - abs(layer - other)) for other in streamed), default=layers)

@@ -1,0 +1,262 @@
+"""The part of a KV cache that is on a drive: chunks of positions, read in the order in which layers will want them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnvme.engine import Engine
+from deepnvme.swap.buffers import BufferPool
+from deepnvme.swap.extents import ALIGNMENT, padded
+from deepnvme.swap.futures import StoreFuture
+from deepnvme.swap.lease import Lease
+from deepnvme.swap.memory import empty_aligned
+from deepnvme.swap.owner import StoreLocked
+from deepnvme.swap.store import TensorStore
+
+from .kv_memory import Form, Pair
+
+CHUNK_BYTES = 2 << 20
+"""Keys and values of so many bytes are written together: that reaches a drive's pace, and keeps little of a layer back."""
+_WRITING = 16 << 20
+"""Bytes that are being written at a time: enough to keep a drive busy."""
+_ROOM = 4
+"""Chunks that are read at a time at least, however short the layers are."""
+_GROWTH = 4
+"""Memory for a layer is taken in steps of a sixteenth to an eighth (2 ** -4 of the next power of two): it is another position
+longer each time, and pinning takes 0.3 s for a GB."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Positions of a layer on the drive. They never change there."""
+
+    name: str
+    start: int
+    end: int
+    form: Form
+    """As they were written."""
+    rows: torch.Tensor | None = None
+    """Which row of the batch each of the cache's rows is; None while they are the same."""
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.form.position_bytes
+
+
+class Drive:
+    """The chunks of all layers, and the memory through which they come and go.
+
+    ``path``: where a directory of its own is made; None for a cache that has nothing on a drive. ``layers``: how many there are.
+    ``prefetch``: for how many layers chunks are read ahead.
+
+    Memory: one layer as attention sees it, the chunks of ``prefetch`` layers that are being read, 16 MiB that are being written.
+    More only where somebody keeps what he was given.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int) -> None:
+        self.chunks: list[list[Chunk]] = [[] for _ in range(layers)]
+        """By layer, in the order of their positions."""
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.seconds_waited = 0.0
+        self.engine = Engine()
+        self._prefetch = prefetch
+        self._pool = BufferPool(0)
+        self._names = itertools.count()
+        self._reading: dict[Chunk, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
+        self._read_bytes = 0
+        self._most_reading = 0
+        self._ahead: deque[Chunk] = deque()
+        self._writing: deque[StoreFuture[int]] = deque()
+        self._whole: Lease | None = None
+        self.shown: tuple[int, Pair] | None = None
+        """Which layer :meth:`whole` has been made for, and filled with."""
+        self._closed = False
+        self._broken = ""
+        self._store = None if path is None else _open(Path(path), self.engine)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what changes layers: after an error in it they may not fit each other any more, and nothing uses them.
+
+        Raises RuntimeError then, until :meth:`mend`; ValueError once closed.
+        """
+        if self._closed:
+            raise ValueError("the cache is closed")
+        if self._broken:
+            raise RuntimeError(f"the cache is not whole any more, since {self._broken}: reset() it, or make another")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def mend(self) -> None:
+        """All layers are empty."""
+        self._broken = ""
+
+    def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Start writing positions from ``start`` on, as the layer's last chunk. They may change afterwards.
+
+        Raises OSError (ENOSPC) naming the directory, or what an earlier write ended with.
+        """
+        assert self._store is not None
+        chunk = Chunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], Form.of(keys, values))
+        while self._writing and (
+            self._writing[0].done() or sum(future.nbytes for future in self._writing) + chunk.nbytes > _WRITING
+        ):
+            _raise_error(self._writing.popleft())
+        # A device's tensor is written as its stream leaves it: the store sees to that.
+        lease = self._lease(chunk.nbytes) if keys.is_cpu else None
+        memory = torch.empty(chunk.nbytes, dtype=torch.uint8, device=keys.device) if lease is None else lease.buffer
+        for mine, theirs in zip(chunk.form.pair(memory, keys.shape[2]), (keys, values), strict=True):
+            mine.copy_(theirs)
+        future = self._store.put(chunk.name, memory)
+        if lease is not None:
+            lease.release(after=future)
+        self._writing.append(future)
+        self.bytes_written += chunk.nbytes
+        self.chunks[layer].append(chunk)
+
+    def expect(self, layer: int) -> None:
+        """The layer's chunks are wanted now, and then those of the layers after it: start reading, as far as there is room."""
+        after = range(layer, layer + min(self._prefetch + 1, len(self.chunks)))
+        self._ahead = deque(itertools.chain.from_iterable(self.chunks[index % len(self.chunks)] for index in after))
+        for chunk in self._reading.keys() - set(self._ahead):
+            self._forget(chunk)
+        self._read_on()
+
+    @contextlib.contextmanager
+    def read(self, chunk: Chunk) -> Iterator[Pair]:
+        """The chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes next.
+
+        What is done with them on a device's current stream may go on afterwards. Raises OSError naming the file.
+        """
+        if chunk not in self._reading:
+            self._start(chunk)
+        lease, future = self._reading[chunk]
+        began = time.perf_counter()
+        try:
+            _raise_error(future)
+            self.seconds_waited += time.perf_counter() - began
+            yield chunk.form.pair(lease.buffer, chunk.end - chunk.start)
+        finally:
+            self._forget(chunk)
+        self._read_on()
+
+    def delete(self, layer: int, index: int) -> None:
+        """Give the place of the layer's chunk on the drive back."""
+        assert self._store is not None
+        chunk = self.chunks[layer].pop(index)
+        if chunk in self._reading:
+            self._forget(chunk)
+        self._ahead.clear()
+        self._store.delete(chunk.name)
+
+    def whole(self, form: Form, positions: int, device: torch.device) -> Pair:
+        """Memory for a layer as attention sees it. What was given before goes to others, unless somebody still has it."""
+        nbytes = form.position_bytes * positions
+        size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
+        self._most_reading = max(self._prefetch * nbytes, _ROOM * max(CHUNK_BYTES, form.position_bytes))
+        self.let_go()
+        if device.type != "cpu":
+            self._pool.set_budget(self._most_reading + _WRITING)
+            return form.pair(torch.empty(size, dtype=torch.uint8, device=device), positions)
+        self._pool.set_budget(size + self._most_reading + _WRITING)
+        self._whole = self._lease(size)
+        return form.pair(self._whole.buffer, positions)
+
+    def let_go(self) -> None:
+        """Of the memory for a layer."""
+        self.shown = None
+        if self._whole is not None:
+            self._whole.release()
+            self._whole = None
+
+    def resident(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Memory for what is not on the drive: pinned where it goes to a device and comes from there."""
+        return empty_aligned(nbytes) if device.type == "cpu" else self.engine.empty_pinned(nbytes, torch.uint8)
+
+    def close(self) -> None:
+        """Wait for what is under way, and remove the files. Idempotent."""
+        self._closed = True
+        self._ahead.clear()
+        for chunk in list(self._reading):
+            self._forget(chunk)
+        self.let_go()
+        if self._store is not None:
+            with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
+                self._store.close()
+        self.engine.close()
+        self._pool.trim()
+
+    def _read_on(self) -> None:
+        while self._ahead and (
+            self._ahead[0] in self._reading or self._read_bytes + self._ahead[0].nbytes <= self._most_reading
+        ):
+            chunk = self._ahead.popleft()
+            if chunk not in self._reading:
+                self._start(chunk)
+
+    def _start(self, chunk: Chunk) -> None:
+        assert self._store is not None
+        lease = self._lease(chunk.nbytes)
+        self._reading[chunk] = (lease, self._store.get(chunk.name, out=lease.buffer))
+        self._read_bytes += chunk.nbytes
+        self.bytes_read += chunk.nbytes
+
+    def _forget(self, chunk: Chunk) -> None:
+        """Let go of what was read of it, or is being read."""
+        lease, future = self._reading.pop(chunk)
+        self._read_bytes -= chunk.nbytes
+        used = torch.cuda.is_initialized() and future.done()  # type: ignore[no-untyped-call]
+        lease.release(after=_DeviceHasIt() if used else future)
+
+    def _lease(self, nbytes: int) -> Lease:
+        lease = self._pool.try_lease(nbytes)
+        if lease is None:  # somebody keeps what he was given
+            self._pool.set_budget(self._pool.in_use + 2 * padded(nbytes))
+            lease = self._pool.lease(nbytes)
+        return lease
+
+
+def _raise_error(future: StoreFuture[Any]) -> None:
+    """Wait for it. The store keeps its error: what is raised is another, whose traceback would keep the memory of all callers."""
+    error = future.exception()
+    if error is not None:
+        raise copy.copy(error)
+
+
+class _DeviceHasIt:
+    """What the device's current stream was given by now has ended: a copy of leased memory among it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+
+def _open(path: Path, engine: Engine) -> TensorStore:
+    """In a directory of its own in ``path``: the first that nobody has. What a dead process has left in it goes."""
+    for number in itertools.count():
+        try:
+            return TensorStore(path / f"deepnvme-kv-{number}", engine=engine)
+        except StoreLocked:
+            continue
+    raise AssertionError

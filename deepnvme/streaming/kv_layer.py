@@ -1,0 +1,310 @@
+"""A layer of a KV cache whose keys and values are not on the compute device: transformers' interface to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .kv_drive import CHUNK_BYTES, Chunk, Drive
+from .kv_memory import Form, Pair, Strip, one_thread
+
+
+class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Positions from ``first`` to ``length``: chunks on the drive, one after the other, and the newest in memory.
+
+    A layer that is not ``streamed`` has all of them in memory, and there attention sees them, where it happens on the CPU. Else
+    they are brought together for each forward of the layer.
+
+    ``window``: how many positions attention sees, None for all.
+    """
+
+    is_croppable = True
+
+    def __init__(self, drive: Drive, index: int, window: int | None = None, streamed: bool = False) -> None:
+        self._drive = drive
+        self._index = index
+        self._always_streamed = self.streamed = streamed
+        self._form: Form | None = None
+        self._device = torch.device("cpu")
+        self._newest: Strip | None = None
+        self._first = 0
+        self._length = 0
+        self.is_sliding = window is not None
+        self.record_past = False
+        if window is not None:
+            self.sliding_window = window
+
+    # What transformers asks.
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self._form is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """What :meth:`update` would give before anything is added; read for whoever asks, and not to be kept."""
+        return None if self._form is None else self._all()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        return None if self._form is None else self._all()[1]
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_length(self) -> int:
+        return self.sliding_window if self.is_sliding else -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = self._seen_from()
+        return self._length - seen + query_length, seen
+
+    def activate_past_recording(self) -> None:
+        """Positions that leave the window stay until :meth:`crop`."""
+        self.record_past = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._form = Form.of(key_states, value_states)
+        self._device = key_states.device
+        self._newest = self._strip(self._length)
+
+    # What changes it.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """Append positions; return these and those before them that attention sees, as views that are valid until the next layer.
+
+        Raises ValueError for states that do not fit what is here, RuntimeError where autograd would need them, OSError from the
+        drive.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError("an offloaded cache keeps nothing that autograd needs: call the model under torch.no_grad()")
+        if self._length == 0:
+            self.lazy_initialization(key_states, value_states)
+        newest = self._fitting(key_states, value_states)
+        with self._changing():
+            seen, new = self._seen_from(), key_states.shape[2]
+            end = self._length + new
+            keep_from = self._first if self.record_past or not self.is_sliding else max(end - self.sliding_window + 1, 0)
+            if self.streamed or not key_states.is_cpu:
+                states = self._with(seen, key_states, value_states)
+            else:
+                newest.append(key_states, value_states)
+                states = newest.view(seen, end)
+            if self.streamed:
+                self._store(seen, states, max(keep_from, newest.start))
+            elif not key_states.is_cpu:
+                newest.append(key_states, value_states)
+            self._length = end
+            self._keep(keep_from, end)
+        return states
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many of the newest positions; a negative number, as transformers has it. Then forget what left the window.
+
+        Raises ValueError for a positive one, and RuntimeError for a sliding window whose older positions are gone.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of positions to remove as a negative number, got {tokens_to_remove}")
+        end = max(self._length + tokens_to_remove, 0)
+        first = max(end - self.sliding_window + 1, 0) if self.is_sliding else 0
+        if first < self._first and end < self._length:
+            raise RuntimeError(
+                f"position {first} left the sliding window of {self.sliding_window} before position {self._length - 1} came: "
+                "call activate_past_recording() before what is to be cropped"
+            )
+        with self._changing():
+            self._keep(max(first, self._first), end)
+
+    def reset(self) -> None:
+        for index in reversed(range(len(self._chunks))):
+            self._drive.delete(self._index, index)
+        self._drive.let_go()
+        self.drop()
+        self.streamed = self._always_streamed
+
+    def drop(self) -> None:
+        """Let go of memory: the layer holds nothing."""
+        self._form = self._newest = None
+        self._first = self._length = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._form is not None:
+            self.batch_select_indices(torch.arange(self._form.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Have these rows of the batch; what is on the drive stays as it is, and is put in order when it is read."""
+        if self._length == 0 or self._form is None or self._newest is None:
+            return
+        rows = torch.arange(self._form.batch)[indices.cpu()]
+        if torch.equal(rows, torch.arange(self._form.batch)):
+            return
+        with self._changing():
+            self._form = self._form.with_batch(len(rows))
+            self._newest.select(rows)
+            for chunk in self._chunks:
+                chunk.rows = rows if chunk.rows is None else chunk.rows[rows]
+
+    # Memory.
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of memory, for what is not on the drive."""
+        return 0 if self._newest is None else self._newest.nbytes
+
+    def resident_bytes_with(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """``resident_bytes`` after these are appended to a layer that is not streamed."""
+        strip = Strip(Form.of(key_states, value_states), self._memory, 0) if self._newest is None else self._newest
+        return strip.nbytes_with(key_states.shape[2])
+
+    def stream(self) -> None:
+        """Have all but the newest positions on the drive from now on."""
+        self.streamed = True
+        if self._newest is not None:
+            with self._drive.changing():
+                self._store_newest(self._newest)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._drive.changing():
+            if self._drive.shown is not None and self._drive.shown[0] == self._index:
+                self._drive.let_go()
+            yield
+
+    @property
+    def _chunks(self) -> list[Chunk]:
+        return self._drive.chunks[self._index]
+
+    def _seen_from(self) -> int:
+        """The first position that attention sees next to a new one."""
+        return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
+
+    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> Strip:
+        assert self._form is not None
+        assert self._newest is not None
+        if Form.of(keys, values) != self._form or keys.device != self._device:
+            got = f"{Form.of(keys, values)} on {keys.device}"
+            held = f"{self._form} on {self._device}"
+            raise ValueError(f"layer {self._index} holds {held}, got {got}: reset() the cache, or use another")
+        return self._newest
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        return self._drive.resident(self._device, nbytes)
+
+    def _strip(self, start: int) -> Strip:
+        assert self._form is not None
+        return Strip(self._form, self._memory, start)
+
+    def _all(self) -> Pair:
+        """What is kept, as attention sees it."""
+        assert self._form is not None
+        assert self._newest is not None
+        if not self.streamed and self._device.type == "cpu":
+            return self._newest.view(self._first, self._length)
+        shown = self._drive.shown
+        if shown is None or shown[0] != self._index:
+            with self._drive.changing():
+                shown = (self._index, self._gathered(self._first, self._length))
+                self._drive.shown = shown
+        return shown[1]
+
+    def _with(self, seen: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
+        """Positions from ``seen`` on, and these behind them."""
+        if seen == self._length:
+            return key_states, value_states
+        states = self._gathered(seen, self._length + key_states.shape[2])
+        for mine, theirs in zip(states, (key_states, value_states), strict=True):
+            mine[:, :, self._length - seen :].copy_(theirs)
+        return states
+
+    def _gathered(self, begin: int, end: int) -> Pair:
+        """Memory for positions from ``begin`` to ``end``, with those in it that are here."""
+        assert self._form is not None
+        assert self._newest is not None
+        states = self._drive.whole(self._form, end - begin, self._device)
+        self._drive.expect(self._index)
+        with one_thread():
+            for chunk in self._chunks:
+                with self._drive.read(chunk) as stored:
+                    _place(stored, chunk, states, begin)
+        start = max(self._newest.start, begin)
+        for mine, theirs in zip(states, self._newest.view(start, self._length), strict=True):
+            mine[:, :, start - begin : self._length - begin].copy_(theirs)
+        return states
+
+    # The drive.
+
+    def _store(self, seen: int, states: Pair, begin: int) -> None:
+        """Write what fills chunks of the positions that are in memory only, and of the new ones, at the end of ``states``."""
+        assert self._form is not None
+        assert self._newest is not None
+        end = seen + states[0].shape[2]
+        if begin < seen or end - begin < self._per_chunk:
+            keys, values = (part[:, :, self._length - seen :] for part in states)
+            self._newest.append(keys, values)
+            self._store_newest(self._newest)
+            return
+        while end - begin >= self._per_chunk:
+            keys, values = (part[:, :, begin - seen : begin - seen + self._per_chunk] for part in states)
+            self._drive.write(self._index, begin, keys, values)
+            begin += self._per_chunk
+        self._newest = self._strip(begin)
+        keys, values = (part[:, :, begin - seen :] for part in states)
+        self._newest.append(keys, values)
+
+    def _store_newest(self, newest: Strip) -> None:
+        """Write what fills chunks."""
+        begin = newest.start
+        while newest.end - begin >= self._per_chunk:
+            self._drive.write(self._index, begin, *newest.view(begin, begin + self._per_chunk))
+            begin += self._per_chunk
+        if begin > newest.start:
+            self._newest = self._strip(begin)
+            self._newest.append(*newest.view(begin, newest.end))
+
+    @property
+    def _per_chunk(self) -> int:
+        assert self._form is not None
+        return max(CHUNK_BYTES // self._form.position_bytes, 1)
+
+    def _keep(self, first: int, end: int) -> None:
+        """Forget the positions outside."""
+        if self._newest is None:
+            return
+        while self._chunks and self._chunks[-1].end > end:
+            chunk = self._chunks[-1]
+            if chunk.start < end:  # what is left of it is among the newest again
+                states = self._gathered_chunk(chunk)
+                self._newest = self._strip(chunk.start)
+                self._newest.append(*states)
+            self._drive.delete(self._index, -1)
+        while self._chunks and self._chunks[0].end <= first:
+            self._drive.delete(self._index, 0)
+        if self._newest.start > end:
+            self._newest = self._strip(end)
+        self._newest.keep(first, end)
+        self._first, self._length = first, end
+
+    def _gathered_chunk(self, chunk: Chunk) -> Pair:
+        assert self._form is not None
+        positions = chunk.end - chunk.start
+        states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
+        with self._drive.read(chunk) as stored:
+            _place(stored, chunk, states, chunk.start)
+        return states
+
+
+def _place(stored: Pair, chunk: Chunk, states: Pair, begin: int) -> None:
+    """Copy a chunk to where it belongs in ``states``, which begin at a position."""
+    start = max(chunk.start, begin)
+    for mine, theirs in zip(states, stored, strict=True):
+        rows = theirs if chunk.rows is None else theirs.index_select(0, chunk.rows)
+        mine[:, :, start - begin : chunk.end - begin].copy_(rows[:, :, start - chunk.start :], non_blocking=True)

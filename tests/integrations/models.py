@@ -1,0 +1,58 @@
+"""Small models of transformers with random weights, one of each kind that is streamed differently."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of packages that it imports
+    import transformers
+
+SIZES: dict[str, Any] = {"vocab_size": 320, "dtype": "bfloat16"}
+LLAMA_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES
+}  # fmt: skip
+
+KINDS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(num_hidden_layers=8, **LLAMA_SIZES),
+    "llama-tied": lambda: transformers.LlamaConfig(num_hidden_layers=4, tie_word_embeddings=True, **LLAMA_SIZES),
+    # Its experts are one tensor each in the file and one tensor together in the module.
+    "mixtral": lambda: transformers.MixtralConfig(num_hidden_layers=3, num_local_experts=4, **LLAMA_SIZES),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, **SIZES),
+    "t5": lambda: transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0, **SIZES
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, **SIZES
+    ),
+}  # fmt: skip
+
+
+def checkpoint(kind: str, directory: Path, **how: Any) -> transformers.PreTrainedModel:
+    """A checkpoint of random weights in ``directory``; return what transformers makes of it, in memory."""
+    config = KINDS[kind]()
+    torch.manual_seed(3)
+    model_class = {"t5": transformers.AutoModelForSeq2SeqLM}.get(kind, transformers.AutoModelForCausalLM)
+    model_class.from_config(config).save_pretrained(directory, **how)
+    return model_class.from_pretrained(directory)
+
+
+def prompts(rows: int = 3, length: int = 7) -> dict[str, torch.Tensor]:
+    """Padded on the left, as for generating."""
+    torch.manual_seed(5)
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, length))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def tokens(model: transformers.PreTrainedModel, **options: Any) -> torch.Tensor:
+    """Six new ones a row, whatever they are."""
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(**prompts(), **options)

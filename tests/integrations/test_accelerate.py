@@ -1,0 +1,150 @@
+"""accelerate offloads to the disk, and the weights are streamed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.integrations import accelerate as integration
+
+from . import models
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import accelerate
+    import transformers
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    integration.enable()
+    yield
+    integration.disable()
+
+
+def offloaded(kind: str, drive: Path, device_map: Any = None, **options: Any) -> transformers.PreTrainedModel:
+    model_class = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    return model_class.from_pretrained(
+        drive / "checkpoint", device_map=device_map or {"": "disk"}, offload_folder=drive / "folder", **options
+    )
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_a_device_map_that_names_the_disk_streams(kind: str, drive: Path) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    for _ in range(2):  # with a new store, and with the one that is there
+        model = offloaded(kind, drive)
+        assert torch.equal(models.tokens(model), models.tokens(known))
+        assert model.streaming.report().bytes_read > 0
+        assert model.hf_device_map == {"": "disk"}
+        model.streaming.close()
+
+
+def test_what_the_map_leaves_on_the_cpu_is_memory(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "disk"}
+    device_map |= {f"model.layers.{layer}": "cpu" if layer < 4 else "disk" for layer in range(8)}
+    model = offloaded("llama", drive, device_map)
+    models.tokens(model)
+    model.streaming.reset()
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    layer = sum(each.nbytes for each in known.model.layers[0].parameters())
+    report = model.streaming.report()
+    assert 4 * layer <= report.resident_bytes < 5 * layer
+    assert 0 < report.bytes_read < report.passes * 5 * layer
+
+
+def test_a_model_in_memory_is_offloaded(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    model = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    assert accelerate.disk_offload(model, drive / "folder") is model
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    model.streaming.close()
+    again = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    assert torch.equal(models.tokens(accelerate.disk_offload(again, drive / "folder")), models.tokens(known))
+
+
+def test_other_weights_in_the_same_folder_are_refused(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    first, second = (transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint") for _ in range(2))
+    accelerate.disk_offload(first, drive / "folder")
+    first.streaming.close()
+    with torch.no_grad():
+        second.model.layers[1].mlp.up_proj.weight[3, 4] += 1
+    with pytest.raises(ValueError, match=r"another checkpoint.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        accelerate.disk_offload(second, drive / "folder")
+
+
+def test_what_accelerate_has_offloaded_before_is_used(drive: Path) -> None:
+    known = models.checkpoint("gpt2", drive / "checkpoint")
+    integration.disable()
+    first = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    accelerate.disk_offload(first, drive / "folder")
+    integration.enable()
+    second = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    with torch.no_grad():
+        second.transformer.h[0].attn.c_attn.weight.zero_()  # it is the folder's that count, as with accelerate
+    accelerate.disk_offload(second, drive / "folder")
+    assert torch.equal(models.tokens(second), models.tokens(known))
+
+
+def test_a_checkpoint_is_loaded_and_dispatched(drive: Path) -> None:
+    known = models.checkpoint("opt", drive / "checkpoint")
+    with accelerate.init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(known.config)
+    model.tie_weights()
+    model = accelerate.load_checkpoint_and_dispatch(
+        model,
+        drive / "checkpoint",
+        device_map={"model": "disk", "lm_head": "cpu"},  # accelerate 1.15 cannot load safetensors where all is "disk"
+        offload_folder=str(drive / "folder"),
+    )
+    assert torch.equal(models.tokens(model.eval()), models.tokens(known))
+
+
+def test_the_options_are_those_of_the_last_call(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    integration.enable(memory_budget=1 << 30)
+    model = offloaded("llama", drive)
+    models.tokens(model)
+    model.streaming.reset()
+    models.tokens(model)
+    assert model.streaming.report().bytes_read == 0
+
+
+def test_without_a_folder_accelerate_does_it_and_a_warning_says_so(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    with pytest.warns(RuntimeWarning, match="no offload_folder"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint", device_map={"": "disk"})
+    assert not hasattr(model, "streaming")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+
+
+def test_weights_that_are_nowhere_are_named(drive: Path) -> None:
+    with accelerate.init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        accelerate.dispatch_model(model, {"": "disk"}, offload_dir=drive / "folder")
+
+
+def test_disabled_it_is_accelerates_own(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    integration.disable()
+    integration.disable()
+    assert accelerate.dispatch_model.__module__ == "accelerate.big_modeling"
+    assert accelerate.disk_offload.__module__ == "accelerate.big_modeling"
+    assert transformers.integrations.accelerate.dispatch_model is accelerate.dispatch_model
+    assert not hasattr(offloaded("llama", drive), "streaming")
+
+
+def test_a_reference_that_was_kept_while_enabled_is_accelerates_own_afterwards(drive: Path) -> None:
+    kept = accelerate.disk_offload
+    integration.disable()
+    model = kept(torch.nn.Sequential(torch.nn.Linear(4, 4)), drive / "folder")
+    assert not hasattr(model, "streaming")
+    assert (drive / "folder" / "index.json").exists()

@@ -1,0 +1,467 @@
+"""transformers' generation with its keys and values on a drive or in host memory, against DynamicCache."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.disks import MIB, Disk
+from tests.interpreters import Interpreters
+from tests.swap.failed_transfer import FailedTransfer
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from deepnvme.streaming import OffloadedCache, close_cache, kv_drive, kv_layer, offload_kv, offloaded_cache  # noqa: E402
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 64}
+GENERATION = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def decoder(name: str, **settings: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(**{**SMALL, "num_key_value_heads": 2, "pad_token_id": 0, **settings})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: decoder("Llama"),
+    "llama, eager": lambda: decoder("Llama", attn_implementation="eager"),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_head=4, n_layer=3, vocab_size=64, n_positions=256),
+    "mixtral": lambda: decoder("Mixtral", num_local_experts=4),
+    "mistral, window of 9": lambda: decoder("Mistral", sliding_window=9),
+    "gemma2, window of 8 in turns": lambda: decoder("Gemma2", sliding_window=8, head_dim=8),
+    "qwen3, linear and full": lambda: decoder(
+        "Qwen3Next", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_hidden_layers=4,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A few positions in each, so that short generation has many."""
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", 2048)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return made(CONFIGS["llama"]())
+
+
+@pytest.fixture
+def cache(llama: Any, drive: Path) -> Iterator[OffloadedCache]:
+    with OffloadedCache(llama.config, path=drive) as cache:
+        yield cache
+
+
+def made(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return kind.from_config(config, dtype=dtype).eval()
+
+
+def prompt(batch: int = 2, positions: int = 11, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 64, (batch, positions), generator=torch.Generator().manual_seed(seed))
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Any = None, **settings: Any) -> torch.Tensor:
+    given = {} if cache is None else {"past_key_values": cache}
+    tokens: torch.Tensor = model.generate(ids, **{"max_new_tokens": 14, **GENERATION, **settings}, **given)
+    return tokens
+
+
+def states(batch: int = 2, positions: int = 1, heads: int = 2, dim: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, batch, heads, positions, dim, generator=generator)
+    return keys, values
+
+
+def same(cache: Any, reference: Any) -> bool:
+    """Whether they hold the same in all layers."""
+    return all(
+        torch.equal(getattr(mine, name), getattr(theirs, name))
+        for mine, theirs in zip(cache.layers, reference.layers, strict=True)
+        for name in ("keys", "values")
+    )
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"where": "disk", "path": "."}, "'disk'"),
+        ({"where": "nvme"}, "path"),
+        ({"where": "cpu", "path": "."}, "path"),
+        ({"where": "cpu", "memory_budget": 1}, "memory_budget"),
+        ({"path": ".", "memory_budget": -1}, "-1"),
+        ({"path": ".", "prefetch": -1}, "prefetch"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(llama: Any, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        OffloadedCache(llama.config, **wrong)
+    with pytest.raises(ValueError, match=says):
+        offload_kv(llama, **wrong)
+    assert not list(Path().glob("deepnvme-kv-*"))
+
+
+def test_layers_of_a_kind_that_cannot_be_offloaded_are_named(drive: Path) -> None:
+    config = decoder("Llama")
+    config.layer_types = ["full_attention", "hybrid", "full_attention"]
+    with pytest.raises(ValueError, match="hybrid"):
+        OffloadedCache(config, path=drive)
+    assert not any(drive.iterdir())
+
+
+def test_states_that_autograd_would_need_are_refused(llama: Any, cache: OffloadedCache) -> None:
+    with pytest.raises(RuntimeError, match="no_grad"):
+        llama(prompt(), past_key_values=cache)
+    with torch.no_grad():
+        llama(prompt(), past_key_values=cache)
+
+
+def test_states_of_another_batch_are_refused_and_harm_nothing(cache: OffloadedCache) -> None:
+    cache.update(*states(positions=40), layer_idx=0)
+    with pytest.raises(ValueError, match="batch=3"):
+        cache.update(*states(batch=3), layer_idx=0)
+    with pytest.raises(ValueError, match="one dtype"):
+        cache.update(states()[0], states()[1].double(), layer_idx=0)
+    assert cache.update(*states(), layer_idx=0)[0].shape[2] == 41
+
+
+def test_a_full_disk_is_reported_with_its_directory_and_the_cache_works_after_a_reset(
+    llama: Any, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", kv_drive.CHUNK_BYTES)
+    with OffloadedCache(llama.config, path=small_disk.path) as cache:
+        cache.update(*states(positions=20 * MIB // 256), layer_idx=0)
+        with pytest.raises(OSError, match=str(small_disk.path)) as full:
+            cache.update(*states(positions=20 * MIB // 256), layer_idx=1)
+        assert full.value.errno == errno.ENOSPC
+        with pytest.raises(RuntimeError, match="reset"):
+            cache.update(*states(), layer_idx=2)
+        monkeypatch.undo()
+        cache.reset()
+        assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
+
+
+def test_a_read_that_fails_names_the_file_and_leaves_no_memory_behind(
+    llama: Any, cache: OffloadedCache, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(drive / "deepnvme-kv-0" / "deepnvme-store.data")
+    read = cache._drive.engine.read
+    reads = 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return FailedTransfer(OSError(errno.EIO, "bad sector", path)) if reads == 20 else read(*arguments)
+
+    monkeypatch.setattr(cache._drive.engine, "read", failing)
+    with pytest.raises(OSError, match="bad sector") as error:
+        generated(llama, prompt(), cache)
+    assert (error.value.errno, error.value.filename) == (errno.EIO, path)
+    del error
+    with pytest.raises(RuntimeError, match="bad sector"):
+        generated(llama, prompt(), cache)
+    cache.reset()
+    gc.collect()
+    assert cache._drive._pool.in_use == 0
+    assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
+
+
+def test_a_model_that_fails_leaves_a_cache_that_can_be_closed(llama: Any, drive: Path) -> None:
+    llama.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), OffloadedCache(llama.config, path=drive) as cache:
+        generated(llama, prompt(), cache)
+    assert not any(drive.iterdir())
+
+
+def test_a_closed_cache_says_so(llama: Any, cache: OffloadedCache) -> None:
+    generated(llama, prompt(), cache)
+    cache.close()
+    cache.close()
+    with pytest.raises(ValueError, match="closed"):
+        cache.update(*states(), layer_idx=0)
+
+
+def test_copying_is_refused(cache: OffloadedCache) -> None:
+    with pytest.raises(TypeError, match="copied"):
+        copy.deepcopy(cache)
+
+
+def test_the_files_go_when_the_cache_does(llama: Any, drive: Path) -> None:
+    cache = OffloadedCache(llama.config, path=drive)
+    generated(llama, prompt(), cache)
+    assert sum(file.stat().st_size for file in drive.rglob("*")) > 0
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert not any(drive.iterdir())
+
+
+def test_caches_in_one_path_do_not_disturb_each_other(llama: Any, drive: Path) -> None:
+    with OffloadedCache(llama.config, path=drive) as one, OffloadedCache(llama.config, path=drive) as other:
+        first, second = generated(llama, prompt(), one), generated(llama, prompt(seed=2), other)
+        assert len(list(drive.iterdir())) == 2
+    assert torch.equal(first, generated(llama, prompt()))
+    assert torch.equal(second, generated(llama, prompt(seed=2)))
+
+
+# What generation gives.
+
+def in_place(config: Any, drive: Path, place: dict[str, Any]) -> Any:
+    return offloaded_cache(config, **place, **({"path": drive} if place["where"] == "nvme" else {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, {"where": "nvme"}) for name in CONFIGS),
+        *((name, {"where": "cpu"}) for name in ("llama", "gemma2, window of 8 in turns")),
+        ("llama", {"where": "nvme", "prefetch": 0}),
+        ("gemma2, window of 8 in turns", {"where": "nvme", "memory_budget": 24 << 10}),
+        ("llama", {"where": "nvme", "memory_budget": 24 << 10}),
+    ],
+)
+def test_tokens_are_those_of_a_dynamic_cache(name: str, place: dict[str, Any], drive: Path) -> None:
+    model = made(CONFIGS[name]())
+    ids = prompt()
+    ids[0, :4] = 0  # padded on the left
+    mask = (ids != 0).long()
+    cache = in_place(model.config, drive, place)
+    tokens = generated(model, ids, cache, attention_mask=mask, return_dict_in_generate=True, output_logits=True)
+    expected = generated(model, ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(tokens.sequences, expected.sequences)
+    assert all(map(torch.equal, tokens.logits, expected.logits))
+    if place == {"where": "nvme"}:
+        assert cache.report().bytes_read > 0
+    close_cache(cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2, window of 8 in turns"])
+@pytest.mark.parametrize("place", [{"where": "cpu"}, {"where": "nvme", "memory_budget": 24 << 10}], ids=["cpu", "nvme"])
+def test_beam_search_finds_the_same(name: str, place: dict[str, Any], drive: Path) -> None:
+    model = made(CONFIGS[name]())
+    cache = in_place(model.config, drive, place)
+    settings = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0}
+    assert torch.equal(generated(model, prompt(), cache, **settings), generated(model, prompt(), **settings))
+    close_cache(cache)
+
+
+def test_beam_search_rewrites_nothing(llama: Any, cache: OffloadedCache) -> None:
+    generated(llama, prompt(), cache, num_beams=3)
+    report = cache.report()
+    assert report.bytes_written == report.bytes_on_drive > 0
+
+
+@pytest.mark.parametrize(("place", "beams"), [({"where": "cpu"}, 1), ({"where": "nvme"}, 1), ({"where": "nvme"}, 2)])
+def test_an_encoder_and_decoder_have_a_cache_each(place: dict[str, Any], beams: int, drive: Path) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = made(config)
+    cache = in_place(config, drive, place)
+    settings = {"num_beams": beams, "max_new_tokens": 12}
+    ids = prompt(positions=40)
+    assert torch.equal(generated(model, ids, cache, **settings), generated(model, ids, **settings))
+    close_cache(cache)
+    assert not any(drive.iterdir())
+
+
+def test_bfloat16_gives_the_same_tokens(cache: OffloadedCache) -> None:
+    model = made(CONFIGS["llama"](), torch.bfloat16)
+    assert torch.equal(generated(model, prompt(), cache), generated(model, prompt()))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 9"])
+def test_a_prompt_may_come_in_pieces(name: str, drive: Path) -> None:
+    model = made(CONFIGS[name]())
+    with OffloadedCache(model.config, path=drive) as cache:
+        tokens = generated(model, prompt(positions=50), cache, prefill_chunk_size=16)
+    assert torch.equal(tokens, generated(model, prompt(positions=50), prefill_chunk_size=16))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 9"])
+def test_assisted_generation_takes_back_what_was_guessed_wrong(name: str, drive: Path) -> None:
+    model, assistant = made(CONFIGS[name]()), made(decoder("Llama", num_hidden_layers=1))
+    with OffloadedCache(model.config, path=drive) as cache:
+        tokens = generated(model, prompt(batch=1), cache, assistant_model=assistant)
+    assert torch.equal(tokens, generated(model, prompt(batch=1)))
+
+
+def test_a_conversation_goes_on_with_the_cache(llama: Any, cache: OffloadedCache) -> None:
+    said = generated(llama, prompt(), cache)
+    more = torch.cat([said, prompt(positions=5, seed=3)], dim=1)
+    assert torch.equal(generated(llama, more, cache), generated(llama, more))
+
+
+def test_generate_makes_a_cache_of_its_own_each_time(llama: Any, drive: Path) -> None:
+    expected = generated(llama, prompt())
+    offload_kv(llama, path=drive)
+    assert torch.equal(generated(llama, prompt()), expected)
+    assert not any(drive.iterdir())
+    kept = generated(llama, prompt(), return_dict_in_generate=True)
+    assert torch.equal(kept.sequences, expected)
+    assert kept.past_key_values.get_seq_length() == expected.shape[1] - 1
+    assert kept.past_key_values.report().bytes_on_drive > 0
+    assert torch.equal(generated(llama, prompt(), transformers.DynamicCache(config=llama.config)), expected)
+    kept.past_key_values.close()
+
+
+# What is done to a cache.
+
+
+@pytest.fixture(params=["drive", "memory"])
+def pair(request: pytest.FixtureRequest, llama: Any, drive: Path) -> Iterator[tuple[OffloadedCache, Any]]:
+    """A cache on the drive, or in memory, and one of transformers', with the same in them."""
+    settings: dict[str, Any] = {"path": drive} if request.param == "drive" else {"where": "cpu"}
+    with OffloadedCache(llama.config, **settings) as cache:
+        reference = transformers.DynamicCache(config=llama.config)
+        for seed, positions in enumerate([30, 1, 1, 9, 1]):
+            extend(cache, reference, positions, seed)
+        yield cache, reference
+
+
+def extend(cache: OffloadedCache, reference: Any, positions: int, seed: int = 7) -> None:
+    batch = reference.layers[0].keys.shape[0] if reference.get_seq_length() else 2
+    for layer in range(3):
+        new = states(batch, positions, seed=10 * seed + layer)
+        got, expected = cache.update(*new, layer_idx=layer), reference.update(*new, layer_idx=layer)
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.crop(-17),
+        lambda cache: cache.crop(-41),
+        lambda cache: cache.crop(-42),
+        lambda cache: cache.crop(0),
+        lambda cache: cache.reset(),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: (cache.reorder_cache(torch.tensor([1, 1])), cache.crop(-20)),
+        lambda cache: cache.batch_repeat_interleave(3),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
+        lambda cache: (cache.batch_repeat_interleave(2), cache.reorder_cache(torch.tensor([3, 0, 0, 2]))),
+    ],
+)
+def test_changes_are_those_of_a_dynamic_cache(pair: tuple[OffloadedCache, Any], change: Callable[[Any], Any]) -> None:
+    cache, reference = pair
+    assert same(cache, reference)
+    for each in pair:
+        change(each)
+    assert cache.get_seq_length() == reference.get_seq_length()
+    assert reference.get_seq_length() == 0 or same(cache, reference)
+    for positions in (1, 12, 1):
+        extend(cache, reference, positions)
+    assert same(cache, reference)
+
+
+def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) -> None:
+    for layer in range(3):
+        cache.update(*states(positions=40, seed=layer), layer_idx=layer)
+    kept = [cache.update(*states(seed=3 + layer), layer_idx=layer) for layer in range(3)]
+    for layer, (keys, values) in enumerate(kept):
+        before, new = states(positions=40, seed=layer), states(seed=3 + layer)
+        assert torch.equal(keys, torch.cat([before[0], new[0]], dim=2))
+        assert torch.equal(values, torch.cat([before[1], new[1]], dim=2))
+
+
+def test_what_leaves_a_window_leaves_the_drive(drive: Path) -> None:
+    config = decoder("Mistral", sliding_window=20)
+    with OffloadedCache(config, path=drive) as cache:
+        for seed in range(200):
+            cache.update(*states(seed=seed), layer_idx=0)
+        report = cache.report()
+    assert report.bytes_written > 8 * report.bytes_on_drive > 0
+
+
+def test_a_window_that_was_left_cannot_be_cropped(drive: Path) -> None:
+    with OffloadedCache(decoder("Mistral", sliding_window=20), path=drive) as cache:
+        cache.update(*states(positions=40), layer_idx=0)
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-2)
+        with pytest.raises(ValueError, match="negative"):
+            cache.crop(2)
+        cache.activate_past_recording()
+        cache.update(*states(positions=5), layer_idx=0)
+        cache.crop(-5)
+        assert cache.get_seq_length() == 40
+
+
+# Memory.
+
+
+def test_memory_beyond_the_budget_is_a_few_layers(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", kv_drive.CHUNK_BYTES)
+    layers, positions = 24, 8192
+    config = decoder("Llama", num_hidden_layers=layers)
+    layer_bytes = 2 * positions * 2 * 64 * 4  # 8 MiB of keys and values
+    new = states(batch=1, positions=positions // 4, dim=64)
+    step = states(batch=1, dim=64)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
+    before = _peak()
+    budget = 3 * layer_bytes
+    with OffloadedCache(config, path=drive, memory_budget=budget) as cache:
+        for _ in range(4):
+            for layer in range(layers):
+                cache.update(*new, layer_idx=layer)
+        for _ in range(8):
+            for layer in range(layers):
+                assert cache.update(*step, layer_idx=layer)[0].shape[2] > positions
+        report = cache.report()
+        resident = sum(not layer.streamed for layer in cache.layers)
+        peak = _peak() - before
+    assert report.bytes_on_drive >= (layers - 3) * (layer_bytes - 2 * MIB)
+    assert resident == 2  # each with room for an eighth more
+    assert peak < budget + 2 * layer_bytes + layers * 2 * MIB + 32 * MIB < layers * layer_bytes
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def test_layers_on_the_drive_are_spread_among_those_in_memory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", 64 << 10)
+    with OffloadedCache(decoder("Llama", num_hidden_layers=8), path=drive, memory_budget=3_500_000) as cache:
+        for seed in range(4):
+            for layer in range(8):
+                cache.update(*states(positions=500, seed=seed), layer_idx=layer)
+        streamed = [layer.streamed for layer in cache.layers]
+    assert sum(streamed) == 4
+    assert len(set(itertools.pairwise(streamed))) == 2, "each second one"
+
+
+def test_what_a_killed_process_has_left_goes(llama: Any, drive: Path, interpreters: Interpreters) -> None:
+    killed = interpreters.run(
+        f"""
+        import os, torch
+        from deepnvme.streaming.kv_drive import Drive
+        drive = Drive({str(drive)!r}, layers=1, prefetch=1)
+        drive.write(0, 0, *torch.zeros(2, 1, 1, 100, 8))
+        os.kill(os.getpid(), 9)
+        """
+    )
+    assert killed.returncode == -9
+    assert list(drive.rglob("*.data"))
+    with OffloadedCache(llama.config, path=drive):
+        pass
+    assert not list(drive.rglob("*.data"))
