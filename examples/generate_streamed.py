@@ -2,8 +2,8 @@
 
     python examples/generate_streamed.py [--size GB] [--budget GB] [--tokens N] [--dir DIR]
 
-The model is made here, with random weights in bf16, and so is what it says. Each way runs in a process of its own, whose peak memory
-is what the system says. Files go to a temporary directory under DIR (default: the current directory).
+The model is made here, with random weights in bf16, and so is what it says. Each way runs in a process of its own, whose peak
+memory is what the system says. Files go to a temporary directory under DIR (default: the current directory).
 """
 
 import argparse

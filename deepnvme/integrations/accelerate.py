@@ -79,7 +79,8 @@ def disable() -> None:
 def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
     """As ``accelerate.disk_offload``: ``offload_dir`` may hold weights that accelerate has put there before."""
     if _enabled is None:
-        return _original("disk_offload")(model, offload_dir, execution_device, *arguments, **options)
+        own: nn.Module = _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
+        return own
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
     names = weights_of(model)
@@ -108,8 +109,9 @@ def dispatch_model(
         if _enabled is not None and "disk" in placed:
             text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        original = _original("dispatch_model")
-        return original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
+        original = _originals["dispatch_model"]
+        own: nn.Module = original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
+        return own
     index = offload_index if offload_index is not None else _index_in(offload_dir)
     on_disk = {name for name in weights_of(model) if _placed(name, device_map) == "disk"}
     kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index}
@@ -142,7 +144,7 @@ def _streamed(
     if absent:
         more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
         raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {', '.join(absent[:4])}{more}")
-    where = {Path(folder) / STORE: 1.0}
+    where: dict[str | os.PathLike[str], float] = {Path(folder) / STORE: 1.0}
     origin = _origin(index, folder, there)
     store = opened(where, origin)
     if store is None:
@@ -167,8 +169,8 @@ def _streamed(
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What tells a store of these weights from one of others: the version of a checkpoint's files; a checksum of what is in memory,
-    and of what is written to the folder each time that a model is loaded."""
+    """What tells a store of these weights from one of others: the version of a checkpoint's files; a checksum of what is in
+    memory, and of what is written to the folder each time that a model is loaded."""
     facts: dict[str, Any] = {}
     for name, entry in index.items():
         file = os.fspath(entry.get("safetensors_file") or os.path.join(folder, f"{name}.dat"))
@@ -211,12 +213,8 @@ def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
-def _original(name: str) -> Callable[..., Any]:
-    return _originals[name]
-
-
 def _places() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Where others look for what is replaced."""
-    ours = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
+    ours: dict[str, Callable[..., Any]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
     modules = ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate")
     return [(sys.modules[module], name, ours[name]) for module in modules if module in sys.modules for name in ours]

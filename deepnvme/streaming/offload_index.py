@@ -21,9 +21,10 @@ from .sources import Location, Pending, Weights
 class OffloadIndex(Weights):
     """A Source for :meth:`WeightStore.build`.
 
-    ``index``: by the weight's name in the model, either ``safetensors_file``, with the ``weight_name`` in it, and the ``dtype`` that
-    it is to have; or the ``dtype`` and ``shape`` of what lies in ``<folder>/<name>.dat``. Both are what accelerate writes and
-    transformers hands to it. ``wanted``: names, of those in the index; the rest is ignored. ``in_memory``: weights beside them.
+    ``index``: by the weight's name in the model, either ``safetensors_file``, with the ``weight_name`` in it, and the ``dtype``
+    that it is to have; or the ``dtype`` and ``shape`` of what lies in ``<folder>/<name>.dat``. Both are what accelerate writes
+    and transformers hands to it. ``wanted``: names, of those in the index; the rest is ignored. ``in_memory``: weights beside
+    them.
 
     Raises CorruptCheckpoint for a file without a weight that is said to be in it, FileNotFoundError for one that is missing.
     """

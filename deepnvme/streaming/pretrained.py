@@ -23,6 +23,7 @@ from deepnvme.swap.directories import weights_of as directories_of
 
 from .comparing import described
 from .offload_index import OffloadIndex
+from .quantization import Scheme
 from .streaming import stream
 from .weight_store import Directories, WeightStore
 
@@ -56,9 +57,10 @@ def from_pretrained(
 
     ``name_or_path``: as transformers' ``from_pretrained`` takes it; what is no directory is downloaded. ``offload_dir``: the
     store's directories, as of :class:`WeightStore`. ``memory_budget``, ``prefetch``, ``device``: as for :func:`stream`.
-    ``quantize``: as for :meth:`WeightStore.build`. ``kv_offload``: where ``generate`` keeps keys and values, in host memory or in the first of the directories; None for where
-    the model computes. ``model_class``: of transformers; by default the one that the checkpoint names. ``progress``: of building
-    the store, as for :meth:`WeightStore.build`. ``options``: what else transformers' ``from_pretrained`` takes.
+    ``quantize``: as for :meth:`WeightStore.build`. ``kv_offload``: where ``generate`` keeps keys and values, in host memory or in
+    the first of the directories; None for where the model computes. ``model_class``: of transformers; by default the one that
+    the checkpoint names. ``progress``: of building the store, as for :meth:`WeightStore.build`. ``options``: what else
+    transformers' ``from_pretrained`` takes.
 
     Raises ImportError without transformers and accelerate; ValueError for a store of another checkpoint, naming what differs, and
     for a checkpoint that is quantised; and what transformers, :meth:`WeightStore.build` and :func:`stream` raise. Blocks.
@@ -76,12 +78,12 @@ def from_pretrained(
     where: dict[Any, float] = {**directories_of(offload_dir)}
     store = opened(where, origin) or _build(kind, name, options, where, origin, quantize, progress)
     try:
-        model = _without_weights(transformers, kind, name, config, store, options)
+        model: PreTrainedModel = _without_weights(transformers, kind, name, config, store, options)
         streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)
     except BaseException:
         store.close()
         raise
-    model.streaming = streaming
+    model.streaming = streaming  # type: ignore[assignment]  # no module and no tensor
     if kv_offload is not None:
         from .kv_cache import offload_kv
 
@@ -194,7 +196,7 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
-            weights = getattr(each, "weights_map", None)
+            weights: Any = getattr(each, "weights_map", None)
             while hasattr(weights, "dataset"):
                 weights = weights.dataset  # of a part of the model
             if weights is not None:
@@ -217,12 +219,10 @@ def _without_weights(
         weight = store.weights.get(store.ties.get(parameter_name, parameter_name))
         if weight is not None:
             parameter.data = parameter.data.to(weight[1].info.dtype)
-    if model.can_generate() and os.path.isdir(name):
+    if model.can_generate():
         hub = {key: options[key] for key in _HUB if key in options}
-        try:
+        with contextlib.suppress(OSError):  # it is the config's, then
             model.generation_config = transformers.GenerationConfig.from_pretrained(name, **hub)
-        except OSError:
-            pass  # it is the config's, then
     return model.eval()
 
 
@@ -231,7 +231,7 @@ def _dtype_of(store: WeightStore, config: PretrainedConfig, options: Mapping[str
     dtype = config.dtype if dtype in (None, "auto") else dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    if dtype is not None:
+    if isinstance(dtype, torch.dtype):
         return dtype
     floating = (weight.info.dtype for _, weight in store.weights.values() if weight.info.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())
