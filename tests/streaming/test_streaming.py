@@ -603,6 +603,7 @@ def test_a_stream_that_is_dropped_gives_its_memory_back(world: World) -> None:
 
 
 _PROGRAM = """
+from pathlib import Path
 import torch
 from torch import nn
 from deepnvme.streaming import WeightStore, stream
@@ -616,7 +617,8 @@ class Model(nn.Module):
         return sum(layer(x).sum() for layer in self.layers)
 
 def resident():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith({field!r}))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith({field!r}))
 
 with torch.device("meta"):
     model = Model()
@@ -626,7 +628,7 @@ del weights
 x = torch.ones(1, 1024)
 with WeightStore.open({directory!r}) as store, torch.no_grad():
     nn.functional.linear(x, torch.ones(4096, 1024))
-    open("/proc/self/clear_refs", "w").write("5")
+    Path("/proc/self/clear_refs").write_text("5")
     before = resident()
     with stream(model, store, prefetch={prefetch}, memory_budget={budget}):
         for _ in range(3):
