@@ -32,6 +32,7 @@ class _Weight:
     absent: torch.Tensor | None = None
     present: torch.Tensor | None = None
     version: int = 0
+    address: int = 0
 
     def put(self, tensor: torch.Tensor | None) -> None:
         for place in self.places:
@@ -44,6 +45,7 @@ class _Weight:
             present is None
             or any(place.among.get(place.name) is not present for place in self.places)
             or present._version != self.version
+            or present.data_ptr() != self.address  # as after model.to(...)
         )
 
 
@@ -96,7 +98,7 @@ class ModuleWeights:
                 tensor = weight.facts.view(memory).data  # with a count of changes of its own
                 parameter = isinstance(weight.places[0].among.get(weight.places[0].name), nn.Parameter)
                 weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
-                weight.version = weight.present._version
+                weight.version, weight.address = weight.present._version, weight.present.data_ptr()
                 weight.put(weight.present)
 
     def changed(self, extent: str) -> list[str]:

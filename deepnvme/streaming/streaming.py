@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport, Tally
 from .weight_store import WeightStore
 
-_MARK = "_deepnvme_streamed"
 _WORTH_IT = 1.1
 """By how much more bytes other residents must save: to change them costs a read of each."""
 
@@ -69,7 +68,7 @@ class Streaming:
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
-        if any(hasattr(module.forward, _MARK) for module in model.modules()):
+        if any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules()):
             raise RuntimeError(f"this {type(model).__name__} is streamed already: close() that stream first")
         store.check(model)
         self._model, self._store, self._budget = model, store, memory_budget
@@ -126,20 +125,8 @@ class Streaming:
     def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
         """Read so many bytes of extents and more, as a pass does but with nothing to compute, and have reports tell the share of
         what the drive gave then. Bytes/s; None where all weights stay in memory. Blocks."""
-        with self._taken():
-            keys = [key for key in self._sizes if not self._fetcher.is_resident(key)]
-            if not keys:
-                return None
-            keys *= -(-nbytes // sum(self._sizes[key] for key in keys))
-            self._fetcher.expect(())
-            before, begun = self._fetcher.bytes_read, time.perf_counter()
-            for index, key in enumerate(keys):
-                self._fetcher.take([key], keys[index + 1 :])
-                self._fetcher.give_back([key])
-            self._limit = (self._fetcher.bytes_read - before) / (time.perf_counter() - begun)
-            self._fetcher.expect(self._order.predict())
-            self._tally.bytes_before += self._fetcher.bytes_read - before
-        return self._limit
+        limit: float | None = self._in_turn(self._measured, nbytes)
+        return limit
 
     def close(self, restore: bool = False) -> None:
         """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
@@ -213,30 +200,51 @@ class Streaming:
                     module._buffers[key] = buffer.to(device)
 
     def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        forward = module.forward
         self._wrapped.append((module, module.__dict__.get("forward")))
-
-        @functools.wraps(forward)
-        def streamed(*args: Any, **kwargs: Any) -> Any:
-            if self._owner == threading.get_ident():
-                return call(forward, args, kwargs)
-            with self._taken():
-                self._tally.enter()
-                try:
-                    return call(forward, args, kwargs)
-                except BaseException:
-                    self._order.forget_last()
-                    raise
-                finally:
-                    self._tally.leave()
-
-        setattr(streamed, _MARK, True)
-        module.forward = streamed
+        module.forward = _Forward(self, module.forward, call)
 
     # Calls.
 
-    def _taken(self) -> _Turn:
-        return _Turn(self)
+    def _called(self, call: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._owner == threading.get_ident():
+            return call(forward, args, kwargs)
+        return self._in_turn(self._outermost, call, forward, args, kwargs)
+
+    def _in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
+        with self._turn:  # itself: no interrupt comes between its being taken and what releases it
+            try:
+                self._owner = threading.get_ident()
+                if self._closed:
+                    raise RuntimeError("the stream of this model's weights was closed")
+                self._recover()
+                return call(*args)
+            finally:
+                self._owner = 0
+
+    def _outermost(self, call: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._tally.enter()
+        try:
+            return call(forward, args, kwargs)
+        except BaseException:
+            self._order.forget_last()
+            raise
+        finally:
+            self._tally.leave()
+
+    def _measured(self, nbytes: int) -> float | None:
+        keys = [key for key in self._sizes if not self._fetcher.is_resident(key)]
+        if not keys:
+            return None
+        keys *= -(-nbytes // sum(self._sizes[key] for key in keys))
+        self._fetcher.expect(())
+        before, begun = self._fetcher.bytes_read, time.perf_counter()
+        for index, key in enumerate(keys):
+            self._fetcher.take([key], keys[index + 1 :])
+            self._fetcher.give_back([key])
+        self._limit = (self._fetcher.bytes_read - before) / (time.perf_counter() - begun)
+        self._fetcher.expect(self._order.predict())
+        self._tally.bytes_before += self._fetcher.bytes_read - before
+        return self._limit
 
     def _root(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._tally.called(args, kwargs)
@@ -280,7 +288,14 @@ class Streaming:
             self._tally.stalls[block] += self._fetcher.waited - before
         for extent, memory in zip(wanted, memories, strict=True):
             self._in_use[extent] = None
-            if extent not in self._there:
+            if extent in self._there:
+                changed = self._weights.changed(extent)
+                if changed:
+                    raise RuntimeError(
+                        f"{', '.join(map(repr, changed))} of {block!r} had been changed, moved or cast: that cannot be done to a"
+                        " model whose weights are streamed, and later calls see what is on the drive"
+                    )
+            else:
                 self._weights.put(extent, memory)
                 if self._fetcher.is_resident(extent):
                     self._there.add(extent)
@@ -332,29 +347,18 @@ class Streaming:
         return memories
 
 
-class _Turn:
-    """This thread's, until it is left."""
+class _Forward:
+    """A module's, while its model is streamed."""
 
-    def __init__(self, streaming: Streaming) -> None:
-        self._streaming = streaming
+    def __init__(self, streaming: Streaming, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)  # whose signature others look at
+        self._streaming, self._forward, self._call = streaming, forward, call
 
-    def __enter__(self) -> None:
-        streaming = self._streaming
-        streaming._turn.acquire()
-        try:
-            if streaming._closed:
-                raise RuntimeError("the stream of this model's weights was closed")
-            streaming._owner = threading.get_ident()
-            streaming._recover()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._streaming._called(self._call, self._forward, args, kwargs)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._streaming._owner = 0
-        self._streaming._turn.release()
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RuntimeError("a model whose weights are streamed cannot be copied or pickled: close(restore=True) its stream first")
 
 
 def _on(device: torch.device, store: WeightStore) -> tuple[Arrivals, Callable[[int, int], Slots]]:

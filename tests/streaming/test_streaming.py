@@ -210,6 +210,8 @@ def test_interrupts_at_any_moment(world: World) -> None:
                 nonlocal left
                 if "deepnvme/streaming" not in frame.f_code.co_filename:
                     return None
+                if frame.f_code.co_name == "_in_turn":  # Python does not look for signals between a lock's with and its lines
+                    return None
                 left -= event == "line"
                 if left < 0 and event == "line":
                     sys.settrace(None)
@@ -327,6 +329,18 @@ def test_weights_are_refused_by_name_where_they_are_not_in_memory(world: World) 
         assert "parts.0.weight" in repr(weight)
         assert sum(parameter.numel() for parameter in model.parameters()) == 6 * (WIDTH * WIDTH + WIDTH)
         assert model.eval().train().requires_grad_(False) is model
+        world.check(ORDER)
+
+
+def test_weights_in_memory_that_are_changed_between_calls_are_told_of_and_read_again(world: World) -> None:
+    with world.stream(memory_budget=1 << 20):
+        world.check(ORDER)
+        with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+            copy.deepcopy(world.streamed)
+        world.streamed.to(torch.float64)
+        for index in range(6):
+            with pytest.raises(RuntimeError, match=rf"'parts\.{index}\.weight'.* had been changed, moved or cast"):
+                world.check([index])
         world.check(ORDER)
 
 
@@ -565,7 +579,7 @@ def test_the_report(world: World) -> None:
         report = streaming.report()
         assert report.passes == 2
         assert report.bytes_read == pytest.approx(12 * 4096, abs=2 * 4096)
-        assert 0 < report.stalled <= report.seconds
+        assert 0 <= report.stalled <= report.seconds
         assert report.share_of_limit == pytest.approx(report.bytes_per_second / report.limit)  # type: ignore[operator]
         text = str(report)
         assert "2 passes in" in text
@@ -589,6 +603,7 @@ def test_a_stream_that_is_dropped_gives_its_memory_back(world: World) -> None:
 
 
 _PROGRAM = """
+from pathlib import Path
 import torch
 from torch import nn
 from deepnvme.streaming import WeightStore, stream
@@ -602,7 +617,8 @@ class Model(nn.Module):
         return sum(layer(x).sum() for layer in self.layers)
 
 def resident():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith({field!r}))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith({field!r}))
 
 with torch.device("meta"):
     model = Model()
@@ -612,7 +628,7 @@ del weights
 x = torch.ones(1, 1024)
 with WeightStore.open({directory!r}) as store, torch.no_grad():
     nn.functional.linear(x, torch.ones(4096, 1024))
-    open("/proc/self/clear_refs", "w").write("5")
+    Path("/proc/self/clear_refs").write_text("5")
     before = resident()
     with stream(model, store, prefetch={prefetch}, memory_budget={budget}):
         for _ in range(3):
