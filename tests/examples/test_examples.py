@@ -51,3 +51,12 @@ def test_a_model_is_trained_with_its_states_on_the_drive_as_in_memory(drive: Pat
     assert wrote is not None
     assert float(wrote[1]) > 0, "no states went to the drive"
     assert list(drive.iterdir()) == []
+
+
+def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
+    pytest.importorskip("transformers")
+    printed = run("generate_streamed.py", "--dir", drive, "--size", 0.02, "--tokens", 4)
+    assert "4 tokens, every one the same" in printed
+    rows = re.findall(r"(in memory|streamed, 0\.005 GB of them kept) +│ +([\d.]+) +│ +(\d+) ", printed)
+    assert [row[0] for row in rows] == ["in memory", "streamed, 0.005 GB of them kept"]
+    assert list(drive.iterdir()) == []
