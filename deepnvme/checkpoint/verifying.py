@@ -79,6 +79,8 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
         problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
     except CorruptCheckpoint as error:
         return Report(name, "pt", 0, 0, 0, (error.why,))
+    except _DAMAGED as error:
+        return Report(name, "pt", 0, 0, 0, (str(error),))
     storages = found.storages
     return Report(
         name,
@@ -197,7 +199,8 @@ def verify_records(path: str | os.PathLike[str]) -> None:
         raise CorruptCheckpoint(path, str(error)) from error
 
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, UnicodeDecodeError)
+"""What zipfile raises for archives that cannot be read: of a later version also, and with a name that is not UTF-8."""
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:

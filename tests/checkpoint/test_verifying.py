@@ -14,7 +14,7 @@ import torch
 
 import deepnvme
 from deepnvme.__main__ import main
-from deepnvme.checkpoint import verify
+from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.swap.buffers import BufferPool
 
@@ -53,6 +53,16 @@ class TestProblems:
         flip(path, place_of(path, record) + 10)
         (problem,) = verify(path).problems
         assert problem.startswith(f"{said}: ")
+
+    @pytest.mark.parametrize(("field", "at"), [(b"PK\1\2", 6), ("\xe9".encode(), 0)], ids=["its version", "a name"])
+    def test_in_the_headers_of_a_compressed_file(self, path: Path, field: bytes, at: int) -> None:
+        rezipped(path, zipfile.ZIP_DEFLATED, folder="\xe9")
+        content = bytearray(path.read_bytes())
+        content[content.index(field) + at] = 0xFF
+        path.write_bytes(content)
+        assert len(verify(path).problems) == 1
+        with pytest.raises(CorruptCheckpoint):
+            deepnvme.load(path, checksum=True)
 
     def test_what_a_compressed_file_lacks(self, path: Path) -> None:
         with zipfile.ZipFile(path) as whole, zipfile.ZipFile(path.with_name("less.pt"), "w", zipfile.ZIP_DEFLATED) as less:
