@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
+import io
 import os
 import zlib
 from collections.abc import Iterable
@@ -13,7 +15,7 @@ from typing import BinaryIO
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from .cut_off import what_is_missing
-from .pickle_scan import PickleScan
+from .pickle_scan import PickleScan, names_only_plain
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 
@@ -135,19 +137,30 @@ def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> Pi
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
-    """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint for a
-    storage that is not there."""
+    """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint."""
+    with open(path, "rb") as file:
+        file.seek(data_offset(path, file.fileno(), found.pickle.header))
+        stream = file.read(found.pickle.nbytes)
+    if names_only_plain(stream):
+        return True
+    scan = PickleScan(io.BytesIO(stream))
+    try:
+        scan.load()
+    except Exception:  # another's pickle, or one that torch is going to refuse
+        return False
+    return scan.plain
+
+
+def check_storages(path: str | os.PathLike[str], found: Contents) -> None:
+    """That all are there which the pickle refers to, for a file that could not be loaded. Raises CorruptCheckpoint."""
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
-        try:
+        with contextlib.suppress(Exception):  # what was wrong with the pickle is said by who could not load it
             scan.load()
-        except Exception:  # another's pickle, or one that torch is going to refuse
-            return False
     there = {record.key for record in found.storages}
     for key, nbytes in scan.nbytes.items():
         if key not in there:
             raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none")
-    return scan.plain
 
 
 def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> int:

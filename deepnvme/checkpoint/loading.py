@@ -15,7 +15,17 @@ from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
 from .archive import crc32_of
-from .contents import Contents, CorruptCheckpoint, WrongChecksum, check_pickle, contents, data_offsets, is_plain, is_zip
+from .contents import (
+    Contents,
+    CorruptCheckpoint,
+    WrongChecksum,
+    check_pickle,
+    check_storages,
+    contents,
+    data_offsets,
+    is_plain,
+    is_zip,
+)
 from .one_version import of_one_version
 from .pickled import pickled
 from .placing import MapLocation, Placed, memory_for, placing
@@ -92,7 +102,7 @@ def _load(
 
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()
-    wanted = _any if keys is None else _offsets_of(path, keys, options).__contains__
+    wanted = _any if keys is None else _offsets_of(path, found, keys, options).__contains__
 
     def fill(placed: list[Placed]) -> None:
         read(placed, path, shared_engine(), pool, progress)
@@ -113,7 +123,7 @@ def _load(
             ]
             fill(read_before)
             now.filled = dict(read_before)
-        whole = _mapped(path, {**options, "map_location": now.located_by(locate)} if asks else options)
+        whole = _mapped(path, found, {**options, "map_location": now.located_by(locate)} if asks else options)
         if not now.blind:
             if plain:
                 _check_sizes(path, found, now.placed)
@@ -131,16 +141,21 @@ def _any(offset: int) -> bool:
     return True
 
 
-def _mapped(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+def _mapped(path: str | os.PathLike[str], found: Contents, options: Mapping[str, Any]) -> Any:
     with open(path, "rb") as file:  # torch maps only what has a name in UTF-8
-        return torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, **options)
+        try:
+            return torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, **options)
+        except Exception:
+            check_storages(path, found)
+            raise
 
 
-def _offsets_of(path: str | os.PathLike[str], keys: list[Any], options: Mapping[str, Any]) -> set[int]:
+def _offsets_of(path: str | os.PathLike[str], found: Contents, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Of the storages that these entries refer to. The file is mapped for it, and no storage is read."""
     with placing(path, lambda offset: False) as now:
-        chosen = _chosen(_mapped(path, {**options, "map_location": "cpu"}), keys)
-        storages = pickled(chosen, pickle, 2).storages
+        chosen = _chosen(_mapped(path, found, {**options, "map_location": "cpu"}), keys)
+        module = options["pickle_module"]
+        storages = pickled(chosen, module if hasattr(module, "Pickler") else pickle, 2).storages
         return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
 
 

@@ -1,0 +1,81 @@
+"""What a pickle refers to is found without making it, and without what a hostile one asks for."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import tracemalloc
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.checkpoint.pickle_scan import PickleScan, names_only_plain
+from deepnvme.checkpoint.pickled import pickled
+
+from .objects import OBJECTS
+
+
+def scan(stream: bytes) -> PickleScan:
+    found = PickleScan(io.BytesIO(stream))
+    found.load()
+    return found
+
+
+class TestHostilePickles:
+    def test_a_number_takes_no_memory(self) -> None:
+        long_binput = b"r\xff\xff\xff\0"  # "remember the list as the 16 777 215th"
+        tracemalloc.start()
+        try:
+            scan(b"\x80\2]" + long_binput + b".")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+    def test_a_storages_size_that_is_no_number(self) -> None:
+        stream = pickled(torch.ones(3), pickle, 2).stream
+        with pytest.raises(TypeError):
+            scan(stream.replace(b"K\3tq", b"X\1\0\0\0atq", 1))
+
+    @pytest.mark.parametrize(
+        "before",
+        [
+            b"", b"c", b"q", b"qc", b"\n", b"\nc", b"K\nq\n", b"abc\n", b"ctorch._utils\n", b"ctorch._utils\n_rebuild_tensor_v2",
+            b"ctorch._utils\n_rebuild_tensor_v2\n", b"\ncollections\n", b"\x80ctorch\n", b"\xff\xfe", b"c\0c", b"X\n\0\0\0c",
+        ],
+        ids=repr,
+    )  # fmt: skip
+    @pytest.mark.parametrize("name", [b"ctorch._utils\n_rebuild_qtensor\n", b"cmodule of \xc3\xa9-\nClass.Inner\n", b"cc\nc\n"])
+    def test_a_name_that_is_not_plain_cannot_hide(self, before: bytes, name: bytes) -> None:
+        assert not names_only_plain(b"\x80\2" + before + name + b"q\0.")
+
+
+class TestNames:
+    @pytest.mark.parametrize("kind", OBJECTS)
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_nothing_is_called_plain_that_a_scan_calls_otherwise(self, kind: str, protocol: int) -> None:
+        stream = pickled(OBJECTS[kind](), pickle, protocol).stream
+        assert scan(stream).plain or not names_only_plain(stream)
+
+    @pytest.mark.parametrize("tensors", [1, 10, 300, 5_000])
+    @pytest.mark.parametrize("kind", [dict, OrderedDict])
+    def test_a_models_state_takes_no_scan(self, tensors: int, kind: Any) -> None:
+        storage = torch.zeros(10)
+        state = kind((f"decoder.{index}.weight", storage.view(2, 5)) for index in range(tensors))
+        assert names_only_plain(pickled(state, pickle, 2).stream)
+        assert names_only_plain(pickled({"model": state, "step": 10, "dtype": torch.bfloat16}, pickle, 2).stream)
+
+    def test_text_that_looks_like_names_takes_one(self) -> None:
+        stream = pickled({"text": "a cat\nor\ntwo\n", "tensor": torch.ones(3)}, pickle, 2).stream
+        assert scan(stream).plain
+        assert not names_only_plain(stream)
+
+    def test_what_is_registered_by_a_number_takes_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        registry: dict[Any, int] = {}
+        monkeypatch.setattr(copyreg, "_extension_registry", registry)
+        stream = pickle.dumps([1], 2)
+        assert names_only_plain(stream)
+        registry["module", "name"] = 7
+        assert not names_only_plain(stream)
