@@ -53,6 +53,7 @@ class Fetcher:
 
     ``read(key, memory)``: starts reading an extent into so many bytes, and returns at once. ``sizes``: bytes of memory that each
     needs. ``slots``: where; a slot holds one. ``residents``: extents that stay in memory of their own once they have been read.
+    ``stored``: bytes that the drive gives for each, where these are others.
 
     - Each use of an extent is between a ``take`` and a ``give_back``, and in between its memory stays as it is. Uses may overlap;
       an extent is in memory once, however many use it.
@@ -73,8 +74,10 @@ class Fetcher:
         sizes: Mapping[str, int],
         slots: Slots,
         residents: Collection[str] = (),
+        stored: Mapping[str, int] | None = None,
     ) -> None:
         self._read, self._sizes, self._slots = read, sizes, slots
+        self._stored = sizes if stored is None else stored
         self._residents = frozenset(residents)
         self._extents: dict[str, _Extent] = {}
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
@@ -198,7 +201,7 @@ class Fetcher:
             memory = slot.buffer[:nbytes]
         extent = self._extents[key] = _Extent(memory, slot, self._read(key, memory))
         self.reads += 1
-        self.bytes_read += nbytes
+        self.bytes_read += self._stored[key]
         return extent
 
     def _forget(self, key: str) -> None:

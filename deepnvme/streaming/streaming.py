@@ -77,9 +77,10 @@ class Streaming:
         self._check_budget()
         self._uses: Counter[str] = Counter()
         chosen = residents(self._sizes, {}, memory_budget)
-        streamed = [nbytes for name, nbytes in self._sizes.items() if name not in chosen]
-        self._slots: Slots = slots_of(max(streamed, default=0), prefetch + 1)
-        self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen)
+        self._slot_size = max((nbytes for name, nbytes in self._sizes.items() if name not in chosen), default=0)
+        self._slots: Slots = slots_of(self._slot_size, prefetch + 1)
+        stored = {name: extent.nbytes for name, extent in store.extents.items()}
+        self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen, stored)
         self._order = Order([extent for extents in store.blocks.values() for extent in extents])
         self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
         self._turn = threading.Lock()
@@ -88,6 +89,8 @@ class Streaming:
         self._in_use: dict[str, None] = {}  # extents, since when: between a take and a give_back
         self._there: set[str] = set()  # residents whose weights are in their places
         self._closed = False
+        self.owns_store = False
+        """Whether :meth:`close` closes the store, too: of who has made both, and shows only this."""
         self._limit: float | None = None
         self._tally = Tally()
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -124,7 +127,9 @@ class Streaming:
 
     def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
         """Read so many bytes of extents and more, as a pass does but with nothing to compute, and have reports tell the share of
-        what the drive gave then. Bytes/s; None where all weights stay in memory. Blocks."""
+        what the drive gave then. Bytes/s; None where all weights stay in memory. Blocks. Raises RuntimeError within a call of the
+        model; OSError from reading."""
+        self._check_outside("measure_limit()")
         limit: float | None = self._in_turn(self._measured, nbytes)
         return limit
 
@@ -132,12 +137,11 @@ class Streaming:
         """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
 
         ``restore``: read all weights into memory of their own, and leave the model as one that never was streamed. Otherwise its
-        weights stay placeholders; what was in no block is there. The store stays open.
+        weights stay placeholders; what was in no block is there. The store stays open, but where ``owns_store`` says otherwise.
 
         Raises RuntimeError within a call of the model; OSError from reading, and the model is streamed still.
         """
-        if self._owner == threading.get_ident():
-            raise RuntimeError("close() within a forward of the model: its weights are in use")
+        self._check_outside("close()")
         with self._turn:
             if self._closed:
                 return
@@ -156,6 +160,8 @@ class Streaming:
                     self._weights.remove(name)
             self._fetcher.close()
             self._arrivals.close()
+            if self.owns_store:
+                self._store.close()
 
     def __enter__(self) -> Streaming:
         return self
@@ -164,6 +170,10 @@ class Streaming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_outside(self, what: str) -> None:
+        if self._owner == threading.get_ident():
+            raise RuntimeError(f"{what} within a forward of the model: its weights are in use")
 
     # Making.
 
@@ -328,7 +338,9 @@ class Streaming:
             return
         uses = {extent: self._uses[extent] for extent in self._sizes}
         before = {extent for extent in self._sizes if self._fetcher.is_resident(extent)}
-        better = residents(self._sizes, uses, self._budget)
+        better = {extent for extent in before if self._sizes[extent] > self._slot_size}  # no slot holds them
+        rest = {extent: nbytes for extent, nbytes in self._sizes.items() if extent not in better}
+        better |= residents(rest, uses, self._budget - sum(self._sizes[extent] for extent in better))
         if saved_bytes(better, self._sizes, uses) > _WORTH_IT * saved_bytes(before, self._sizes, uses):
             for extent in self._there - better:
                 self._weights.remove(extent)

@@ -400,6 +400,8 @@ def test_closing_waits_for_a_call_and_is_refused_within_one(world: World) -> Non
     def hook(*_: object) -> None:
         with pytest.raises(RuntimeError, match="within a forward"):
             streaming.close()
+        with pytest.raises(RuntimeError, match=r"measure_limit\(\) within a forward"):
+            streaming.measure_limit()
         entered.set()
         go_on.wait(10)
 
@@ -512,6 +514,12 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
         with stream(streamed, store, memory_budget=budget) as streaming, torch.no_grad():
             for _ in range(3):
                 assert torch.equal(streamed(x, [0, 1, 2, 3, 1]), model(x, [0, 1, 2, 3, 1]))
+            if not budget:
+                sizes = [extent.nbytes for extent in store.extents.values()]
+                streaming.reset()
+                for _ in range(3):
+                    streamed(x, [0, 1, 2, 3])
+                assert streaming.report().bytes_read < 6 * sum(sizes)  # as they are on the drive: four times that in memory
             streaming.close(restore=True)
             assert torch.equal(streamed(x, [0, 1, 2, 3]), model(x, [0, 1, 2, 3]))
 
@@ -550,6 +558,19 @@ def test_what_is_used_more_often_comes_to_stay(world: World) -> None:
         for _ in range(5):
             world.check([4, 5])
         assert streaming.report().bytes_read <= 3 * 4096  # ahead, in vain
+
+
+def test_what_is_too_large_for_the_memory_that_is_lent_stays(drive: Path) -> None:
+    """A large block was to stay, and turns out to be used less often than the small ones."""
+    large = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+    model = Calls(large, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    streamed = copy.deepcopy(model)
+    with WeightStore.build(model, drive / "store", blocks=["parts.*"]) as store:
+        sizes = {name: extent.nbytes for name, extent in store.extents.items()}
+        with stream(streamed, store, memory_budget=sizes["parts.0"] + 4095), torch.no_grad():
+            for _ in range(4):
+                order = [0, *[1, 2, 3, 4] * 30]
+                assert torch.equal(streamed(INPUT, order), model(INPUT, order))
 
 
 def test_skipped_blocks_cost_what_was_read_ahead_of_them(world: World) -> None:
