@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
 from deepnvme.streaming.offload_index import OffloadIndex
-from deepnvme.streaming.pretrained import opened
+from deepnvme.streaming.pretrained import as_accelerate_does, opened
 from deepnvme.streaming.streaming import stream
 from deepnvme.streaming.weight_store import WeightStore
 
@@ -42,6 +43,7 @@ class _Options(NamedTuple):
 
 _enabled: _Options | None = None
 _originals: dict[str, Callable[..., Any]] = {}
+_changing = threading.Lock()
 
 
 def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
@@ -58,34 +60,37 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
         import accelerate.big_modeling
     except ImportError as error:
         raise ImportError(f"{error}: there is nothing to enable; pip install 'deepnvme[transformers]'") from error
-    if not _originals:
-        for name in ("disk_offload", "dispatch_model"):
-            _originals[name] = getattr(accelerate.big_modeling, name)
-    _enabled = _Options(memory_budget, prefetch)
-    for module, name, ours in _places():
-        if getattr(module, name, None) is _originals[name]:
-            setattr(module, name, ours)
+    with _changing:
+        if not _originals:
+            for name in ("disk_offload", "dispatch_model"):
+                _originals[name] = getattr(accelerate.big_modeling, name)
+        _enabled = _Options(memory_budget, prefetch)
+        for module, name, ours in _places():
+            if getattr(module, name, None) is _originals[name]:
+                setattr(module, name, ours)
 
 
 def disable() -> None:
     """Have accelerate offload as it does by itself. What is streamed stays so. Idempotent."""
     global _enabled
-    _enabled = None
-    for module, name, ours in _places():
-        if getattr(module, name, None) is ours:
-            setattr(module, name, _originals[name])
+    with _changing:
+        _enabled = None
+        for module, name, ours in _places():
+            if getattr(module, name, None) is ours:
+                setattr(module, name, _originals[name])
 
 
 def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
     """As ``accelerate.disk_offload``: ``offload_dir`` may hold weights that accelerate has put there before."""
-    if _enabled is None:
+    enabled = _options()
+    if enabled is None:
         own: nn.Module = _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
         return own
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
     names = weights_of(model)
     kept = {name: weight for name, weight in names.items() if index is None or name not in index}
-    return _streamed(model, index or {}, offload_dir, kept, None if _is_meta(device) else device, _enabled)
+    return _streamed(model, index or {}, offload_dir, kept, None if _is_meta(device) else device, enabled)
 
 
 def dispatch_model(
@@ -99,14 +104,15 @@ def dispatch_model(
     **options: Any,
 ) -> nn.Module:
     """As ``accelerate.dispatch_model``."""
+    enabled = _options()
     placed = {str(device) for device in device_map.values()}
     obstacle = None
     if placed - {"disk", "cpu"}:
         obstacle = f"the device map names {', '.join(sorted(placed - {'disk', 'cpu'}))} too"
     elif offload_dir is None:
         obstacle = "no offload_folder (of accelerate: offload_dir) is given to put the store in"
-    if _enabled is None or "disk" not in placed or obstacle is not None:
-        if _enabled is not None and "disk" in placed:
+    if enabled is None or "disk" not in placed or obstacle is not None:
+        if enabled is not None and "disk" in placed:
             text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         original = _originals["dispatch_model"]
@@ -114,11 +120,11 @@ def dispatch_model(
         return own
     index = offload_index if offload_index is not None else _index_in(offload_dir)
     on_disk = {name for name in weights_of(model) if _placed(name, device_map) == "disk"}
-    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index}
+    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index or _is_there(weight)}
     kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
     on_cpu = [name for name in weights_of(model) if name not in on_disk]
     device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
-    model = _streamed(model, index or {}, offload_dir, kept, device, _enabled, on_cpu)
+    model = _streamed(model, index or {}, offload_dir, kept, device, enabled, on_cpu)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # which transformers looks at
     return model
 
@@ -132,7 +138,8 @@ def _streamed(
     options: _Options,
     on_cpu: Sequence[str] = (),
 ) -> nn.Module:
-    """The model, on a store in the folder. ``kept``: weights that the index lacks. ``on_cpu``: those that may stay in memory."""
+    """The model, on a store in the folder. ``kept``: weights that count, where they are in memory, whatever the index has.
+    ``on_cpu``: those that may stay in memory."""
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()  # whoever has put weights into the model one by one has parted those that are one
     weights = weights_of(model)
@@ -149,7 +156,7 @@ def _streamed(
     store = opened(where, origin)
     if store is None:
         with Engine() as engine:
-            source = OffloadIndex(index, folder, [name for name in index if name in weights], engine, there)
+            source = OffloadIndex(index, folder, [name for name in index if name in weights and name not in there], engine, there)
             store = WeightStore.build(source, where, model=model, origin=json.dumps(origin))
     try:
         names = {ties.get(name, name) for name in on_cpu}
@@ -159,12 +166,12 @@ def _streamed(
             if extent.name != REST and all(weight.name in names for weight in extent.weights)
         )
         budget = max(options.memory_budget, staying)
-        model.streaming = stream(  # type: ignore[assignment]  # which is no module and no tensor
-            model, store, prefetch=options.prefetch, memory_budget=budget, device=device
-        )
+        streaming = stream(model, store, prefetch=options.prefetch, memory_budget=budget, device=device)
     except BaseException:
         store.close()
         raise
+    streaming.owns_store = True
+    model.streaming = streaming  # type: ignore[assignment]  # which is no module and no tensor
     return model
 
 
@@ -173,6 +180,8 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
     memory, and of what is written to the folder each time that a model is loaded."""
     facts: dict[str, Any] = {}
     for name, entry in index.items():
+        if name in there:
+            continue
         file = os.fspath(entry.get("safetensors_file") or os.path.join(folder, f"{name}.dat"))
         key = os.path.basename(file)
         if key not in facts:
@@ -207,6 +216,15 @@ def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:
         if prefix in device_map:
             return str(device_map[prefix])
     return None
+
+
+def _options() -> _Options | None:
+    return None if as_accelerate_does.get() else _enabled
+
+
+def _is_there(weight: torch.Tensor) -> bool:
+    """Whether it is a buffer that was loaded, as they are, which accelerate does not look for on the disk."""
+    return not isinstance(weight, nn.Parameter) and not weight.is_meta
 
 
 def _is_meta(device: Any) -> bool:

@@ -7,11 +7,14 @@ everything to the disk. Weights that it converts on the way (the experts of a mi
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
-import tempfile
+import re
+import shutil
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +23,9 @@ import torch
 from deepnvme.checkpoint.progress import Wanted
 from deepnvme.engine import Engine
 from deepnvme.swap.directories import weights_of as directories_of
+from deepnvme.swap.owner import Ownership
 
-from .comparing import described
+from .blocks import weights_of
 from .offload_index import OffloadIndex
 from .quantization import Scheme
 from .streaming import stream
@@ -30,10 +34,22 @@ from .weight_store import Directories, WeightStore
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""Options of where a checkpoint is to be had."""
-_PLACING = ("device_map", "gguf_file", "max_memory", "offload_buffers", "offload_folder", "quantization_config", "state_dict")
-"""Options that say where weights are to be, which is said here."""
+_HUB: dict[str, Any] = {
+    "cache_dir": None, "force_download": False, "local_files_only": False, "proxies": None, "revision": None, "subfolder": "",
+    "token": None,
+}  # fmt: skip
+"""Options of where a checkpoint is to be had, as they are where nobody gives them."""
+_CHOOSING = ("key_mapping", "subfolder", "use_safetensors", "variant")
+"""Options by which one name gives other weights."""
+_REFUSED = (
+    "device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "offload_buffers", "offload_folder",
+    "quantization_config", "state_dict", "tp_plan", "tp_size",
+    "adapter_kwargs", "adapter_name", "fusion_config", "kernel_config", "output_loading_info", "use_kernels",
+)  # fmt: skip
+"""Options that say where weights are to be, which is said here, and those that make another model of it, or more than one."""
+
+as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
+"""Set while a model is made only to see where accelerate would find its weights: integrations leave that one to accelerate."""
 
 
 def from_pretrained(
@@ -53,7 +69,7 @@ def from_pretrained(
 
     The first call for a checkpoint builds the store in ``offload_dir``, which reads and writes each weight once and never holds
     more than a few blocks in memory; later ones open it. The model's ``streaming`` is what :func:`stream` returned: its
-    ``report()`` says how it went, and its ``close()`` ends it.
+    ``report()`` says how it went, and its ``close()`` ends it, and closes the store.
 
     ``name_or_path``: as transformers' ``from_pretrained`` takes it; what is no directory is downloaded. ``offload_dir``: the
     store's directories, as of :class:`WeightStore`. ``memory_budget``, ``prefetch``, ``device``: as for :func:`stream`.
@@ -67,27 +83,28 @@ def from_pretrained(
     """
     if kv_offload not in (None, "cpu", "nvme"):
         raise ValueError(f"kv_offload must be None, 'cpu' or 'nvme', got {kv_offload!r}")
-    for option in _PLACING:
+    for option in _REFUSED:
         if option in options:
-            raise TypeError(f"from_pretrained places the weights itself: it does not take {option}")
+            raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
     transformers = _transformers()
     name = os.fspath(name_or_path)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
-    origin = _origin(name, config, options) | {"quantize": quantize}
+    origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where: dict[Any, float] = {**directories_of(offload_dir)}
     store = opened(where, origin) or _build(kind, name, options, where, origin, quantize, progress)
     try:
-        model: PreTrainedModel = _without_weights(transformers, kind, name, config, store, options)
+        model: PreTrainedModel = _without_weights(kind, name, config, store, options)
+        if kv_offload is not None:
+            from .kv_cache import offload_kv
+
+            offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
         streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)
     except BaseException:
         store.close()
         raise
+    streaming.owns_store = True
     model.streaming = streaming  # type: ignore[assignment]  # no module and no tensor
-    if kv_offload is not None:
-        from .kv_cache import offload_kv
-
-        offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
     return model
 
 
@@ -101,11 +118,13 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
-    if options.get("config") is not None:
-        config: PretrainedConfig = options["config"]
+    given = options.get("config")
+    config: PretrainedConfig
+    if isinstance(given, transformers.PretrainedConfig):
+        config = copy.deepcopy(given)  # it comes to say what the model was made with
     else:
-        others = {key: value for key, value in options.items() if key not in ("config", "dtype", "torch_dtype")}
-        config, _ = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **others)
+        others = {key: options[key] for key in options.keys() - {"config", "dtype", "generation_config", "torch_dtype"}}
+        config, _ = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
@@ -114,22 +133,45 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
 
 
 def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
-    """The one that the checkpoint was saved from, if transformers has it."""
+    """The one that the checkpoint was saved from: of transformers, or what stands for one that is beside the checkpoint."""
     if chosen is not None:
         return chosen
-    named = (getattr(transformers, name, None) for name in config.architectures or ())
-    return next((kind for kind in named if kind is not None), transformers.AutoModelForCausalLM)
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+        for automatic, remote in (getattr(config, "auto_map", None) or {}).items():
+            if str(remote).rpartition(".")[2] == name and hasattr(transformers, automatic):
+                return getattr(transformers, automatic)
+    return transformers.AutoModelForCausalLM
 
 
-def _origin(name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """What is to be the same where a store is used again."""
-    dtype = options.get("dtype", options.get("torch_dtype"))
-    facts = {"dtype": str(config.dtype if dtype in (None, "auto") else dtype).removeprefix("torch.")}
+    dtype = _wanted_dtype(config, options)
+    facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}
     if os.path.isdir(name):
-        weights = [path for path in Path(name).iterdir() if path.suffix in (".safetensors", ".bin")]
+        weights = [
+            path for path in Path(name, options.get("subfolder") or "").iterdir() if path.suffix in (".safetensors", ".bin")
+        ]
         status = {path.name: path.stat() for path in sorted(weights)}
         return facts | {file: [each.st_size, each.st_mtime_ns] for file, each in status.items()}
-    return facts | {"checkpoint": name, "revision": getattr(config, "_commit_hash", None) or options.get("revision")}
+    return facts | {"checkpoint": name, "revision": _commit(transformers, name, options)}
+
+
+def _commit(transformers: Any, name: str, options: Mapping[str, Any]) -> str | None:
+    """The one that a name's revision, or its newest, is now: the cache has a directory of that name."""
+    hub = {option: options.get(option, unless) for option, unless in _HUB.items() if option != "force_download"}
+    with contextlib.suppress(OSError):  # a config of its own may not have one there
+        parts = Path(transformers.utils.cached_file(name, "config.json", **hub)).parts
+        if "snapshots" in parts:
+            return parts[len(parts) - parts[::-1].index("snapshots")]
+    return options.get("revision")
+
+
+def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
+    dtype = options.get("dtype") or options.get("torch_dtype")
+    return config.dtype if dtype in (None, "auto") else dtype
 
 
 def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
@@ -163,21 +205,54 @@ def _build(
     quantize: Scheme | None,
     progress: Wanted,
 ) -> WeightStore:
-    first = Path(next(iter(where)))
-    first.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{first.name}-", dir=first.parent) as converted, Engine() as engine:
+    with _converted(Path(next(iter(where)))) as converted, Engine() as engine:
         with _quiet("accelerate.big_modeling"):  # which says that weights are on the meta device, and that is not for long
-            model = kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
+            before = as_accelerate_does.set(True)
+            try:
+                model = kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
+            finally:
+                as_accelerate_does.reset(before)
         index, folder = offload_index_of(model)
-        wanted, _ = described(model)
+        index = _with_dtypes_kept(model, index)
         model.tie_weights()
-        source = OffloadIndex(index, folder, [each for each in wanted if each in index], engine)
+        weights = weights_of(model)
+        here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, as they are loaded
+        on_disk = [each for each in weights if each in index and each not in here]
+        source = OffloadIndex(index, folder, on_disk, engine, here)
         try:
             return WeightStore.build(
                 source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin)
             )
         finally:
             source.close()
+
+
+@contextlib.contextmanager
+def _converted(store: Path) -> Iterator[Path]:
+    """A directory for what transformers converts, on the store's drive, gone afterwards; after ``kill -9`` the next one removes
+    what is left. Raises StoreLocked where another process has it."""
+    owner = Ownership(store / "converted")
+    directory = owner.directory / "weights"
+    try:
+        shutil.rmtree(directory, ignore_errors=True)  # what cannot be removed cannot be made either
+        directory.mkdir()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory)
+    finally:
+        owner.release()
+
+
+def _with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
+    """The index, with the dtypes that weights have in memory: accelerate casts those, too, that a model keeps in float32."""
+    kept = model._get_dtype_plan(model.config.dtype)
+    found = {name: dict(entry) for name, entry in index.items()}
+    for pattern, dtype in kept.items():
+        looked_for = re.compile(pattern.replace("*", ".*"))
+        for name in filter(looked_for.search, found):
+            found[name]["dtype"] = str(dtype).removeprefix("torch.")
+    return found
 
 
 @contextlib.contextmanager
@@ -205,30 +280,44 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
 
 
 def _without_weights(
-    transformers: Any, kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]
+    kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]
 ) -> Any:
-    """The module, its parameters on the meta device and of the store's dtypes, its buffers as they begin."""
+    """The module, its parameters on the meta device, its buffers as they begin, both of the store's dtypes."""
     from accelerate import init_empty_weights
 
-    how = {key: options[key] for key in ("attn_implementation", "trust_remote_code") if key in options}
+    how = {key: options[key] for key in ("attn_implementation", "experts_implementation") if key in options}
     with init_empty_weights(include_buffers=False):
-        make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-        model = make(config, dtype=_dtype_of(store, config, options), **how)
+        dtype = _dtype_of(store, config, options)
+        if hasattr(kind, "from_config"):
+            model = kind.from_config(config, dtype=dtype, **how, **_remote(config, options))
+        else:
+            model = kind._from_config(config, dtype=dtype, **how)
     model.tie_weights()
-    for parameter_name, parameter in model.named_parameters():
-        weight = store.weights.get(store.ties.get(parameter_name, parameter_name))
-        if weight is not None:
-            parameter.data = parameter.data.to(weight[1].info.dtype)
+    for weight_name, weight in weights_of(model).items():
+        found = store.weights.get(store.ties.get(weight_name, weight_name))
+        if found is not None:
+            weight.data = weight.data.to(found[1].info.dtype)
     if model.can_generate():
-        hub = {key: options[key] for key in _HUB if key in options}
-        with contextlib.suppress(OSError):  # it is the config's, then
-            model.generation_config = transformers.GenerationConfig.from_pretrained(name, **hub)
+        model.adjust_generation_fn(
+            options.get("generation_config"),
+            from_auto_class=False,
+            from_pipeline=None,
+            pretrained_model_name_or_path=name,
+            trust_remote_code=options.get("trust_remote_code"),
+            **{option: options.get(option, unless) for option, unless in _HUB.items()},
+        )
     return model.eval()
 
 
+def _remote(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Whose code makes the model: transformers takes this where there is a choice."""
+    if not options.get("trust_remote_code") or not getattr(config, "auto_map", None):
+        return {key: options[key] for key in ("trust_remote_code",) if key in options}
+    return {"trust_remote_code": True, "code_revision": options.get("code_revision") or options.get("revision")}
+
+
 def _dtype_of(store: WeightStore, config: PretrainedConfig, options: Mapping[str, Any]) -> torch.dtype:
-    dtype = options.get("dtype", options.get("torch_dtype"))
-    dtype = config.dtype if dtype in (None, "auto") else dtype
+    dtype = _wanted_dtype(config, options)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     if isinstance(dtype, torch.dtype):

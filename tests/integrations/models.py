@@ -23,6 +23,12 @@ KINDS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama-tied": lambda: transformers.LlamaConfig(num_hidden_layers=4, tie_word_embeddings=True, **LLAMA_SIZES),
     # Its experts are one tensor each in the file and one tensor together in the module.
     "mixtral": lambda: transformers.MixtralConfig(num_hidden_layers=3, num_local_experts=4, **LLAMA_SIZES),
+    # Its routers have buffers that are weights, in float32 whatever the model is in.
+    "deepseek": lambda: transformers.DeepseekV3Config(
+        num_hidden_layers=3, first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=2, topk_group=1, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+        **{**LLAMA_SIZES, "num_key_value_heads": 4},
+    ),
     "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, **SIZES),
     "t5": lambda: transformers.T5Config(
         d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0, **SIZES
@@ -38,7 +44,11 @@ def checkpoint(kind: str, directory: Path, **how: Any) -> transformers.PreTraine
     config = KINDS[kind]()
     torch.manual_seed(3)
     model_class = {"t5": transformers.AutoModelForSeq2SeqLM}.get(kind, transformers.AutoModelForCausalLM)
-    model_class.from_config(config).save_pretrained(directory, **how)
+    model = model_class.from_config(config)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = torch.rand(module.e_score_correction_bias.shape)
+    model.save_pretrained(directory, **how)
     return model_class.from_pretrained(directory)
 
 

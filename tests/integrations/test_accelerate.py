@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepnvme.integrations import accelerate as integration
+from deepnvme.swap import TensorStore
 
 from . import models
 
@@ -65,6 +66,7 @@ def test_a_model_in_memory_is_offloaded(drive: Path) -> None:
     assert accelerate.disk_offload(model, drive / "folder") is model
     assert torch.equal(models.tokens(model), models.tokens(known))
     model.streaming.close()
+    TensorStore(drive / "folder" / integration.STORE, persist=True).close()  # nobody has it open any more
     again = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
     assert torch.equal(models.tokens(accelerate.disk_offload(again, drive / "folder")), models.tokens(known))
 

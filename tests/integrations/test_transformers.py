@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import from_pretrained
+from deepnvme.swap import TensorStore
 
 from . import models
 
@@ -74,14 +80,122 @@ def test_a_dtype_that_is_asked_for_is_that_of_the_weights(kind: str, drive: Path
         model.streaming.close()
 
 
-def test_the_class_can_be_chosen(drive: Path) -> None:
-    import transformers
+@pytest.mark.parametrize(("kind", "dtype"), [("t5", torch.float16), ("deepseek", torch.bfloat16)])
+def test_what_a_model_keeps_in_float32_is_in_float32(kind: str, dtype: torch.dtype, drive: Path) -> None:
+    models.checkpoint(kind, drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", dtype=dtype)
+    known = type(model).from_pretrained(drive / "checkpoint", dtype=dtype)
+    assert {name: weight.dtype for name, weight in model.named_parameters()} == {
+        name: weight.dtype for name, weight in known.named_parameters()
+    }
+    assert torch.float32 in {weight.dtype for weight in (*model.parameters(), *model.buffers())}
+    for (name, buffer), (other, expected) in zip(model.named_buffers(), known.named_buffers(), strict=True):
+        assert (name, buffer.dtype) == (other, expected.dtype)
+        assert torch.equal(buffer, expected)
+    assert torch.equal(logits(model, kind), logits(known, kind))
 
+
+@pytest.mark.parametrize("kind", ["llama-tied", "deepseek"])
+def test_a_checkpoint_of_torchs_is_streamed(kind: str, drive: Path) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    (drive / "checkpoint" / "model.safetensors").unlink()
+    torch.save(known.state_dict(), drive / "checkpoint" / "pytorch_model.bin")
+    known = type(known).from_pretrained(drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+
+
+def test_the_class_can_be_chosen(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
     known = transformers.AutoModel.from_pretrained(drive / "checkpoint")
     model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", model_class=transformers.AutoModel)
     inputs = models.prompts()
     assert torch.equal(model(**inputs).last_hidden_state, known(**inputs).last_hidden_state)
+
+
+def test_a_class_that_is_beside_the_checkpoint(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(drive / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    models.checkpoint("llama", drive / "checkpoint")
+    (drive / "checkpoint" / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM):\n    pass\n"
+    )
+    change_config(drive, architectures=["Own"], auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    options: dict[str, Any] = {"trust_remote_code": True}
+    known = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint", **options)
+    for _ in range(2):
+        model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", **options)
+        assert type(model).__name__ == "Own"
+        assert torch.equal(models.tokens(model), models.tokens(known))
+        model.streaming.close()
+
+
+def change_config(drive: Path, **facts: Any) -> None:
+    path = drive / "checkpoint" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def test_options_of_transformers_count_and_a_config_stays_as_it_is(drive: Path) -> None:
+    models.checkpoint("mixtral", drive / "checkpoint")
+    config = transformers.AutoConfig.from_pretrained(drive / "checkpoint")
+    before = config.to_dict()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "trust_remote_code": True}
+    generation = transformers.GenerationConfig(max_new_tokens=3)
+    for given in ({"config": config}, {}):
+        model = from_pretrained(
+            drive / "checkpoint", offload_dir=drive / "store", generation_config=generation, dtype="float32", **how, **given
+        )
+        assert (model.config._attn_implementation, model.config._experts_implementation) == ("eager", "eager")
+        assert model.generation_config.max_new_tokens == 3
+        assert model.dtype == torch.float32
+        model.streaming.close()
+    assert config.to_dict() == before
+
+
+def test_a_checkpoint_whose_config_says_how_it_generates(drive: Path) -> None:
+    models.checkpoint("gpt2", drive / "checkpoint")
+    (drive / "checkpoint" / "generation_config.json").unlink()
+    change_config(drive, max_length=11, num_beams=2)
+    known = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
+    assert model.generation_config.num_beams == 2
+    assert model.generation_config.to_dict() == known.generation_config.to_dict()
+
+
+def test_while_accelerates_offload_is_streamed_as_well(drive: Path) -> None:
+    known = models.checkpoint("mixtral", drive / "checkpoint")
+    integration.enable()
+    try:
+        model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
+    finally:
+        integration.disable()
+    assert torch.equal(models.tokens(model), models.tokens(known))
+
+
+def test_closing_what_was_returned_closes_the_store(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
+    model.streaming.close()
+    TensorStore(drive / "store", persist=True).close()  # StoreLocked, where others have it open
+
+
+def test_what_was_converted_is_gone_and_so_is_what_a_killed_process_has_left(drive: Path) -> None:
+    models.checkpoint("mixtral", drive / "checkpoint")
+    left = drive / "store" / "converted" / "weights"
+    left.mkdir(parents=True)
+    (left / "model.layers.0.safetensors").write_bytes(bytes(100))
+    from_pretrained(drive / "checkpoint", offload_dir=drive / "store").streaming.close()
+    assert not any(path.suffix == ".safetensors" for path in drive.rglob("*") if path.parent != drive / "checkpoint")
+    assert sorted(path.name for path in drive.iterdir()) == ["checkpoint", "store"]
+
+
+def test_a_build_that_fails_leaves_nothing(drive: Path) -> None:
+    models.checkpoint("mixtral", drive / "checkpoint")
+    weights = drive / "checkpoint" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"(?i)incomplete|cut|invalid|safetensors"):
+        from_pretrained(drive / "checkpoint", offload_dir=drive / "below" / "store")
+    assert [path.name for path in drive.iterdir()] == ["checkpoint"]
 
 
 def test_quantised_weights_are_near_what_they_were(drive: Path) -> None:
@@ -118,10 +232,42 @@ def test_the_store_of_an_older_version_of_the_checkpoint_is_refused(drive: Path)
         from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
 
 
+def test_a_store_is_of_one_variant_in_one_folder(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    known.save_pretrained(drive / "checkpoint", variant="other")
+    known.save_pretrained(drive / "checkpoint" / "inner")
+    from_pretrained(drive / "checkpoint", offload_dir=drive / "store", subfolder="inner").streaming.close()
+    for options in ({}, {"variant": "other"}, {"subfolder": "inner", "use_safetensors": True}):
+        with pytest.raises(ValueError, match="another checkpoint"):
+            from_pretrained(drive / "checkpoint", offload_dir=drive / "store", **options)
+    from_pretrained(drive / "checkpoint", offload_dir=drive / "store", subfolder="inner").streaming.close()
+    with torch.no_grad():
+        known.model.norm.weight.mul_(2)
+    known.save_pretrained(drive / "checkpoint" / "inner")
+    with pytest.raises(ValueError, match=r"another checkpoint.*model\.safetensors"):
+        from_pretrained(drive / "checkpoint", offload_dir=drive / "store", subfolder="inner")
+
+
+def test_a_store_is_of_one_commit_of_a_name(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    cached = drive / "cache" / "models--someone--llama"
+    (cached / "refs").mkdir(parents=True)
+    options: dict[str, Any] = {"cache_dir": drive / "cache", "local_files_only": True}
+    for commit in ("1" * 40, "2" * 40):
+        shutil.copytree(drive / "checkpoint", cached / "snapshots" / commit)
+        (cached / "refs" / "main").write_text(commit)
+        if commit[0] == "1":
+            model = from_pretrained("someone/llama", offload_dir=drive / "store", **options)
+            assert torch.equal(models.tokens(model), models.tokens(known))
+            model.streaming.close()
+    with pytest.raises(ValueError, match=r"revision: expected '2222.*', found '1111"):
+        from_pretrained("someone/llama", offload_dir=drive / "store", **options)
+    from_pretrained("someone/llama", offload_dir=drive / "store", revision="1" * 40, **options).streaming.close()
+
+
 def test_a_checkpoint_that_is_quantised_already_is_refused(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
-    config = drive / "checkpoint" / "config.json"
-    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq", "bits": 4},', 1))
+    change_config(drive, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ValueError, match="gptq"):
         from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
     assert not (drive / "store").exists()
@@ -145,3 +291,5 @@ def test_wrong_options_are_named(drive: Path) -> None:
         from_pretrained(drive, offload_dir=drive / "store", kv_offload="disk")
     with pytest.raises(TypeError, match="device_map"):
         from_pretrained(drive, offload_dir=drive / "store", device_map="auto")
+    with pytest.raises(TypeError, match="output_loading_info"):
+        from_pretrained(drive, offload_dir=drive / "store", output_loading_info=True)
