@@ -134,14 +134,17 @@ class Fetcher:
             if (self._extents[key].slot is None) != (key in self._residents):
                 self._forget(key)
 
+    def drain(self) -> None:
+        """Read nothing ahead any more, and wait for what was begun for nothing."""
+        self.expect(())
+        self._wait_for_dropped()
+
     def close(self) -> None:
         """Let go of everything. Waits for reads under way."""
         self._expected = {}
         for key in list(self._extents):
             self._forget(key)
-        while self._dropped:
-            self._dropped[-1].exception()
-            self._dropped.pop()
+        self._wait_for_dropped()
 
     def give_back_all(self) -> None:
         """End all uses, after something has interrupted who would have."""
@@ -267,6 +270,11 @@ class Fetcher:
         if not self._dropped or all(key in self._extents for key in self._expected):
             return False
         return self._reap() or bool(self._dropped)
+
+    def _wait_for_dropped(self) -> None:
+        while self._dropped:
+            self._dropped[-1].exception()
+            self._dropped.pop()
 
     def _reap(self) -> bool:
         """Whether any read that was dropped has ended."""

@@ -590,6 +590,45 @@ def test_the_report(world: World) -> None:
         assert streaming.report().tokens == 0
 
 
+def test_a_limit_is_measured_of_no_more_than_was_asked_for(world: World) -> None:
+    with world.stream() as streaming:
+        world.check(ORDER)
+        before = streaming._fetcher.bytes_read
+        assert streaming.measure_limit(1)
+        assert streaming._fetcher.bytes_read - before <= (1 + 2) * 4096  # and what is read ahead for the next pass
+        for nbytes in (0, -1):
+            with pytest.raises(ValueError, match=f"at least 1, got {nbytes}"):
+                streaming.measure_limit(nbytes)
+
+
+def test_there_is_no_limit_where_a_pass_reads_nothing(world: World) -> None:
+    for options in ({"memory_budget": 1 << 20}, {"prefetch": 6}):
+        with world.stream(**options) as streaming:
+            assert streaming.measure_limit() is None
+            world.check(ORDER)
+            streaming.reset()
+            world.check(ORDER)
+            assert streaming.report().bytes_read == 0
+
+
+def test_a_measurement_that_fails_leaves_reports_as_they_were(world: World) -> None:
+    with world.stream() as streaming:
+        world.check(ORDER)
+        with Broken(world.store, "parts.4"), pytest.raises(OSError, match=r"data of parts\.4"):
+            streaming.measure_limit(100_000)
+        report = streaming.report()
+        assert report.limit is None
+        assert report.bytes_read <= (6 + 2 * 2) * 4096  # a pass, what was read ahead for the next, and again
+        world.check(ORDER)
+
+
+def test_a_limit_is_not_measured_within_a_call(world: World) -> None:
+    with world.stream() as streaming:
+        world.streamed.parts[2].register_forward_hook(lambda *_: streaming.measure_limit())
+        with pytest.raises(RuntimeError, match="within a forward"):
+            world.check(ORDER)
+
+
 def test_a_stream_that_is_dropped_gives_its_memory_back(world: World) -> None:
     import weakref
 
