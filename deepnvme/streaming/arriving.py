@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .weight_store import WeightStore
 
 _THREADS = 2
-"""Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
+"""Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
 
 
 class Arrivals:
@@ -38,6 +39,8 @@ class Arrivals:
         self._starts = {name: _start(extent, self.extents[name]) for name, extent in store.extents.items()}
         self._seen: set[str] = set()
         self._threads = ThreadPoolExecutor(_THREADS, "deepnvme-weights")
+        # Together as many as there are processors: more would only wait for each other, and for what computes.
+        self._processors = max(1, len(os.sched_getaffinity(0)) // _THREADS)
 
     def nbytes(self, extent: str) -> int:
         """Of the memory that it is read into."""
@@ -75,7 +78,8 @@ class Arrivals:
             if stored.scheme is None:
                 ready.stored(memory).copy_(stored.stored(memory[start:]))
             else:
-                dequantize([(stored.scheme, stored.stored(memory[start:]), ready.view(memory))])
+                both = stored.stored(memory[start:]), ready.view(memory)
+                dequantize([(stored.scheme, *both)], threads=self._processors)
 
 
 def _dequantized(extent: Extent) -> Extent:

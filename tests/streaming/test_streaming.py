@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, stream
+from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
 from deepnvme.streaming.quantization import dequantize, quantize
 
 from ..interpreters import Interpreters
@@ -514,6 +514,23 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
                 assert torch.equal(streamed(x, [0, 1, 2, 3, 1]), model(x, [0, 1, 2, 3, 1]))
             streaming.close(restore=True)
             assert torch.equal(streamed(x, [0, 1, 2, 3]), model(x, [0, 1, 2, 3]))
+
+
+def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(weights: Any, *, threads: int | None = None) -> None:
+        asked.append(threads)
+        dequantize(weights, threads=threads)
+
+    monkeypatch.setattr(arriving, "dequantize", noted)
+    for processors, half in ((8, 4), (1, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
+        model = nn.Linear(128, 96)
+        with WeightStore.build(model, drive / str(processors), blocks=[""], quantize="int8") as store, stream(model, store):
+            model(torch.ones(1, 128))
+        assert set(asked) == {half}
+        asked.clear()
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
