@@ -577,14 +577,6 @@ def test_skipped_blocks_cost_what_was_read_ahead_of_them(world: World) -> None:
 
 
 def test_the_report(world: World) -> None:
-    class Head(nn.Module):
-        def __init__(self, body: nn.Module) -> None:
-            super().__init__()
-            self.body = body
-
-        def forward(self, input_ids: torch.Tensor) -> Any:
-            return self.body(INPUT, ORDER)
-
     with world.stream() as streaming:
         assert streaming.report().share_of_limit is None
         world.check(ORDER)
@@ -595,16 +587,44 @@ def test_the_report(world: World) -> None:
             world.check(ORDER)
         report = streaming.report()
         assert report.passes == 2
+        assert report.tokens == 0  # of a model of floating point
         assert report.bytes_read == pytest.approx(12 * 4096, abs=2 * 4096)
         assert 0 <= report.stalled <= report.seconds
         assert report.share_of_limit == pytest.approx(report.bytes_per_second / report.limit)  # type: ignore[operator]
         text = str(report)
         assert "2 passes in" in text
         assert "of the drive's limit" in text
-        with torch.no_grad():
+
+
+class Head(nn.Module):
+    """Takes tokens as models of transformers do."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, input_ids: torch.Tensor | None = None, decoder_input_ids: torch.Tensor | None = None) -> Any:
+        return self.body(INPUT, ORDER)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_however_they_are_given(build: Build, dtype: torch.dtype) -> None:
+    world = build(Head(stack()))
+    ids, one = torch.ones(2, 5, dtype=dtype), torch.ones(2, 1, dtype=dtype)
+    calls: list[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], int]] = [
+        ((ids,), {}, 10),
+        ((), {"input_ids": ids}, 10),
+        ((), {"decoder_input_ids": one}, 2),
+        ((ids.float(),), {}, 0),
+        ((), {}, 0),
+    ]
+    with world.stream() as streaming, torch.no_grad():
+        for args, kwargs, tokens in calls:
             streaming.reset()
-            world.streamed.forward(INPUT, [])
-        assert streaming.report().tokens == 0
+            world.streamed(*args, **kwargs)
+            report = streaming.report()
+            assert (report.passes, report.tokens) == (1, tokens)
+            assert report.tokens_per_second == tokens / report.seconds
 
 
 def test_a_limit_is_measured_of_no_more_than_was_asked_for(world: World) -> None:
