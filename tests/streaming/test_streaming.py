@@ -9,7 +9,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -594,6 +594,29 @@ def test_the_report(world: World) -> None:
         text = str(report)
         assert "2 passes in" in text
         assert "of the drive's limit" in text
+
+
+def test_reports_are_of_whole_calls_but_to_who_is_in_one(world: World) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    passes = []
+
+    def hook(*_: object) -> None:
+        streaming.reset()
+        passes.append(streaming.report().passes)
+        entered.set()
+        go_on.wait(10)
+
+    with world.stream() as streaming, ThreadPoolExecutor(2) as threads:
+        world.streamed.parts[2].register_forward_hook(hook)
+        call = threads.submit(world.check, ORDER)
+        assert entered.wait(10)
+        report = threads.submit(streaming.report)
+        wait([report], 0.05)
+        assert not report.done()
+        go_on.set()
+        call.result()
+        assert report.result().seconds > 0.05
+        assert passes == [0]
 
 
 class Head(nn.Module):
