@@ -37,7 +37,6 @@ class Arrivals:
         self.extents: Mapping[str, Extent] = {name: _dequantized(extent) for name, extent in store.extents.items()}
         """As they lie in memory once they are ready."""
         self._starts = {name: _start(extent, self.extents[name]) for name, extent in store.extents.items()}
-        self._seen: set[str] = set()
         self._threads = ThreadPoolExecutor(_THREADS, "deepnvme-weights")
         # Together as many as there are processors: more would only wait for each other, and for what computes.
         self._processors = max(1, len(os.sched_getaffinity(0)) // _THREADS)
@@ -48,10 +47,10 @@ class Arrivals:
 
     def read(self, extent: str, memory: torch.Tensor) -> Reading:
         """Start reading an extent into ``nbytes`` bytes; return at once."""
+        ready = not self._starts[extent] and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])
-        if extent in self._seen and not self._starts[extent]:
+        if ready:
             return reading
-        self._seen.add(extent)
         return self._threads.submit(self._finish, extent, [(reading, memory)])
 
     def close(self) -> None:

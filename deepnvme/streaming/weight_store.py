@@ -59,7 +59,8 @@ class WeightStore:
         self._where = where
         said = tensors.get(NAME).result()
         self._manifest = decode(memory_of(said).tobytes(), where)
-        self._unverified = set(self._manifest.extents) if verify else set()
+        checked = [extent.name for extent in self.extents.values() if extent.crc32 is not None]
+        self._unverified = set(checked if verify else ())
         self._lock = threading.Lock()
         self._weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
         for extent in self.extents.values():
@@ -186,11 +187,11 @@ class WeightStore:
 
         ``out``: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device, not to be touched until the future is done;
         memory of a lease is read in place. Raises KeyError, and ValueError for another ``out``; what fails later is raised by
-        ``Future.result``, CorruptExtent too, whose checksum is computed by the thread that looks, once for each extent.
+        ``Future.result``, CorruptExtent too, whose checksum is computed by the thread that looks if :meth:`verifies` says so.
         """
         wanted = self._extent(extent)
         future = self._tensors.get(_key(extent), out)
-        if extent not in self._unverified or wanted.crc32 is None:
+        if not self.verifies(extent):
             return future
 
         def conclude(read: torch.Tensor) -> torch.Tensor:
@@ -200,6 +201,10 @@ class WeightStore:
             return read
 
         return future.then(conclude)
+
+    def verifies(self, extent: str) -> bool:
+        """Whether :meth:`read` looks at its checksum: until that was right once, if there is one and ``open`` was to verify."""
+        return extent in self._unverified
 
     def verify(self) -> None:
         """Read all extents and look at their checksums. Blocks. Raises CorruptExtent naming all that differ, ValueError for a

@@ -556,6 +556,26 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
         assert streaming.report().resident_bytes == 2 * 4096
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_threads_look_at_each_checksum_once_if_at_all(
+    world: World, drive: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, finished = arriving.Arrivals._finish, []
+
+    def noted(self: arriving.Arrivals, extent: str, only: Any) -> None:
+        finished.append(extent)
+        finish(self, extent, only)
+
+    monkeypatch.setattr(arriving.Arrivals, "_finish", noted)
+    (data,) = drive.rglob("*.data")
+    with WeightStore.open(data.parent, verify=verify) as store, stream(world.streamed, store):
+        assert store.verifies("parts.5") == verify
+        for _ in range(3):
+            world.check(ORDER)
+        assert finished == (list(store.extents) if verify else [])
+        assert not any(map(store.verifies, store.extents))
+
+
 def test_what_is_used_more_often_comes_to_stay(world: World) -> None:
     """An encoder once, a decoder many times."""
     with world.stream(memory_budget=2 * 4096) as streaming:
