@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import FileImage
 from deepnvme.checkpoint.one_version import of_one_version
 from deepnvme.checkpoint.placing import Placed, memory_for
-from deepnvme.checkpoint.progress import Wanted, following
 from deepnvme.checkpoint.publication import Publication
 from deepnvme.checkpoint.reading import read
 from deepnvme.checkpoint.safetensors_format import (
@@ -36,7 +36,7 @@ from deepnvme.checkpoint.safetensors_format import (
     shards_of,
 )
 from deepnvme.checkpoint.shared_tensors import left_out
-from deepnvme.checkpoint.writing import Progress, write
+from deepnvme.checkpoint.writing import write
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 __all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]

@@ -15,9 +15,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.progress import Wanted, following
-from deepnvme.checkpoint.writing import Progress
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.directories import Directory
