@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
-from deepnvme.checkpoint.one_version import of_one_version
+from deepnvme.checkpoint.one_version import of_one_version, version_of
 from deepnvme.checkpoint.placing import placing
 from deepnvme.checkpoint.safetensors_format import read_header, shards_of
 from deepnvme.engine import Engine, File
@@ -67,7 +67,7 @@ class Weights:
         self._weights = weights
         self._engine = engine
         self._files: dict[str, File] = {}
-        self._versions = {weight.path: _version(weight.path) for weight in weights.values() if isinstance(weight, Location)}
+        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
 
     def names(self) -> Iterable[str]:
         return self._weights
@@ -100,7 +100,7 @@ class Weights:
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpoint if a file was written to, or replaced, while it was read."""
         for path, version in self._versions.items():
-            if _version(path) != version:
+            if version_of(path) != version:
                 raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
     def _file(self, path: str) -> File:
@@ -208,11 +208,6 @@ def _place_of(weight: torch.Tensor | Location) -> object:
         return None
     memory = weight.device, weight.untyped_storage().data_ptr(), weight.storage_offset()
     return *memory, weight.dtype, weight.shape, weight.stride()
-
-
-def _version(path: str) -> tuple[int, ...]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:
