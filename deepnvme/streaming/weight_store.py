@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from deepnvme._listed import listed
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Engine
@@ -281,9 +282,8 @@ class WeightStore:
         found = zlib.crc32(memory_of(read))
         if found == extent.crc32:
             return
-        names = ", ".join(repr(weight.name) for weight in extent.weights[:4])
-        more = f" and {len(extent.weights) - 4} more" if len(extent.weights) > 4 else ""
-        text = f"extent {extent.name!r} ({names}{more}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
+        names = listed(repr(weight.name) for weight in extent.weights)
+        text = f"extent {extent.name!r} ({names}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
         raise CorruptExtent(errno.EBADMSG, f"{text}; build the store again", str(self._where))
 
 
