@@ -30,6 +30,7 @@ from deepnvme.checkpoint.safetensors_format import (
     INDEX_SUFFIX,
     Entry,
     check_savable,
+    indexed,
     make_header,
     not_a_directory,
     read_header,
@@ -95,12 +96,7 @@ def load_file(
     for shard, names in shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
             found = of_one_version(shard, partial(_load, shard, target, pool, told))
-        if names is not None:
-            missing = [name for name in names if name not in found]
-            if missing:
-                raise CorruptCheckpoint(filename, f"tensor {missing[0]!r}: expected in {shard}, found nowhere in it")
-            found = {name: found[name] for name in names}
-        loaded.update(found)
+        loaded.update(indexed(filename, shard, names, found))
     return loaded
 
 

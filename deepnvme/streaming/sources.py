@@ -14,7 +14,7 @@ from deepnvme._listed import listed
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
 from deepnvme.checkpoint.one_version import of_one_version, version_of
 from deepnvme.checkpoint.placing import placing
-from deepnvme.checkpoint.safetensors_format import read_header, shards_of
+from deepnvme.checkpoint.safetensors_format import indexed, read_header, shards_of
 from deepnvme.engine import Engine, File
 from deepnvme.swap.memory import check_storable
 
@@ -126,12 +126,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
             text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
             raise FileNotFoundError(2, text, shard)
         inside = of_one_version(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
-        if names is not None:
-            missing = [name for name in names if name not in inside]
-            if missing:
-                raise CorruptCheckpoint(path, f"its index has tensors in {shard} that are not there: {listed(missing)}")
-            inside = {name: inside[name] for name in names}
-        found.update(inside)
+        found.update(indexed(path, shard, names, inside))
     return found
 
 
