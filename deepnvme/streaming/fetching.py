@@ -80,10 +80,8 @@ class Fetcher:
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
         self._dropped: list[Reading] = []  # of extents that nobody wants any more, in slots that are not free before they end
         self._loaded = 0  # residents that are there
-        self.reads = 0
-        """Begun so far, in vain too."""
         self.bytes_read = 0
-        """By these."""
+        """By reads begun so far, in vain too."""
         self.waited = 0.0
         """Seconds in which :meth:`take` had nothing to do but wait."""
 
@@ -200,7 +198,6 @@ class Fetcher:
                 return None
             memory = slot.buffer[:nbytes]
         extent = self._extents[key] = _Extent(memory, slot, self._read(key, memory))
-        self.reads += 1
         self.bytes_read += nbytes
         return extent
 
