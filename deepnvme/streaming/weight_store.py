@@ -36,8 +36,10 @@ from .sources import Location, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
-_VERIFIED_AHEAD = 3
+_VERIFIED_AT_A_TIME = 3
+"""Extents: two are read while the checksum of a third is computed."""
 _CHECKSUM_DIGITS = 10
+"""Of a number of 32 bits, which takes the place of null."""
 
 
 class CorruptExtent(OSError):
@@ -212,7 +214,8 @@ class WeightStore:
         wanted = list(self.extents.values())
         if any(extent.crc32 is None for extent in wanted):
             raise ValueError(f"the store in '{self._where}' was built without checksums: build it with checksum=True")
-        pool = BufferPool((_VERIFIED_AHEAD + 1) * padded(max((extent.nbytes for extent in wanted), default=0)) * 9 // 8)
+        largest = padded(max((extent.nbytes for extent in wanted), default=0))
+        pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # what leases may take beyond what they ask for
         under_way: deque[tuple[Extent, Lease, StoreFuture[torch.Tensor]]] = deque()
         wrong: list[str] = []
 
@@ -228,7 +231,7 @@ class WeightStore:
             lease = pool.lease(extent.nbytes)
             under_way.append((extent, lease, self._tensors.get(_key(extent.name), lease.buffer)))
             del lease
-            if len(under_way) > _VERIFIED_AHEAD - 1:
+            if len(under_way) == _VERIFIED_AT_A_TIME:
                 finish()
         while under_way:
             finish()
