@@ -45,14 +45,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few positions in each, so that short generation has many."""
     monkeypatch.setattr(kv_layer, "CHUNK_BYTES", 2048)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
