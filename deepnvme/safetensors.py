@@ -18,25 +18,26 @@ from typing import Any
 
 import torch
 
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import FileImage
 from deepnvme.checkpoint.one_version import of_one_version
 from deepnvme.checkpoint.placing import Placed, memory_for
-from deepnvme.checkpoint.progress import Wanted, following
 from deepnvme.checkpoint.publication import Publication
 from deepnvme.checkpoint.reading import read
 from deepnvme.checkpoint.safetensors_format import (
     INDEX_SUFFIX,
     Entry,
     check_savable,
+    indexed,
     make_header,
     not_a_directory,
     read_header,
     shards_of,
 )
 from deepnvme.checkpoint.shared_tensors import left_out
-from deepnvme.checkpoint.writing import Progress, write
+from deepnvme.checkpoint.writing import write
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 __all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]
@@ -95,12 +96,7 @@ def load_file(
     for shard, names in shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
             found = of_one_version(shard, partial(_load, shard, target, pool, told))
-        if names is not None:
-            missing = [name for name in names if name not in found]
-            if missing:
-                raise CorruptCheckpoint(filename, f"tensor {missing[0]!r}: expected in {shard}, found nowhere in it")
-            found = {name: found[name] for name in names}
-        loaded.update(found)
+        loaded.update(indexed(filename, shard, names, found))
     return loaded
 
 

@@ -58,6 +58,15 @@ def nothing_old_is_collected() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch: on tensors as small as those of tests, several wait for one another, most of all where tests run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def io_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
     """On a real drive, empty, removed at the end."""

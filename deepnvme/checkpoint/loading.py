@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
@@ -29,10 +30,8 @@ from .contents import (
 from .one_version import of_one_version
 from .pickled import pickled
 from .placing import MapLocation, Placed, memory_for, placing
-from .progress import Wanted, following
 from .reading import read
 from .verifying import verify_records
-from .writing import Progress
 
 
 def load(

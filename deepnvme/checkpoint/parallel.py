@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from deepnvme._progress import Progress
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
@@ -18,7 +19,7 @@ from .destination import Destination
 from .file_image import FileImage
 from .publication import Publication
 from .sharding import equal_share
-from .writing import Progress, write
+from .writing import write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

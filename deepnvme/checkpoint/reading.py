@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from deepnvme._progress import Progress
 from deepnvme._tensor_memory import copy_many, give_pages
 from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
@@ -17,7 +18,6 @@ from deepnvme.swap.lease import Lease
 
 from .file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
 from .placing import Placed
-from .writing import Progress
 
 _CHUNKS = 4
 _GAP = 64 << 10

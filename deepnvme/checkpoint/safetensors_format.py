@@ -13,13 +13,17 @@ import math
 import operator
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from deepnvme._listed import listed
+
 from .contents import CorruptCheckpoint
+
+T = TypeVar("T")
 
 LONGEST_HEADER = 100_000_000
 """Bytes: no library reads more."""
@@ -187,6 +191,18 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
         assert names is not None
         names.append(tensor)
     return found
+
+
+def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | None, found: Mapping[str, T]) -> dict[str, T]:
+    """Of what was found in a shard, that which the index in ``path`` has there, as :func:`shards_of` says; None for all.
+
+    Raises CorruptCheckpoint naming what is not there."""
+    if names is None:
+        return dict(found)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise CorruptCheckpoint(path, f"its index has tensors in {shard} that are not there: {listed(missing)}")
+    return {name: found[name] for name in names}
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:

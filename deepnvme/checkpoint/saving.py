@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme.swap.buffers import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
@@ -17,9 +18,8 @@ from .background import raise_unseen, wait_for_saves
 from .destination import Destination
 from .file_image import FileImage
 from .parallel import save_together
-from .progress import Wanted, following
 from .sharding import Across
-from .writing import Progress, write
+from .writing import write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

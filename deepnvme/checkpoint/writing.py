@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from deepnvme._progress import Progress
 from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
@@ -15,9 +16,6 @@ from .file_image import CHUNK, PAGE, FileImage
 
 _CHUNKS = 4
 """Leased at a time: a drive is busy with three while the fourth is filled."""
-
-Progress = Callable[[int, int], None]
-"""Told the bytes that are written, and those to be written."""
 
 
 def write(

@@ -7,6 +7,7 @@ from deepnvme._lazy import from_modules
 if TYPE_CHECKING:
     from .comparing import StoreMismatch
     from .kv_cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
+    from .manifest import Extent, Weight, WeightInfo
     from .pretrained import from_pretrained
     from .sources import Location, Source
     from .stream_report import StreamReport
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheReport",
     "CorruptExtent",
+    "Extent",
     "Location",
     "OffloadedCache",
     "Source",
     "StoreMismatch",
     "StreamReport",
     "Streaming",
+    "Weight",
+    "WeightInfo",
     "WeightStore",
     "close_cache",
     "from_pretrained",
@@ -33,12 +37,15 @@ __all__ = [
 _WHERE = {
     "CacheReport": "kv_cache",
     "CorruptExtent": "weight_store",
+    "Extent": "manifest",
     "Location": "sources",
     "OffloadedCache": "kv_cache",
     "Source": "sources",
     "StoreMismatch": "comparing",
     "StreamReport": "stream_report",
     "Streaming": "streaming",
+    "Weight": "manifest",
+    "WeightInfo": "manifest",
     "WeightStore": "weight_store",
     "close_cache": "kv_cache",
     "from_pretrained": "pretrained",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .weight_store import WeightStore
 
 _THREADS = 2
-"""Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
+"""Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
 
 
 class Arrivals:
@@ -36,8 +37,9 @@ class Arrivals:
         self.extents: Mapping[str, Extent] = {name: _dequantized(extent) for name, extent in store.extents.items()}
         """As they lie in memory once they are ready."""
         self._starts = {name: _start(extent, self.extents[name]) for name, extent in store.extents.items()}
-        self._seen: set[str] = set()
         self._threads = ThreadPoolExecutor(_THREADS, "deepnvme-weights")
+        # Together as many as there are processors: more would only wait for each other, and for what computes.
+        self._processors = max(1, len(os.sched_getaffinity(0)) // _THREADS)
 
     def nbytes(self, extent: str) -> int:
         """Of the memory that it is read into."""
@@ -45,10 +47,10 @@ class Arrivals:
 
     def read(self, extent: str, memory: torch.Tensor) -> Reading:
         """Start reading an extent into ``nbytes`` bytes; return at once."""
+        ready = not self._starts[extent] and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])
-        if extent in self._seen and not self._starts[extent]:
+        if ready:
             return reading
-        self._seen.add(extent)
         return self._threads.submit(self._finish, extent, [(reading, memory)])
 
     def close(self) -> None:
@@ -75,7 +77,8 @@ class Arrivals:
             if stored.scheme is None:
                 ready.stored(memory).copy_(stored.stored(memory[start:]))
             else:
-                dequantize([(stored.scheme, stored.stored(memory[start:]), ready.view(memory))])
+                both = stored.stored(memory[start:]), ready.view(memory)
+                dequantize([(stored.scheme, *both)], threads=self._processors)
 
 
 def _dequantized(extent: Extent) -> Extent:

@@ -114,11 +114,6 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     return _structure(_place_of(model, "", weights, ties), named, ties, [name for name in buffers if name not in ties])
 
 
-def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[Block]:
-    """The blocks of :func:`structure_of`."""
-    return list(structure_of(model, blocks).blocks)
-
-
 def structure_of_names(
     sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None
 ) -> Structure:

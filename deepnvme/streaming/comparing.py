@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from deepnvme._listed import listed
+
 from .blocks import ties_of, weights_of
 from .manifest import WeightInfo
 
@@ -16,10 +18,9 @@ class StoreMismatch(ValueError):
     """Weights are those of another model, or of another version of it; the message names what differs, first things first."""
 
     def __init__(self, what: str, differences: Sequence[str]) -> None:
-        shown = "\n  ".join(differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         plural = "s" if len(differences) > 1 else ""
-        super().__init__(f"{what}: {len(differences)} difference{plural}\n  {shown}{more}")
+        shown = listed(differences, _SHOWN, "\n  ")
+        super().__init__(f"{what}: {len(differences)} difference{plural}\n  {shown}")
 
 
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .arriving import Arrivals
+from .device_event import Computed
 from .slots import PinnedSlots
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class DeviceSlot:
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer: torch.Tensor | None = buffer
         self._after: Ending | None = None
-        self._computed: torch.cuda.Event | None = None
+        self._computed: Computed | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -63,23 +64,14 @@ class DeviceSlot:
     def release(self, after: Ending | None = None) -> None:
         """Give it back when ``after`` has ended, and what the current stream has been given so far. Never blocks."""
         self._after = after
-        self._computed = _computed(self.buffer.device)
+        self._computed = Computed(self.buffer.device)
 
     def has_ended(self) -> bool:
         """Whether it was released, and nothing is done with it any more."""
-        if self._computed is None or (self._after is not None and not self._after.done()):
-            return False
-        if not self._computed.query():  # type: ignore[no-untyped-call]
+        if self._computed is None or (self._after is not None and not self._after.done()) or not self._computed.done():
             return False
         self._buffer = self._after = None
         return True
-
-
-def _computed(device: torch.device) -> torch.cuda.Event:
-    """Ends when all has that the current stream has been given so far."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class DeviceArrivals(Arrivals):
@@ -96,7 +88,7 @@ class DeviceArrivals(Arrivals):
         """Start reading an extent into ``nbytes`` bytes of the device; return at once."""
         while (staged := self._staging.lease(self._limit)) is None:
             self._limit += 1  # as many as are under way at a time, to the device's slots and to what stays there
-        computed = _computed(memory.device)  # what the memory was used for before it was handed out for this
+        computed = Computed(memory.device)  # what the memory was used for before it was handed out for this
         host = staged.buffer[: self._store.extents[extent].nbytes]
         reading = self._store.read(extent, host)
         return self._copying.submit(self._copy, extent, [(reading, staged, host, memory)], computed)
@@ -109,7 +101,7 @@ class DeviceArrivals(Arrivals):
         self,
         extent: str,
         only: list[tuple[StoreFuture[torch.Tensor], Slot, torch.Tensor, torch.Tensor]],
-        computed: torch.cuda.Event,
+        computed: Computed,
     ) -> None:
         reading, staged, host, memory = only.pop()
         try:
@@ -117,7 +109,7 @@ class DeviceArrivals(Arrivals):
             if error is not None:
                 raise error
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                self._stream.wait_event(computed)
+                self._stream.wait_event(computed.event)
                 memory[self._starts[extent] :].copy_(host, non_blocking=True)
                 self._make_ready(extent, memory)
             self._stream.synchronize()

@@ -83,10 +83,8 @@ class Fetcher:
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
         self._dropped: list[Reading] = []  # of extents that nobody wants any more, in slots that are not free before they end
         self._loaded = 0  # residents that are there
-        self.reads = 0
-        """Begun so far, in vain too."""
         self.bytes_read = 0
-        """By these."""
+        """By reads begun so far, in vain too."""
         self.waited = 0.0
         """Seconds in which :meth:`take` had nothing to do but wait."""
 
@@ -137,14 +135,17 @@ class Fetcher:
             if (self._extents[key].slot is None) != (key in self._residents):
                 self._forget(key)
 
+    def drain(self) -> None:
+        """Read nothing ahead any more, and wait for what was begun for nothing."""
+        self.expect(())
+        self._wait_for_dropped()
+
     def close(self) -> None:
         """Let go of everything. Waits for reads under way."""
         self._expected = {}
         for key in list(self._extents):
             self._forget(key)
-        while self._dropped:
-            self._dropped[-1].exception()
-            self._dropped.pop()
+        self._wait_for_dropped()
 
     def give_back_all(self) -> None:
         """End all uses, after something has interrupted who would have."""
@@ -200,7 +201,6 @@ class Fetcher:
                 return None
             memory = slot.buffer[:nbytes]
         extent = self._extents[key] = _Extent(memory, slot, self._read(key, memory))
-        self.reads += 1
         self.bytes_read += self._stored[key]
         return extent
 
@@ -270,6 +270,11 @@ class Fetcher:
         if not self._dropped or all(key in self._extents for key in self._expected):
             return False
         return self._reap() or bool(self._dropped)
+
+    def _wait_for_dropped(self) -> None:
+        while self._dropped:
+            self._dropped[-1].exception()
+            self._dropped.pop()
 
     def _reap(self) -> bool:
         """Whether any read that was dropped has ended."""

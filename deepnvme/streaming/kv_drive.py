@@ -19,11 +19,12 @@ from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.extents import ALIGNMENT, padded
 from deepnvme.swap.futures import StoreFuture
-from deepnvme.swap.lease import Lease
+from deepnvme.swap.lease import Ending, Lease
 from deepnvme.swap.memory import empty_aligned
 from deepnvme.swap.owner import StoreLocked
 from deepnvme.swap.store import TensorStore
 
+from .device_event import Computed
 from .kv_memory import Form, Pair
 
 CHUNK_BYTES = 2 << 20
@@ -138,10 +139,11 @@ class Drive:
         self._read_on()
 
     @contextlib.contextmanager
-    def read(self, chunk: Chunk) -> Iterator[Pair]:
+    def read(self, chunk: Chunk, device: torch.device) -> Iterator[Pair]:
         """The chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes next.
 
-        What is done with them on a device's current stream may go on afterwards. Raises OSError naming the file.
+        ``device``: where they are copied to; a copy that its current stream has been given may go on afterwards. Raises OSError
+        naming the file.
         """
         if chunk not in self._reading:
             self._start(chunk)
@@ -152,7 +154,7 @@ class Drive:
             self.seconds_waited += time.perf_counter() - began
             yield chunk.form.pair(lease.buffer, chunk.end - chunk.start)
         finally:
-            self._forget(chunk)
+            self._forget(chunk, device)
         self._read_on()
 
     def delete(self, layer: int, index: int) -> None:
@@ -216,12 +218,14 @@ class Drive:
         self._read_bytes += chunk.nbytes
         self.bytes_read += chunk.nbytes
 
-    def _forget(self, chunk: Chunk) -> None:
-        """Let go of what was read of it, or is being read."""
+    def _forget(self, chunk: Chunk, device: torch.device | None = None) -> None:
+        """Let go of what was read of it, or is being read, or copied to a device."""
         lease, future = self._reading.pop(chunk)
         self._read_bytes -= chunk.nbytes
-        used = torch.cuda.is_initialized() and future.done()  # type: ignore[no-untyped-call]
-        lease.release(after=_DeviceHasIt() if used else future)
+        after: Ending = future
+        if device is not None and device.type == "cuda" and future.done():
+            after = Computed(device)
+        lease.release(after=after)
 
     def _lease(self, nbytes: int) -> Lease:
         lease = self._pool.try_lease(nbytes)
@@ -236,20 +240,6 @@ def _raise_error(future: StoreFuture[Any]) -> None:
     error = future.exception()
     if error is not None:
         raise copy.copy(error)
-
-
-class _DeviceHasIt:
-    """What the device's current stream was given by now has ended: a copy of leased memory among it."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def exception(self, timeout: float | None = None) -> None:
-        return None
 
 
 def _open(path: Path, engine: Engine) -> TensorStore:

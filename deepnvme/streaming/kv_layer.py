@@ -233,7 +233,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._drive.expect(self._index)
         with one_thread():
             for chunk in self._chunks:
-                with self._drive.read(chunk) as stored:
+                with self._drive.read(chunk, self._device) as stored:
                     _place(stored, chunk, states, begin)
         start = max(self._newest.start, begin)
         for mine, theirs in zip(states, self._newest.view(start, self._length), strict=True):
@@ -297,7 +297,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self._form is not None
         positions = chunk.end - chunk.start
         states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
-        with self._drive.read(chunk) as stored:
+        with self._drive.read(chunk, states[0].device) as stored:
             _place(stored, chunk, states, chunk.start)
         return states
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme.checkpoint.progress import Wanted
+from deepnvme._progress import Wanted
 from deepnvme.engine import Engine
 from deepnvme.swap.directories import weights_of as directories_of
 from deepnvme.swap.owner import Ownership

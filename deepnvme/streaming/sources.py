@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from deepnvme._listed import listed
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
-from deepnvme.checkpoint.one_version import of_one_version
+from deepnvme.checkpoint.one_version import of_one_version, version_of
 from deepnvme.checkpoint.placing import placing
-from deepnvme.checkpoint.safetensors_format import read_header, shards_of
+from deepnvme.checkpoint.safetensors_format import indexed, read_header, shards_of
 from deepnvme.engine import Engine, File
 from deepnvme.swap.memory import check_storable
 
@@ -67,7 +68,7 @@ class Weights:
         self._weights = weights
         self._engine = engine
         self._files: dict[str, File] = {}
-        self._versions = {weight.path: _version(weight.path) for weight in weights.values() if isinstance(weight, Location)}
+        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
 
     def names(self) -> Iterable[str]:
         return self._weights
@@ -100,7 +101,7 @@ class Weights:
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpoint if a file was written to, or replaced, while it was read."""
         for path, version in self._versions.items():
-            if _version(path) != version:
+            if version_of(path) != version:
                 raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
     def _file(self, path: str) -> File:
@@ -122,15 +123,10 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
     found: dict[str, torch.Tensor | Location] = {}
     for shard, names in shards_of(path).items():
         if names is not None and not os.path.exists(shard):
-            text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({_listed(names)})"
+            text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
             raise FileNotFoundError(2, text, shard)
         inside = of_one_version(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
-        if names is not None:
-            missing = [name for name in names if name not in inside]
-            if missing:
-                raise CorruptCheckpoint(path, f"its index has tensors in {shard} that are not there: {_listed(missing)}")
-            inside = {name: inside[name] for name in names}
-        found.update(inside)
+        found.update(indexed(path, shard, names, inside))
     return found
 
 
@@ -145,7 +141,7 @@ def _chosen(directory: Path) -> str:
     for pattern in _KINDS:
         found = sorted(str(path) for path in directory.glob(pattern))
         if len(found) > 1:
-            raise ValueError(f"'{directory}' has several checkpoints, and no index of them: name one of {_listed(found)}")
+            raise ValueError(f"'{directory}' has several checkpoints, and no index of them: name one of {listed(found)}")
         if found:
             return found[0]
     raise FileNotFoundError(2, f"there is no checkpoint here: expected one of {', '.join(_KINDS)}", str(directory))
@@ -196,7 +192,7 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
     text = f"'{path}' holds {type(loaded).__name__}, and no mapping of names to tensors, such as a state_dict"
     if isinstance(loaded, Mapping):
         others = [repr(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
-        text = f"'{path}' holds more than weights: {_listed(others)}; give the state_dict in it, from torch.load(path, mmap=True)"
+        text = f"'{path}' holds more than weights: {listed(others)}; give the state_dict in it, from torch.load(path, mmap=True)"
     raise ValueError(text)
 
 
@@ -208,17 +204,6 @@ def _place_of(weight: torch.Tensor | Location) -> object:
         return None
     memory = weight.device, weight.untyped_storage().data_ptr(), weight.storage_offset()
     return *memory, weight.dtype, weight.shape, weight.stride()
-
-
-def _version(path: str) -> tuple[int, ...]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 class _Done:

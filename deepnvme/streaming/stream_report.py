@@ -30,7 +30,7 @@ class StreamReport:
     resident_bytes: int
     """Of weights that stay in memory once they have been read."""
     limit: float | None
-    """Bytes/s that the drive gives; None where :meth:`Streaming.measure_limit` was not called."""
+    """Bytes/s that the drive gives; None before :meth:`Streaming.measure_limit`, and where that had nothing to read."""
 
     @property
     def stalled(self) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -109,26 +111,35 @@ class Streaming:
     # For users.
 
     def report(self) -> StreamReport:
-        """What has happened so far."""
-        tally = self._tally
-        return StreamReport(
-            passes=tally.passes,
-            seconds=tally.seconds,
-            bytes_read=self._fetcher.bytes_read - tally.bytes_before,
-            stalls=dict(tally.stalls),
-            tokens=tally.tokens,
-            resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._fetcher.is_resident(name)),
-            limit=self._limit,
-        )
+        """What has happened so far. Waits for a call of the model that another thread is in."""
+        with self._between_calls():
+            tally = self._tally
+            return StreamReport(
+                passes=tally.passes,
+                seconds=tally.seconds,
+                bytes_read=self._fetcher.bytes_read - tally.bytes_before,
+                stalls=dict(tally.stalls),
+                tokens=tally.tokens,
+                resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._fetcher.is_resident(name)),
+                limit=self._limit,
+            )
 
     def reset(self) -> None:
-        """Report from here on."""
-        self._tally = Tally(bytes_before=self._fetcher.bytes_read, begun=time.perf_counter())
+        """Report from here on. Waits for a call of the model that another thread is in."""
+        with self._between_calls():
+            self._tally = Tally(bytes_before=self._fetcher.bytes_read, begun=time.perf_counter())
 
     def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
-        """Read so many bytes of extents and more, as a pass does but with nothing to compute, and have reports tell the share of
-        what the drive gave then. Bytes/s; None where all weights stay in memory. Blocks. Raises RuntimeError within a call of the
-        model; OSError from reading."""
+        """Read extents as a pass does, but with nothing to compute, and have reports tell the share of what the drive gave then.
+        Returns bytes/s; None where a pass reads nothing, because all extents stay, or fit into what they are read into. Blocks.
+
+        ``nbytes``: to read at least; less than an extent more are read.
+
+        Raises ValueError for no bytes; RuntimeError within a call of the model, and after :meth:`close`; OSError and
+        CorruptExtent from reading, and reports tell what they told before.
+        """
+        if nbytes < 1:
+            raise ValueError(f"nbytes must be at least 1, got {nbytes}")
         self._check_outside("measure_limit()")
         limit: float | None = self._in_turn(self._measured, nbytes)
         return limit
@@ -136,8 +147,9 @@ class Streaming:
     def close(self, restore: bool = False) -> None:
         """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
 
-        ``restore``: read all weights into memory of their own, and leave the model as one that never was streamed. Otherwise its
-        weights stay placeholders; what was in no block is there. The store stays open, but where ``owns_store`` says otherwise.
+        ``restore``: read all weights into memory of their own, which has to hold them, and leave the model as one that never was
+        streamed. Otherwise its weights stay placeholders; what was in no block is there. The store stays open, but where
+        ``owns_store`` says otherwise.
 
         Raises RuntimeError within a call of the model; OSError from reading, and the model is streamed still.
         """
@@ -174,6 +186,10 @@ class Streaming:
     def _check_outside(self, what: str) -> None:
         if self._owner == threading.get_ident():
             raise RuntimeError(f"{what} within a forward of the model: its weights are in use")
+
+    def _between_calls(self) -> contextlib.AbstractContextManager[object]:
+        """Of other threads. This one may be in one, in a hook say."""
+        return contextlib.nullcontext() if self._owner == threading.get_ident() else self._turn
 
     # Making.
 
@@ -242,18 +258,25 @@ class Streaming:
             self._tally.leave()
 
     def _measured(self, nbytes: int) -> float | None:
-        keys = [key for key in self._sizes if not self._fetcher.is_resident(key)]
-        if not keys:
+        streamed = [key for key, size in self._sizes.items() if size and not self._fetcher.is_resident(key)]
+        if len(streamed) < self._slots.count:  # which are read once, then
             return None
-        keys *= -(-nbytes // sum(self._sizes[key] for key in keys))
-        self._fetcher.expect(())
-        before, begun = self._fetcher.bytes_read, time.perf_counter()
-        for index, key in enumerate(keys):
-            self._fetcher.take([key], keys[index + 1 :])
-            self._fetcher.give_back([key])
-        self._limit = (self._fetcher.bytes_read - before) / (time.perf_counter() - begun)
-        self._fetcher.expect(self._order.predict())
-        self._tally.bytes_before += self._fetcher.bytes_read - before
+        keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
+        while total < nbytes:
+            ahead.append(next(keys))
+            total += self._sizes[ahead[-1]]
+        before = self._fetcher.bytes_read
+        try:
+            self._fetcher.drain()
+            begun = time.perf_counter()
+            while ahead:
+                key = ahead.popleft()
+                self._fetcher.take([key], ahead)
+                self._fetcher.give_back([key])
+            self._limit = total / (time.perf_counter() - begun)
+        finally:
+            self._fetcher.expect(self._order.predict())
+            self._tally.bytes_before += self._fetcher.bytes_read - before
         return self._limit
 
     def _root(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -332,7 +355,7 @@ class Streaming:
         self._fetcher.give_back_all()
 
     def _reconsider(self) -> None:
-        """Which are to stay, when it has become known how often each is used. Ever more rarely."""
+        """Which are to stay, when it has become known how often each is used: after 1, 2, 4, 8, ... passes."""
         passes = self._tally.passes
         if self._stack or passes & (passes - 1) or len(set(self._uses.values())) == 1:
             return

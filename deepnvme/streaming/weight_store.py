@@ -15,9 +15,9 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from deepnvme._listed import listed
+from deepnvme._progress import Progress, Wanted, following
 from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.progress import Wanted, following
-from deepnvme.checkpoint.writing import Progress
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.directories import Directory
@@ -36,8 +36,10 @@ from .sources import Location, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
-_VERIFIED_AHEAD = 3
+_VERIFIED_AT_A_TIME = 3
+"""Extents: two are read while the checksum of a third is computed."""
 _CHECKSUM_DIGITS = 10
+"""Of a number of 32 bits, which takes the place of null."""
 
 
 class CorruptExtent(OSError):
@@ -59,7 +61,8 @@ class WeightStore:
         self._where = where
         said = tensors.get(NAME).result()
         self._manifest = decode(memory_of(said).tobytes(), where)
-        self._unverified = set(self._manifest.extents) if verify else set()
+        checked = [extent.name for extent in self.extents.values() if extent.crc32 is not None]
+        self._unverified = set(checked if verify else ())
         self._lock = threading.Lock()
         self._weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
         for extent in self.extents.values():
@@ -186,11 +189,11 @@ class WeightStore:
 
         ``out``: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device, not to be touched until the future is done;
         memory of a lease is read in place. Raises KeyError, and ValueError for another ``out``; what fails later is raised by
-        ``Future.result``, CorruptExtent too, whose checksum is computed by the thread that looks, once for each extent.
+        ``Future.result``, CorruptExtent too, whose checksum is computed by the thread that looks if :meth:`verifies` says so.
         """
         wanted = self._extent(extent)
         future = self._tensors.get(_key(extent), out)
-        if extent not in self._unverified or wanted.crc32 is None:
+        if not self.verifies(extent):
             return future
 
         def conclude(read: torch.Tensor) -> torch.Tensor:
@@ -201,13 +204,18 @@ class WeightStore:
 
         return future.then(conclude)
 
+    def verifies(self, extent: str) -> bool:
+        """Whether :meth:`read` looks at its checksum: until that was right once, if there is one and ``open`` was to verify."""
+        return extent in self._unverified
+
     def verify(self) -> None:
         """Read all extents and look at their checksums. Blocks. Raises CorruptExtent naming all that differ, ValueError for a
         store without."""
         wanted = list(self.extents.values())
         if any(extent.crc32 is None for extent in wanted):
             raise ValueError(f"the store in '{self._where}' was built without checksums: build it with checksum=True")
-        pool = BufferPool((_VERIFIED_AHEAD + 1) * padded(max((extent.nbytes for extent in wanted), default=0)) * 9 // 8)
+        largest = padded(max((extent.nbytes for extent in wanted), default=0))
+        pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # what leases may take beyond what they ask for
         under_way: deque[tuple[Extent, Lease, StoreFuture[torch.Tensor]]] = deque()
         wrong: list[str] = []
 
@@ -223,7 +231,7 @@ class WeightStore:
             lease = pool.lease(extent.nbytes)
             under_way.append((extent, lease, self._tensors.get(_key(extent.name), lease.buffer)))
             del lease
-            if len(under_way) > _VERIFIED_AHEAD - 1:
+            if len(under_way) == _VERIFIED_AT_A_TIME:
                 finish()
         while under_way:
             finish()
@@ -277,9 +285,8 @@ class WeightStore:
         found = zlib.crc32(memory_of(read))
         if found == extent.crc32:
             return
-        names = ", ".join(repr(weight.name) for weight in extent.weights[:4])
-        more = f" and {len(extent.weights) - 4} more" if len(extent.weights) > 4 else ""
-        text = f"extent {extent.name!r} ({names}{more}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
+        names = listed(repr(weight.name) for weight in extent.weights)
+        text = f"extent {extent.name!r} ({names}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
         raise CorruptExtent(errno.EBADMSG, f"{text}; build the store again", str(self._where))
 
 

@@ -281,7 +281,7 @@ class TestShards:
     def test_a_tensor_that_its_shard_has_not(self, drive: Path) -> None:
         save_file({"a": torch.ones(1)}, drive / "shard")
         (drive / "index.json").write_text(json.dumps({"weight_map": {"a": "shard", "b": "shard"}}))
-        with pytest.raises(CorruptCheckpoint, match="tensor 'b'"):
+        with pytest.raises(CorruptCheckpoint, match="not there: b"):
             load_file(drive / "index.json")
 
 

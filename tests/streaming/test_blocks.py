@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.blocks import REST, Block, Structure, find_blocks, structure_of, structure_of_names, ties_of, weights_of
+from deepnvme.streaming.blocks import REST, Block, Structure, structure_of, structure_of_names, ties_of, weights_of
 
 WIDE = 1024
 """A square of these is 4 MiB: worth reading again."""
@@ -42,7 +42,7 @@ def on_meta():
 
 
 def names(model: nn.Module, blocks: list[str] | None = None) -> list[str]:
-    return [block.name for block in find_blocks(model, blocks)]
+    return [block.name for block in structure_of(model, blocks).blocks]
 
 
 def layer(index: int) -> list[str]:
@@ -65,7 +65,7 @@ def test_of_lists_in_lists_the_outer_one_has_the_blocks():
 
 
 def test_a_pattern_names_blocks_within_blocks():
-    blocks = {block.name: block.weights for block in find_blocks(Model(experts=2), ["layers.*.experts.*"])}
+    blocks = {block.name: block.weights for block in structure_of(Model(experts=2), ["layers.*.experts.*"]).blocks}
     assert blocks["layers.1"] == tuple(layer(1))
     assert blocks["layers.1.experts.1"] == ("layers.1.experts.1.weight",)
     assert list(blocks)[1:4] == ["layers.0", "layers.0.experts.0", "layers.0.experts.1"]
@@ -91,7 +91,7 @@ def test_what_is_named_is_a_block_however_small():
 )
 def test_a_name_that_cannot_be_a_block(pattern, match):
     with pytest.raises(ValueError, match=match):
-        find_blocks(Model(), [pattern])
+        structure_of(Model(), [pattern])
 
 
 def test_a_weight_that_two_blocks_have_is_an_extent_of_its_own():
@@ -149,14 +149,14 @@ def test_parameters_beside_a_list_do_not_make_the_whole_a_block():
     assert names(model) == names(Model())
     assert "token" in structure_of(model).rest
     model.large = nn.Parameter(torch.empty(WIDE, WIDE))
-    assert find_blocks(model)[0] == Block("", ("token", "large"))
+    assert structure_of(model).blocks[0] == Block("", ("token", "large"))
 
 
 def test_parameter_lists_belong_to_the_module_around_them():
     model = Model()
     model.prompts = nn.ParameterDict({"a": nn.Parameter(torch.empty(WIDE, WIDE))})
     model.layers[1].scales = nn.ParameterList([nn.Parameter(torch.empty(2))])
-    blocks = dict(find_blocks(model))
+    blocks = dict(structure_of(model).blocks)
     assert blocks[""] == ("prompts.a",)
     assert "layers.1.scales.0" in blocks["layers.1"]
 

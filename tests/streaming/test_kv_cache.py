@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -45,14 +45,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few positions in each, so that short generation has many."""
     monkeypatch.setattr(kv_layer, "CHUNK_BYTES", 2048)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -448,6 +444,37 @@ def test_layers_on_the_drive_are_spread_among_those_in_memory(drive: Path, monke
         streamed = [layer.streamed for layer in cache.layers]
     assert sum(streamed) == 4
     assert len(set(itertools.pairwise(streamed))) == 2, "each second one"
+
+
+def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Copy:
+        of: ClassVar[list[Copy]] = []
+        ended = False
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+            self.of.append(self)
+
+        def done(self) -> bool:
+            return self.ended
+
+        def exception(self, timeout: float | None = None) -> None: ...
+
+    monkeypatch.setattr(kv_drive, "Computed", Copy)
+    there = kv_drive.Drive(drive, layers=1, prefetch=0)
+    there.write(0, 0, *states())
+    there.write(0, 1, *states())
+    for chunk, device in zip(there.chunks[0], ("cuda:1", "cpu"), strict=True):
+        with there.read(chunk, torch.device(device)):
+            pass
+    (copied,) = Copy.of
+    assert copied.device == torch.device("cuda", 1), "the layer's, whichever is current"
+    assert there._pool.in_use
+    copied.ended = True
+    assert not there._pool.in_use
+    there.close()
 
 
 def test_what_a_killed_process_has_left_goes(llama: Any, drive: Path, interpreters: Interpreters) -> None:

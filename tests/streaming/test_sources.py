@@ -12,8 +12,8 @@ from torch import nn
 
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
-from deepnvme.streaming.manifest import WeightInfo
-from deepnvme.streaming.sources import Location, Weights, source_of, weights_in
+from deepnvme.streaming import Location, WeightInfo
+from deepnvme.streaming.sources import Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),

@@ -6,10 +6,11 @@ import contextlib
 import copy
 import errno
 import gc
+import linecache
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, stream
+from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
 from deepnvme.streaming.quantization import dequantize, quantize
 
 from ..interpreters import Interpreters
@@ -210,8 +211,9 @@ def test_interrupts_at_any_moment(world: World) -> None:
                 nonlocal left
                 if "deepnvme/streaming" not in frame.f_code.co_filename:
                     return None
-                if frame.f_code.co_name == "_in_turn":  # Python does not look for signals between a lock's with and its lines
-                    return None
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+                if line.startswith(("with self._turn:", "self._owner = 0")):  # Python does not look for signals before these
+                    return trace
                 left -= event == "line"
                 if left < 0 and event == "line":
                     sys.settrace(None)
@@ -524,6 +526,23 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
             assert torch.equal(streamed(x, [0, 1, 2, 3]), model(x, [0, 1, 2, 3]))
 
 
+def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(weights: Any, *, threads: int | None = None) -> None:
+        asked.append(threads)
+        dequantize(weights, threads=threads)
+
+    monkeypatch.setattr(arriving, "dequantize", noted)
+    for processors, half in ((8, 4), (1, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
+        model = nn.Linear(128, 96)
+        with WeightStore.build(model, drive / str(processors), blocks=[""], quantize="int8") as store, stream(model, store):
+            model(torch.ones(1, 128))
+        assert set(asked) == {half}
+        asked.clear()
+
+
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +564,26 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
             world.check(ORDER)
         assert streaming.report().bytes_read == 4 * 4 * 4096
         assert streaming.report().resident_bytes == 2 * 4096
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_threads_look_at_each_checksum_once_if_at_all(
+    world: World, drive: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, finished = arriving.Arrivals._finish, []
+
+    def noted(self: arriving.Arrivals, extent: str, only: Any) -> None:
+        finished.append(extent)
+        finish(self, extent, only)
+
+    monkeypatch.setattr(arriving.Arrivals, "_finish", noted)
+    (data,) = drive.rglob("*.data")
+    with WeightStore.open(data.parent, verify=verify) as store, stream(world.streamed, store):
+        assert store.verifies("parts.5") == verify
+        for _ in range(3):
+            world.check(ORDER)
+        assert finished == (list(store.extents) if verify else [])
+        assert not any(map(store.verifies, store.extents))
 
 
 def test_what_is_used_more_often_comes_to_stay(world: World) -> None:
@@ -581,14 +620,6 @@ def test_skipped_blocks_cost_what_was_read_ahead_of_them(world: World) -> None:
 
 
 def test_the_report(world: World) -> None:
-    class Head(nn.Module):
-        def __init__(self, body: nn.Module) -> None:
-            super().__init__()
-            self.body = body
-
-        def forward(self, input_ids: torch.Tensor) -> Any:
-            return self.body(INPUT, ORDER)
-
     with world.stream() as streaming:
         assert streaming.report().share_of_limit is None
         world.check(ORDER)
@@ -599,16 +630,106 @@ def test_the_report(world: World) -> None:
             world.check(ORDER)
         report = streaming.report()
         assert report.passes == 2
+        assert report.tokens == 0  # of a model of floating point
         assert report.bytes_read == pytest.approx(12 * 4096, abs=2 * 4096)
         assert 0 <= report.stalled <= report.seconds
         assert report.share_of_limit == pytest.approx(report.bytes_per_second / report.limit)  # type: ignore[operator]
         text = str(report)
         assert "2 passes in" in text
         assert "of the drive's limit" in text
-        with torch.no_grad():
+
+
+def test_reports_are_of_whole_calls_but_to_who_is_in_one(world: World) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    passes = []
+
+    def hook(*_: object) -> None:
+        streaming.reset()
+        passes.append(streaming.report().passes)
+        entered.set()
+        go_on.wait(10)
+
+    with world.stream() as streaming, ThreadPoolExecutor(2) as threads:
+        world.streamed.parts[2].register_forward_hook(hook)
+        call = threads.submit(world.check, ORDER)
+        assert entered.wait(10)
+        report = threads.submit(streaming.report)
+        wait([report], 0.05)
+        assert not report.done()
+        go_on.set()
+        call.result()
+        assert report.result().seconds > 0.05
+        assert passes == [0]
+
+
+class Head(nn.Module):
+    """Takes tokens as models of transformers do."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, input_ids: torch.Tensor | None = None, decoder_input_ids: torch.Tensor | None = None) -> Any:
+        return self.body(INPUT, ORDER)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_however_they_are_given(build: Build, dtype: torch.dtype) -> None:
+    world = build(Head(stack()))
+    ids, one = torch.ones(2, 5, dtype=dtype), torch.ones(2, 1, dtype=dtype)
+    calls: list[tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], int]] = [
+        ((ids,), {}, 10),
+        ((), {"input_ids": ids}, 10),
+        ((), {"decoder_input_ids": one}, 2),
+        ((ids.float(),), {}, 0),
+        ((), {}, 0),
+    ]
+    with world.stream() as streaming, torch.no_grad():
+        for args, kwargs, tokens in calls:
             streaming.reset()
-            world.streamed.forward(INPUT, [])
-        assert streaming.report().tokens == 0
+            world.streamed(*args, **kwargs)
+            report = streaming.report()
+            assert (report.passes, report.tokens) == (1, tokens)
+            assert report.tokens_per_second == tokens / report.seconds
+
+
+def test_a_limit_is_measured_of_no_more_than_was_asked_for(world: World) -> None:
+    with world.stream() as streaming:
+        world.check(ORDER)
+        before = streaming._fetcher.bytes_read
+        assert streaming.measure_limit(1)
+        assert streaming._fetcher.bytes_read - before <= (1 + 2) * 4096  # and what is read ahead for the next pass
+        for nbytes in (0, -1):
+            with pytest.raises(ValueError, match=f"at least 1, got {nbytes}"):
+                streaming.measure_limit(nbytes)
+
+
+def test_there_is_no_limit_where_a_pass_reads_nothing(world: World) -> None:
+    for options in ({"memory_budget": 1 << 20}, {"prefetch": 6}):
+        with world.stream(**options) as streaming:
+            assert streaming.measure_limit() is None
+            world.check(ORDER)
+            streaming.reset()
+            world.check(ORDER)
+            assert streaming.report().bytes_read == 0
+
+
+def test_a_measurement_that_fails_leaves_reports_as_they_were(world: World) -> None:
+    with world.stream() as streaming:
+        world.check(ORDER)
+        with Broken(world.store, "parts.4"), pytest.raises(OSError, match=r"data of parts\.4"):
+            streaming.measure_limit(100_000)
+        report = streaming.report()
+        assert report.limit is None
+        assert report.bytes_read <= (6 + 2 * 2) * 4096  # a pass, what was read ahead for the next, and again
+        world.check(ORDER)
+
+
+def test_a_limit_is_not_measured_within_a_call(world: World) -> None:
+    with world.stream() as streaming:
+        world.streamed.parts[2].register_forward_hook(lambda *_: streaming.measure_limit())
+        with pytest.raises(RuntimeError, match="within a forward"):
+            world.check(ORDER)
 
 
 def test_a_stream_that_is_dropped_gives_its_memory_back(world: World) -> None:

@@ -1,16 +1,16 @@
-"""How far a long save or load has come: told to a function, or shown to whoever looks at the terminal."""
+"""How far a long operation has come: told to a function, or shown to whoever looks at the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from .writing import Progress
-
+Progress = Callable[[int, int], None]
+"""Told the bytes that are done, and those in all."""
 Wanted = Progress | Literal[True] | None
-"""A function of the bytes done and those in all; True for a bar."""
+"""True for a bar."""
 
 
 @contextlib.contextmanager

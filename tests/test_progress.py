@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint.progress import following
+from deepnvme._progress import following
 from deepnvme.safetensors import load_file, save_file
 
 
