@@ -10,7 +10,7 @@
 
 #include "quantization/quantization.h"
 
-// Vectors are only ever passed to what is inlined.
+// Vectors are only ever passed to what is inlined. Without push and pop: GCC warns where it comes to the end of the whole source.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #define DEEPNVME_INLINE [[gnu::always_inline]] inline
 

@@ -264,7 +264,7 @@ class Streaming:
         keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
         while total < nbytes:
             ahead.append(next(keys))
-            total += self._sizes[ahead[-1]]
+            total += self._store.extents[ahead[-1]].nbytes
         before = self._fetcher.bytes_read
         try:
             self._fetcher.drain()
