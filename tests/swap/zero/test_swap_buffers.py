@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap import OutOfBuffers, buffer_pool, set_buffer_budget
+from deepnvme.swap import BufferPool, OutOfBuffers, buffer_pool, buffers, set_buffer_budget
 from deepnvme.swap.zero import (
     SwapBuffer,
     SwapBufferManager,
@@ -24,10 +24,10 @@ EXAMPLE = torch.zeros(1)
 
 
 @pytest.fixture
-def budget() -> Any:
-    before = buffer_pool().budget
-    yield set_buffer_budget
-    set_buffer_budget(before)
+def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a pool of the test's own: a thread of an earlier test may still hold memory of the process's, and is waited for then."""
+    monkeypatch.setattr(buffers, "_pool", BufferPool(1 << 30))
+    return set_buffer_budget
 
 
 def pinned(handle: Any, numel: int) -> torch.Tensor:
