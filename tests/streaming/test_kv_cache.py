@@ -369,6 +369,21 @@ def test_changes_are_those_of_a_dynamic_cache(pair: tuple[OffloadedCache, Any], 
     assert same(cache, reference)
 
 
+def test_what_has_left_a_window_and_may_be_cropped_back_into_it_is_kept(drive: Path) -> None:
+    config = decoder("Mistral", sliding_window=20)
+    with OffloadedCache(config, path=drive) as cache:
+        reference = transformers.DynamicCache(config=config)
+        for each in (cache, reference):
+            each.activate_past_recording()
+        for seed, (positions, removed) in enumerate([(90, 0), (1, 0), (30, 0), (1, -25), (1, 0)]):
+            new = states(positions=positions, seed=seed)
+            got, expected = cache.update(*new, layer_idx=0), reference.update(*new, layer_idx=0)
+            assert all(map(torch.equal, got, expected))
+            if removed:
+                cache.layers[0].crop(removed)
+                reference.layers[0].crop(removed)
+
+
 def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) -> None:
     for layer in range(3):
         cache.update(*states(positions=40, seed=layer), layer_idx=layer)
