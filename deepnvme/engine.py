@@ -243,7 +243,8 @@ class Engine:
         if nbytes > sys.maxsize:
             raise MemoryError(f"the system has no {nbytes} bytes of memory to pin")
         buffer = self._op.empty_pinned(nbytes)
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
 
     def stats(self) -> Stats:
         """Figures since the engine was made. Never blocks."""

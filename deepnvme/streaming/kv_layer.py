@@ -233,6 +233,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._drive.expect(self._index)
         with one_thread():
             for chunk in self._chunks:
+                if chunk.end <= begin:  # it has left the window, and may be cropped back into it
+                    continue
                 with self._drive.read(chunk, self._device) as stored:
                     _place(stored, chunk, states, begin)
         start = max(self._newest.start, begin)

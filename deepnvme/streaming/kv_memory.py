@@ -48,8 +48,9 @@ class Form:
 
     def pair(self, memory: torch.Tensor, positions: int) -> Pair:
         """Views of bytes: the keys first, then the values, each contiguous."""
-        elements = memory[: positions * self.position_bytes].view(self.dtype)
         shapes = [(self.batch, heads, positions, dim) for heads, dim in zip(self.heads, self.dims, strict=True)]
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            elements = memory[: positions * self.position_bytes].view(self.dtype)
         keys, values = elements.split([math.prod(shape) for shape in shapes])  # type: ignore[no-untyped-call]
         return keys.view(shapes[0]), values.view(shapes[1])
 

@@ -49,6 +49,14 @@ class _Weight:
         )
 
 
+    def replaced(self) -> bool:
+        """Whether somebody has put another in one of its places since it was removed."""
+        return not all(
+            found is self.absent or (found is not None and found is self.present)
+            for found in (place.among.get(place.name) for place in self.places)
+        )
+
+
 class ModuleWeights:
     """The weights of a model by the extents of a store, which has the same (see :meth:`WeightStore.check`).
 
@@ -104,3 +112,7 @@ class ModuleWeights:
     def changed(self, extent: str) -> list[str]:
         """The names of those that are not as they were put there."""
         return [weight.facts.name for weight in self._extents[extent] if weight.changed()]
+
+    def replaced(self, extent: str) -> list[str]:
+        """The names of those in whose places somebody has put others since they were removed."""
+        return [weight.facts.name for weight in self._extents[extent] if weight.replaced()]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.extents import padded
 from deepnvme.swap.memory import empty_aligned
 
 if TYPE_CHECKING:
+    import torch
+
     from deepnvme.swap.lease import Ending
 
 
@@ -51,10 +51,8 @@ class PinnedSlots:
         """A slot, or None if ``limit`` are lent, or seen by tensors of somebody. Never waits, but the first ones are pinned."""
         if self._pool.budget != limit * self._size:
             self._pool.set_budget(limit * self._size)
-        with torch.inference_mode(False):  # a tensor that is made in inference mode does not tell of changes
-            return self._pool.try_lease(self._nbytes)
+        return self._pool.try_lease(self._nbytes)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory beside the slots, for as long as it is wanted."""
-        with torch.inference_mode(False):
-            return empty_aligned(nbytes)
+        return empty_aligned(nbytes)

@@ -321,14 +321,14 @@ class Streaming:
             self._tally.stalls[block] += self._fetcher.waited - before
         for extent, memory in zip(wanted, memories, strict=True):
             self._in_use[extent] = None
-            if extent in self._there:
-                changed = self._weights.changed(extent)
-                if changed:
-                    raise RuntimeError(
-                        f"{', '.join(map(repr, changed))} of {block!r} had been changed, moved or cast: that cannot be done to a"
-                        " model whose weights are streamed, and later calls see what is on the drive"
-                    )
-            else:
+            there = extent in self._there
+            changed = self._weights.changed(extent) if there else self._weights.replaced(extent)
+            if changed:
+                raise RuntimeError(
+                    f"{', '.join(map(repr, changed))} of {block!r} had been changed, moved or cast: that cannot be done to a"
+                    " model whose weights are streamed, and later calls see what is on the drive"
+                )
+            if not there:
                 self._weights.put(extent, memory)
                 if self._fetcher.is_resident(extent):
                     self._there.add(extent)

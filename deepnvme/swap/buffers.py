@@ -210,7 +210,8 @@ class BufferPool:
             if chunk.memory is None:
                 chunk.memory = self._pin(chunk.nbytes)
             view = memoryview(chunk.memory)
-            buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
+            with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
             holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
             return Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
         except BaseException:

@@ -124,15 +124,16 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     """New memory for direct transfers: ``nbytes`` bytes (rounded up to ALIGNMENT before), contents undefined, of no pool."""
     import torch
 
-    if nbytes < _HUGE_FROM:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        start = -memory.data_ptr() % ALIGNMENT
-        return memory[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        if nbytes < _HUGE_FROM:
+            memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+            start = -memory.data_ptr() % ALIGNMENT
+            return memory[start : start + nbytes]
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
     give_pages(memory.data_ptr(), nbytes)
     return memory
 

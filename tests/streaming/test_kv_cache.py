@@ -369,6 +369,35 @@ def test_changes_are_those_of_a_dynamic_cache(pair: tuple[OffloadedCache, Any], 
     assert same(cache, reference)
 
 
+@pytest.mark.parametrize("settings", [{"where": "cpu"}, {}, {"memory_budget": 1 << 20}], ids=["cpu", "nvme", "budget"])
+def test_what_inference_mode_has_put_there_goes_on_outside_of_it(llama: Any, drive: Path, settings: dict[str, Any]) -> None:
+    where = {} if settings.get("where") == "cpu" else {"path": drive}
+    with OffloadedCache(llama.config, **where, **settings) as cache:
+        reference = transformers.DynamicCache(config=llama.config)
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
+            for positions in (30, 1, 1):
+                with mode():
+                    got = cache.update(*states(2, positions), layer_idx=0)
+                with torch.no_grad():
+                    expected = reference.update(*states(2, positions), layer_idx=0)
+                assert all(map(torch.equal, got, expected))
+
+
+def test_what_has_left_a_window_and_may_be_cropped_back_into_it_is_kept(drive: Path) -> None:
+    config = decoder("Mistral", sliding_window=20)
+    with OffloadedCache(config, path=drive) as cache:
+        reference = transformers.DynamicCache(config=config)
+        for each in (cache, reference):
+            each.activate_past_recording()
+        for seed, (positions, removed) in enumerate([(90, 0), (1, 0), (30, 0), (1, -25), (1, 0)]):
+            new = states(positions=positions, seed=seed)
+            got, expected = cache.update(*new, layer_idx=0), reference.update(*new, layer_idx=0)
+            assert all(map(torch.equal, got, expected))
+            if removed:
+                cache.layers[0].crop(removed)
+                reference.layers[0].crop(removed)
+
+
 def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) -> None:
     for layer in range(3):
         cache.update(*states(positions=40, seed=layer), layer_idx=layer)

@@ -346,6 +346,19 @@ def test_weights_in_memory_that_are_changed_between_calls_are_told_of_and_read_a
         world.check(ORDER)
 
 
+def test_weights_that_somebody_puts_in_place_of_those_of_the_store_are_told_of(world: World) -> None:
+    other = {"parts.1.weight": torch.zeros(WIDTH, WIDTH)}
+    named = r"'parts\.1\.weight' of 'parts\.1' had been changed, moved or cast"
+    with world.stream():
+        with pytest.raises(RuntimeError, match=named), torch.no_grad():
+            torch.func.functional_call(world.streamed, dict(other), (INPUT, ORDER))
+        world.check(ORDER)
+        world.streamed.load_state_dict(other, strict=False, assign=True)
+        with pytest.raises(RuntimeError, match=named):
+            world.check(ORDER)
+        world.check(ORDER)
+
+
 def test_a_store_of_another_model_is_refused_and_the_model_left_as_it_is(world: World) -> None:
     other = stack(5)
     with pytest.raises(StoreMismatch, match=r"parts\.5\.weight"):
