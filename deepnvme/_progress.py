@@ -13,6 +13,19 @@ Wanted = Progress | Literal[True] | None
 """True for a bar."""
 
 
+def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """To be told the bytes of each part that is done, in one thread: tells ``progress`` all that are, of ``total``."""
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return count
+
+
 @contextlib.contextmanager
 def following(progress: Wanted, what: str) -> Iterator[Progress | None]:
     """What to tell how far it has come. The bar is on stderr, where that is a terminal, and gone in the end."""

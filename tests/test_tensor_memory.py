@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
-import threading
-import time
 from array import array
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from deepnvme._tensor_memory import copy_many
 
 from .memory import pattern
+from .threads import others_run_during
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -140,23 +138,4 @@ def test_an_array_can_grow_again_afterwards() -> None:
 def test_other_threads_run_meanwhile() -> None:
     size = 64 * MIB
     source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
-    ends: list[float] = []
-
-    def copy() -> None:
-        ends.append(time.perf_counter())
-        copy_many(words(target.data_ptr()), words(source.data_ptr()), words(size))
-        ends.append(time.perf_counter())
-
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # on its way into the call and out of it the thread may lose its turn, but not for long
-    try:
-        thread = threading.Thread(target=copy)
-        thread.start()
-        moments = []
-        while thread.is_alive():
-            moments.append(time.perf_counter())
-    finally:
-        sys.setswitchinterval(usual)
-    begin, end = ends
-    quarter = (end - begin) / 4
-    assert any(begin + quarter < moment < end - quarter for moment in moments)
+    assert others_run_during(lambda: copy_many(words(target.data_ptr()), words(source.data_ptr()), words(size)))

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from deepnvme._progress import Progress
+from deepnvme._progress import Progress, counting
 from deepnvme._tensor_memory import copy_many, give_pages
 from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
@@ -45,15 +45,7 @@ def read(
     progress: Progress | None = None,
 ) -> None:
     """Fill the storages from the file. Blocks, with at most 16 MiB leased. Raises the first OSError when all has ended."""
-    total = sum(each.nbytes for each in placed)
-    done = 0
-
-    def ended(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
+    ended = counting(progress, sum(each.nbytes for each in placed))
     together: list[Placed] = []
     with engine.open(os.fspath(path), "r") as file:
         alone: list[Future] = []

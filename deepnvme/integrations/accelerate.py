@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepnvme._listed import listed
 from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
@@ -149,8 +150,7 @@ def _streamed(
     known |= {ties.get(name, name) for name in there}
     absent = [name for name in weights if ties.get(name, name) not in known]
     if absent:
-        more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
-        raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {', '.join(absent[:4])}{more}")
+        raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {listed(absent)}")
     where: dict[str | os.PathLike[str], float] = {Path(folder) / STORE: 1.0}
     origin = _origin(index, folder, there)
     store = opened(where, origin)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme._progress import Progress, Wanted, following
+from deepnvme._progress import Progress, Wanted, counting, following
 from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Engine
 from deepnvme.swap.buffers import BufferPool
@@ -323,14 +323,6 @@ def _build(
     told: Progress | None,
 ) -> None:
     total = sum(each.extent.nbytes for each in coming)
-    done = 0
-
-    def written(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if told is not None:
-            told(done, total)
-
     with TensorStore(path, persist=True, engine=engine) as store:
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"
@@ -338,7 +330,7 @@ def _build(
             raise FileExistsError(errno.EEXIST, text, str(next(iter(directories_of(path)))))
         planned = replace(manifest, extents={each.extent.name: each.extent for each in coming})
         store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(coming)))
-        extents = build(coming, store, _key, checksum, written)
+        extents = build(coming, store, _key, checksum, counting(told, total))
         if isinstance(source, Weights):
             source.check_unchanged()
         said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))

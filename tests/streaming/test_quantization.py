@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
-import time
 from types import ModuleType
 
 import pytest
@@ -22,6 +19,8 @@ from deepnvme.streaming.quantization import (
     is_worth_quantizing,
     quantize,
 )
+
+from ..threads import others_run_during
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {
@@ -271,26 +270,7 @@ def test_the_bad_value_is_found_by_whichever_thread(scheme: Scheme) -> None:
 def test_other_threads_run_meanwhile(scheme: Scheme) -> None:
     out = torch.zeros(4096, 4096, dtype=torch.bfloat16)
     found = quantize(out, scheme)
-    ends: list[float] = []
-
-    def work() -> None:
-        ends.append(time.perf_counter())
-        dequantize([(scheme, found, out)] * 8, threads=1)
-        ends.append(time.perf_counter())
-
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        thread = threading.Thread(target=work)
-        thread.start()
-        moments = []
-        while thread.is_alive():
-            moments.append(time.perf_counter())
-    finally:
-        sys.setswitchinterval(usual)
-    begin, end = ends
-    quarter = (end - begin) / 4
-    assert any(begin + quarter < moment < end - quarter for moment in moments)
+    assert others_run_during(lambda: dequantize([(scheme, found, out)] * 8, threads=1))
 
 
 # -- which weights
