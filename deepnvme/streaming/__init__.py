@@ -6,7 +6,7 @@ from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
     from .comparing import StoreMismatch
-    from .kv_cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
+    from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
     from .manifest import Extent, Weight, WeightInfo
     from .pretrained import from_pretrained
     from .sources import Location, Source
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _WHERE = {
-    "CacheReport": "kv_cache",
+    "CacheReport": "kv.cache",
     "CorruptExtent": "weight_store",
     "Extent": "manifest",
     "Location": "sources",
-    "OffloadedCache": "kv_cache",
+    "OffloadedCache": "kv.cache",
     "Source": "sources",
     "StoreMismatch": "comparing",
     "StreamReport": "stream_report",
@@ -47,10 +47,10 @@ _WHERE = {
     "Weight": "manifest",
     "WeightInfo": "manifest",
     "WeightStore": "weight_store",
-    "close_cache": "kv_cache",
+    "close_cache": "kv.cache",
     "from_pretrained": "pretrained",
-    "offload_kv": "kv_cache",
-    "offloaded_cache": "kv_cache",
+    "offload_kv": "kv.cache",
+    "offloaded_cache": "kv.cache",
     "stream": "streaming",
 }
 

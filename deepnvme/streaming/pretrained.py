@@ -96,7 +96,7 @@ def from_pretrained(
     try:
         model: PreTrainedModel = _without_weights(kind, name, config, store, options)
         if kv_offload is not None:
-            from .kv_cache import offload_kv
+            from .kv.cache import offload_kv
 
             offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
         streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)

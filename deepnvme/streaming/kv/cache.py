@@ -25,9 +25,9 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from .kv_drive import Drive
-from .kv_layer import OffloadedLayer
-from .kv_memory import Pair
+from .drive import Drive
+from .layer import OffloadedLayer
+from .memory import Pair
 
 Where = Literal["cpu", "nvme"]
 

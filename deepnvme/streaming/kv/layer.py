@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .kv_drive import CHUNK_BYTES, Chunk, Drive
-from .kv_memory import Form, Pair, Strip, one_thread
+from .drive import CHUNK_BYTES, Chunk, Drive
+from .memory import Form, Pair, Strip, one_thread
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -9,18 +9,21 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from tests.disks import MIB, Disk
-from tests.interpreters import Interpreters
 from tests.swap.failed_transfer import FailedTransfer
+
+from .states import states
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from deepnvme.streaming import OffloadedCache, close_cache, kv_drive, kv_layer, offload_kv, offloaded_cache  # noqa: E402
+from deepnvme.streaming import OffloadedCache, close_cache, offload_kv, offloaded_cache  # noqa: E402
+from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402
+from deepnvme.streaming.kv.drive import CHUNK_BYTES  # noqa: E402
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 64}
 GENERATION = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -75,12 +78,6 @@ def generated(model: Any, ids: torch.Tensor, cache: Any = None, **settings: Any)
     given = {} if cache is None else {"past_key_values": cache}
     tokens: torch.Tensor = model.generate(ids, **{"max_new_tokens": 14, **GENERATION, **settings}, **given)
     return tokens
-
-
-def states(batch: int = 2, positions: int = 1, heads: int = 2, dim: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, batch, heads, positions, dim, generator=generator)
-    return keys, values
 
 
 def same(cache: Any, reference: Any) -> bool:
@@ -141,7 +138,7 @@ def test_states_of_another_batch_are_refused_and_harm_nothing(cache: OffloadedCa
 def test_a_full_disk_is_reported_with_its_directory_and_the_cache_works_after_a_reset(
     llama: Any, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", kv_drive.CHUNK_BYTES)
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", CHUNK_BYTES)
     with OffloadedCache(llama.config, path=small_disk.path) as cache:
         cache.update(*states(positions=20 * MIB // 256), layer_idx=0)
         with pytest.raises(OSError, match=str(small_disk.path)) as full:
@@ -383,21 +380,6 @@ def test_what_inference_mode_has_put_there_goes_on_outside_of_it(llama: Any, dri
                 assert all(map(torch.equal, got, expected))
 
 
-def test_what_has_left_a_window_and_may_be_cropped_back_into_it_is_kept(drive: Path) -> None:
-    config = decoder("Mistral", sliding_window=20)
-    with OffloadedCache(config, path=drive) as cache:
-        reference = transformers.DynamicCache(config=config)
-        for each in (cache, reference):
-            each.activate_past_recording()
-        for seed, (positions, removed) in enumerate([(90, 0), (1, 0), (30, 0), (1, -25), (1, 0)]):
-            new = states(positions=positions, seed=seed)
-            got, expected = cache.update(*new, layer_idx=0), reference.update(*new, layer_idx=0)
-            assert all(map(torch.equal, got, expected))
-            if removed:
-                cache.layers[0].crop(removed)
-                reference.layers[0].crop(removed)
-
-
 def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) -> None:
     for layer in range(3):
         cache.update(*states(positions=40, seed=layer), layer_idx=layer)
@@ -408,33 +390,11 @@ def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) ->
         assert torch.equal(values, torch.cat([before[1], new[1]], dim=2))
 
 
-def test_what_leaves_a_window_leaves_the_drive(drive: Path) -> None:
-    config = decoder("Mistral", sliding_window=20)
-    with OffloadedCache(config, path=drive) as cache:
-        for seed in range(200):
-            cache.update(*states(seed=seed), layer_idx=0)
-        report = cache.report()
-    assert report.bytes_written > 8 * report.bytes_on_drive > 0
-
-
-def test_a_window_that_was_left_cannot_be_cropped(drive: Path) -> None:
-    with OffloadedCache(decoder("Mistral", sliding_window=20), path=drive) as cache:
-        cache.update(*states(positions=40), layer_idx=0)
-        with pytest.raises(RuntimeError, match="activate_past_recording"):
-            cache.crop(-2)
-        with pytest.raises(ValueError, match="negative"):
-            cache.crop(2)
-        cache.activate_past_recording()
-        cache.update(*states(positions=5), layer_idx=0)
-        cache.crop(-5)
-        assert cache.get_seq_length() == 40
-
-
 # Memory.
 
 
 def test_memory_beyond_the_budget_is_a_few_layers(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", kv_drive.CHUNK_BYTES)
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", CHUNK_BYTES)
     layers, positions = 24, 8192
     config = decoder("Llama", num_hidden_layers=layers)
     layer_bytes = 2 * positions * 2 * 64 * 4  # 8 MiB of keys and values
@@ -473,51 +433,3 @@ def test_layers_on_the_drive_are_spread_among_those_in_memory(drive: Path, monke
         streamed = [layer.streamed for layer in cache.layers]
     assert sum(streamed) == 4
     assert len(set(itertools.pairwise(streamed))) == 2, "each second one"
-
-
-def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Copy:
-        of: ClassVar[list[Copy]] = []
-        ended = False
-
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-            self.of.append(self)
-
-        def done(self) -> bool:
-            return self.ended
-
-        def exception(self, timeout: float | None = None) -> None: ...
-
-    monkeypatch.setattr(kv_drive, "Computed", Copy)
-    there = kv_drive.Drive(drive, layers=1, prefetch=0)
-    there.write(0, 0, *states())
-    there.write(0, 1, *states())
-    for chunk, device in zip(there.chunks[0], ("cuda:1", "cpu"), strict=True):
-        with there.read(chunk, torch.device(device)):
-            pass
-    (copied,) = Copy.of
-    assert copied.device == torch.device("cuda", 1), "the layer's, whichever is current"
-    assert there._pool.in_use
-    copied.ended = True
-    assert not there._pool.in_use
-    there.close()
-
-
-def test_what_a_killed_process_has_left_goes(llama: Any, drive: Path, interpreters: Interpreters) -> None:
-    killed = interpreters.run(
-        f"""
-        import os, torch
-        from deepnvme.streaming.kv_drive import Drive
-        drive = Drive({str(drive)!r}, layers=1, prefetch=1)
-        drive.write(0, 0, *torch.zeros(2, 1, 1, 100, 8))
-        os.kill(os.getpid(), 9)
-        """
-    )
-    assert killed.returncode == -9
-    assert list(drive.rglob("*.data"))
-    with OffloadedCache(llama.config, path=drive):
-        pass
-    assert not list(drive.rglob("*.data"))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepnvme.engine import Engine
+from deepnvme.streaming.device_event import Computed
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.extents import ALIGNMENT, padded
 from deepnvme.swap.futures import StoreFuture
@@ -24,8 +25,7 @@ from deepnvme.swap.memory import empty_aligned
 from deepnvme.swap.owner import StoreLocked
 from deepnvme.swap.store import TensorStore
 
-from .device_event import Computed
-from .kv_memory import Form, Pair
+from .memory import Form, Pair
 
 CHUNK_BYTES = 2 << 20
 """Keys and values of so many bytes are written together: that reaches a drive's pace, and keeps little of a layer back."""

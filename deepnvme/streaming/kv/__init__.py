@@ -1,0 +1,1 @@
+"""Keys and values of long generation outside of the compute device."""

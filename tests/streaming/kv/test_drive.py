@@ -1,0 +1,121 @@
+"""Chunks of positions on a drive, and the memory that they come and go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from deepnvme.streaming.kv import drive as kv_drive
+from deepnvme.streaming.kv.drive import Drive
+from deepnvme.streaming.kv.memory import Form
+from tests.interpreters import Interpreters
+
+from .states import states
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def there(drive: Path) -> Iterator[Drive]:
+    there = Drive(drive, layers=3, prefetch=1)
+    yield there
+    there.close()
+
+
+def test_after_an_error_nothing_is_used_until_it_is_mended(there: Drive) -> None:
+    with pytest.raises(ZeroDivisionError), there.changing():
+        _ = 1 / 0
+    with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*reset\(\)"), there.changing():
+        pass
+    there.mend()
+    with there.changing():
+        pass
+
+
+def test_a_closed_one_says_so_and_has_removed_its_files(there: Drive, drive: Path) -> None:
+    there.write(0, 0, *states())
+    there.close()
+    there.close()
+    with pytest.raises(ValueError, match="closed"), there.changing():
+        pass
+    assert not any(drive.iterdir())
+
+
+def test_what_a_killed_process_has_left_goes(drive: Path, interpreters: Interpreters) -> None:
+    killed = interpreters.run(
+        f"""
+        import os, torch
+        from deepnvme.streaming.kv.drive import Drive
+        drive = Drive({str(drive)!r}, layers=1, prefetch=1)
+        drive.write(0, 0, *torch.zeros(2, 1, 1, 100, 8))
+        os.kill(os.getpid(), 9)
+        """
+    )
+    assert killed.returncode == -9
+    assert list(drive.rglob("*.data"))
+    Drive(drive, layers=1, prefetch=1).close()
+    assert not list(drive.rglob("*.data"))
+
+
+def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
+    there: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Copy:
+        of: ClassVar[list[Copy]] = []
+        ended = False
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+            self.of.append(self)
+
+        def done(self) -> bool:
+            return self.ended
+
+        def exception(self, timeout: float | None = None) -> None: ...
+
+    monkeypatch.setattr(kv_drive, "Computed", Copy)
+    there.write(0, 0, *states())
+    there.write(0, 1, *states())
+    for chunk, device in zip(there.chunks[0], ("cuda:1", "cpu"), strict=True):
+        with there.read(chunk, torch.device(device)):
+            pass
+    (copied,) = Copy.of
+    assert copied.device == torch.device("cuda", 1), "the layer's, whichever is current"
+    assert there._pool.in_use
+    copied.ended = True
+    assert not there._pool.in_use
+
+
+def test_chunks_come_back_as_they_were_written(there: Drive) -> None:
+    written = [states(positions=positions, seed=positions) for positions in (3, 5)]
+    there.write(1, 0, *written[0])
+    there.write(1, 3, *written[1])
+    for part in (*written[0], *written[1]):
+        part.zero_()  # it may change afterwards
+    for chunk, positions in zip(there.chunks[1], (3, 5), strict=True):
+        with there.read(chunk, CPU) as read:
+            assert all(map(torch.equal, read, states(positions=positions, seed=positions)))
+
+
+def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: Drive) -> None:
+    for layer in range(3):
+        there.write(layer, 0, *states(positions=4))
+    there.whole(Form.of(*states()), 4, CPU)
+    there.expect(2)
+    assert set(there._reading) == {*there.chunks[2], *there.chunks[0]}, "the first comes after the last"
+    there.expect(1)
+    assert set(there._reading) == {*there.chunks[1], *there.chunks[2]}
+
+
+def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: Drive) -> None:
+    there.write(0, 0, *states(positions=4))
+    there.whole(Form.of(*states()), 4, CPU)
+    there.expect(0)
+    there.delete(0, 0)
+    there.let_go()
+    assert there.chunks[0] == []
+    assert there._reading == {}
