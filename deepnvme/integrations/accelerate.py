@@ -28,8 +28,9 @@ from deepnvme._listed import listed
 from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
+from deepnvme.streaming.built_once import opened_or_built
 from deepnvme.streaming.offload_index import OffloadIndex
-from deepnvme.streaming.pretrained import as_accelerate_does, opened
+from deepnvme.streaming.pretrained import as_accelerate_does
 from deepnvme.streaming.streaming import stream
 from deepnvme.streaming.weight_store import WeightStore
 
@@ -151,13 +152,16 @@ def _streamed(
     absent = [name for name in weights if ties.get(name, name) not in known]
     if absent:
         raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {listed(absent)}")
-    where: dict[str | os.PathLike[str], float] = {Path(folder) / STORE: 1.0}
+    where = {Path(folder) / STORE: 1.0}
     origin = _origin(index, folder, there)
-    store = opened(where, origin)
-    if store is None:
+    on_disk = [name for name in index if name in weights and name not in there]
+
+    def build(_: Path) -> WeightStore:
         with Engine() as engine:
-            source = OffloadIndex(index, folder, [name for name in index if name in weights and name not in there], engine, there)
-            store = WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+            source = OffloadIndex(index, folder, on_disk, engine, there)
+            return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+
+    store = opened_or_built(where, origin, build)
     try:
         names = {ties.get(name, name) for name in on_cpu}
         staying = sum(

@@ -23,9 +23,9 @@ import torch
 from deepnvme._progress import Wanted
 from deepnvme.engine import Engine
 from deepnvme.swap.directories import weights_of as directories_of
-from deepnvme.swap.owner import Ownership
 
 from .blocks import weights_of
+from .built_once import opened_or_built
 from .offload_index import OffloadIndex
 from .quantization import Scheme
 from .streaming import stream
@@ -68,8 +68,9 @@ def from_pretrained(
     """A model of transformers, ready for inference, whose weights are in a store on the drive; see :func:`stream`.
 
     The first call for a checkpoint builds the store in ``offload_dir``, which reads and writes each weight once and never holds
-    more than a few blocks in memory; later ones open it. The model's ``streaming`` is what :func:`stream` returned: its
-    ``report()`` says how it went, and its ``close()`` ends it, and closes the store.
+    more than a few blocks in memory; later ones open it, and those of other processes meanwhile wait for it. The model's
+    ``streaming`` is what :func:`stream` returned: its ``report()`` says how it went, and its ``close()`` ends it, and closes the
+    store.
 
     ``name_or_path``: as transformers' ``from_pretrained`` takes it; what is no directory is downloaded. ``offload_dir``: the
     store's directories, as of :class:`WeightStore`. ``memory_budget``, ``prefetch``, ``device``: as for :func:`stream`.
@@ -91,8 +92,10 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
-    where: dict[Any, float] = {**directories_of(offload_dir)}
-    store = opened(where, origin) or _build(kind, name, options, where, origin, quantize, progress)
+    where = directories_of(offload_dir)
+    store = opened_or_built(
+        where, origin, lambda directory: _build(kind, name, options, where, origin, quantize, progress, directory)
+    )
     try:
         model: PreTrainedModel = _without_weights(kind, name, config, store, options)
         if kv_offload is not None:
@@ -174,38 +177,17 @@ def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
     return config.dtype if dtype in (None, "auto") else dtype
 
 
-def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
-    """The store that is there, if there is one."""
-    try:
-        store = WeightStore.open(where)
-    except FileNotFoundError:
-        return None
-    try:
-        found = json.loads(store.origin or "{}")
-        wrong = [
-            f"{key}: expected {origin.get(key)!r}, found {found.get(key)!r}"
-            for key in {**origin, **found}
-            if origin.get(key) != found.get(key)
-        ]
-        if wrong:
-            text = f"'{next(iter(where))}' has the store of another checkpoint, or version of it: {'; '.join(wrong)}"
-            raise ValueError(f"{text}; choose another offload_dir, or remove what is in this one")
-    except BaseException:
-        store.close()
-        raise
-    return store
-
-
 def _build(
     kind: Any,
     name: str,
     options: Mapping[str, Any],
-    where: Mapping[Any, float],
+    where: Mapping[Path, float],
     origin: Mapping[str, Any],
     quantize: Scheme | None,
     progress: Wanted,
+    directory: Path,
 ) -> WeightStore:
-    with _converted(Path(next(iter(where)))) as converted, Engine() as engine:
+    with _empty(directory / "converted") as converted, Engine() as engine:
         with _quiet("accelerate.big_modeling"):  # which says that weights are on the meta device, and that is not for long
             before = as_accelerate_does.set(True)
             try:
@@ -228,20 +210,14 @@ def _build(
 
 
 @contextlib.contextmanager
-def _converted(store: Path) -> Iterator[Path]:
-    """A directory for what transformers converts, on the store's drive, gone afterwards; after ``kill -9`` the next one removes
-    what is left. Raises StoreLocked where another process has it."""
-    owner = Ownership(store / "converted")
-    directory = owner.directory / "weights"
+def _empty(directory: Path) -> Iterator[Path]:
+    """A directory, gone afterwards. What a process that was killed has left in it is removed."""
+    shutil.rmtree(directory, ignore_errors=True)  # what cannot be removed cannot be made either
+    directory.mkdir()
     try:
-        shutil.rmtree(directory, ignore_errors=True)  # what cannot be removed cannot be made either
-        directory.mkdir()
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory)
+        yield directory
     finally:
-        owner.release()
+        shutil.rmtree(directory)
 
 
 def _with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 class StoreLocked(OSError):
     """The directory has an owner, or is wanted by one and has readers (EBUSY); the message names the owner."""
 
+    holder = "somebody"
+    """The owner, where this knows him."""
+
 
 @dataclass(frozen=True)
 class OwnerFacts:
@@ -48,13 +51,17 @@ class Ownership:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._pid = os.getpid()
-        self._made = _make(directory)
+        self._made: list[Path] = []
         self._descriptor = -1
-        try:
-            self._descriptor = _lock(directory)
-        except BaseException:
-            self._remove_made()
-            raise
+        while self._descriptor < 0:
+            self._made += _make(directory)
+            try:
+                self._descriptor = _lock(directory)
+            except FileNotFoundError:  # the last owner had made the directory, and has removed it since
+                continue
+            except BaseException:
+                self._remove_made()
+                raise
         _owners.add(self)
 
     @property
@@ -163,7 +170,9 @@ def _locked(directory: Path, descriptor: int) -> StoreLocked:
     if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
         named = f"another store of this process ({owner.pid}) since {owner.started}"
     text = f"the directory is in use by {named}; close that store, or choose another directory"
-    return StoreLocked(errno.EBUSY, text, str(directory))
+    error = StoreLocked(errno.EBUSY, text, str(directory))
+    error.holder = named
+    return error
 
 
 def _reads(descriptor: int) -> Iterator[OwnerFacts | None]:

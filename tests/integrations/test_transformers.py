@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import transformers
 
 from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import from_pretrained
+from deepnvme.streaming.built_once import BUILDING
 from deepnvme.swap import TensorStore
+from deepnvme.swap.owner import Ownership
 
 from . import models
 
@@ -181,12 +184,21 @@ def test_closing_what_was_returned_closes_the_store(drive: Path) -> None:
 
 def test_what_was_converted_is_gone_and_so_is_what_a_killed_process_has_left(drive: Path) -> None:
     models.checkpoint("mixtral", drive / "checkpoint")
-    left = drive / "store" / "converted" / "weights"
+    left = drive / "store" / "building" / "converted"
     left.mkdir(parents=True)
     (left / "model.layers.0.safetensors").write_bytes(bytes(100))
     from_pretrained(drive / "checkpoint", offload_dir=drive / "store").streaming.close()
     assert not any(path.suffix == ".safetensors" for path in drive.rglob("*") if path.parent != drive / "checkpoint")
     assert sorted(path.name for path in drive.iterdir()) == ["checkpoint", "store"]
+
+
+def test_while_another_process_builds_it_is_waited_for(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    other = Ownership(drive / "store" / BUILDING)
+    threading.Timer(0.2, other.release).start()
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
+    assert any(f"to build the store in '{drive / 'store'}'" in said for said in caplog.messages)
+    assert torch.equal(models.tokens(model), models.tokens(known))
 
 
 def test_a_build_that_fails_leaves_nothing(drive: Path) -> None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from deepnvme.swap import owner
 from deepnvme.swap.owner import LOCK_NAME, Ownership, StoreLocked
 
 HOLDER = """
@@ -33,6 +34,7 @@ def test_another_owner_in_this_process_is_refused_and_named(drive):
     owner = Ownership(drive)
     with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)") as refused:
         Ownership(drive)
+    assert str(os.getpid()) in refused.value.holder
     assert (refused.value.errno, refused.value.filename) == (errno.EBUSY, str(drive))
     owner.release()
     Ownership(drive).release()
@@ -72,6 +74,20 @@ def test_what_was_made_is_removed_and_what_was_there_stays(drive):
     (drive / "a" / "kept").touch()
     owner.release()
     assert list(drive.rglob("*")) == [drive / "a", drive / "a" / "kept"]
+
+
+def test_a_directory_that_its_last_owner_removes_is_made_again(drive, monkeypatch):
+    place, made = drive / "a", []
+
+    def making(directory):
+        made.append(directory)
+        return make(directory) if len(made) > 1 else []  # removed just after that
+
+    make = owner._make
+    monkeypatch.setattr(owner, "_make", making)
+    Ownership(place).release()
+    assert len(made) == 2
+    assert list(drive.iterdir()) == []
 
 
 def test_release_twice_leaves_the_next_owner_alone(drive):

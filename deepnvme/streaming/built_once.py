@@ -1,0 +1,92 @@
+"""A store that the first of those who want it builds, and the others open: processes that are started together, say."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deepnvme.swap.manifest import MANIFEST_NAME
+from deepnvme.swap.owner import Ownership, StoreLocked
+
+from .weight_store import WeightStore
+
+BUILDING = "building"
+"""The directory, in the store's first, that whoever builds has to himself, and that is gone afterwards."""
+_PATIENCE = 3600.0
+"""Seconds: some TB are built in that time. A builder that dies is not waited for."""
+_BETWEEN_LOOKS = 0.05
+"""Seconds."""
+
+_logger = logging.getLogger(__name__)
+
+
+def opened_or_built(
+    where: Mapping[Path, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]
+) -> WeightStore:
+    """The store that is in the directories, or that ``build`` builds there. Waits, and logs a warning that says for whom, while
+    another process, or thread, does that.
+
+    ``build``: gets a directory of its own, in the first of the store's, for what it does not need afterwards. It may have been
+    somebody else's who was killed.
+
+    Raises ValueError for a store of another origin; StoreLocked naming the one that has been building for an hour, or has the
+    directory for something else.
+    """
+    first = next(iter(where))
+    if (first / MANIFEST_NAME).exists():  # to look closer where nothing is would lock out whoever is about to build
+        with contextlib.suppress(StoreLocked):
+            store = opened(where, origin)
+            if store is not None:
+                return store
+    with _alone_in(first / BUILDING):
+        return opened(where, origin) or build(first / BUILDING)
+
+
+def opened(where: Mapping[Path, float], origin: Mapping[str, Any]) -> WeightStore | None:
+    """The store that is there, if there is one."""
+    try:
+        store = WeightStore.open(where)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(store.origin or "{}")
+        wrong = [
+            f"{key}: expected {origin.get(key)!r}, found {found.get(key)!r}"
+            for key in {**origin, **found}
+            if origin.get(key) != found.get(key)
+        ]
+        if wrong:
+            text = f"'{next(iter(where))}' has the store of another checkpoint, or version of it: {'; '.join(wrong)}"
+            raise ValueError(f"{text}; choose another directory, or remove what is in this one")
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    began = time.monotonic()
+    said = False
+    while True:
+        try:
+            owner = Ownership(directory)
+            break
+        except StoreLocked as error:
+            if time.monotonic() - began > _PATIENCE:
+                text = f"waited {_PATIENCE:.0f} s for {error.holder} to build the store; end that, or choose another directory"
+                raise StoreLocked(errno.EBUSY, text, str(directory.parent)) from None
+            if not said:
+                _logger.warning("waiting for %s to build the store in '%s'", error.holder, directory.parent)
+                said = True
+        time.sleep(_BETWEEN_LOOKS)
+    try:
+        yield
+    finally:
+        owner.release()
