@@ -15,7 +15,7 @@ from torch import nn
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
 from deepnvme.streaming.blocks import REST, weights_of
-from deepnvme.streaming.manifest import Manifest, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.manifest import WeightInfo
 from deepnvme.streaming.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 from deepnvme.swap.data_file import DATA_NAME
@@ -428,34 +428,6 @@ class TestCorruption:
             file.write(b"R")
         with pytest.raises(CorruptManifest, match="of what it says of weights, found"):
             WeightStore.open(drive / "store")
-
-    @pytest.mark.parametrize(
-        ("data", "match"),
-        [
-            (b"", "JSONDecodeError"),
-            (b"[]\n{}", "AttributeError"),
-            (b'{"format": "deepnvme weights", "version": 99}\n{}', r"'deepnvme weights', 99\)"),
-            (b'{"format": "deepnvme weights", "version": 1, "crc32": 2745614147}\n{}', "KeyError"),
-            (b"\xff", "UnicodeDecodeError"),
-            (b"[", "JSONDecodeError"),
-        ],
-    )
-    def test_a_manifest_that_is_none(self, drive, data, match):
-        with pytest.raises(CorruptManifest, match=match):
-            decode(data, drive)
-
-    def test_a_scheme_of_a_later_version_is_refused(self, drive):
-        extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
-        data = encode(Manifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip().replace(b"int4", b"int2")
-        head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(data)
-        with pytest.raises(CorruptManifest, match="'w' is quantised to 'int2', which this version does not know"):
-            decode(head + data, drive)
-
-    def test_a_manifest_comes_back(self, drive):
-        infos = {"w": WeightInfo(torch.bfloat16, (64, 64)), "é\ud800": WeightInfo(torch.bool, ())}
-        extent = laid_out("e", infos, "int4")
-        manifest = Manifest("Model", {"e": extent}, {"b": ("e",)}, {"alias": "w"})
-        assert decode(encode(manifest), drive) == manifest
 
 
 class TestSharing:

@@ -1,0 +1,65 @@
+"""What a stream tells of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.streaming.stream_report import StreamReport, Tally
+
+REPORT = StreamReport(
+    passes=2,
+    seconds=4.0,
+    bytes_read=8 * 10**9,
+    stalls={f"layers.{index}": index / 10 for index in range(7)} | {"norm": 0.0001},
+    tokens=100,
+    resident_bytes=10**9,
+    limit=None,
+)
+
+
+def test_nothing_has_happened_yet() -> None:
+    report = StreamReport(0, 0.0, 0, {}, 0, 0, 1e9)
+    assert (report.bytes_per_second, report.tokens_per_second, report.share_of_limit, report.stalled) == (0, 0, 0, 0)
+    assert str(report).startswith("0 passes in 0.000 s: 0 tokens, 0.0/s\n")
+
+
+def test_rates_are_of_all_the_time_in_the_model() -> None:
+    assert (REPORT.bytes_per_second, REPORT.tokens_per_second) == (2e9, 25.0)
+    assert REPORT.share_of_limit is None
+    assert dataclasses.replace(REPORT, limit=2.5e9).share_of_limit == pytest.approx(0.8)
+    assert REPORT.stalled == pytest.approx(2.1001)
+
+
+def test_the_longest_stalls_are_shown() -> None:
+    assert str(REPORT).splitlines() == [
+        "2 passes in 4.000 s: 100 tokens, 25.0/s",
+        "read 8.000 GB at 2.00 GB/s; 1.000 GB stay in memory",
+        "waited 2.100 s for weights",
+        *(f"     {index / 10:.3f} s  layers.{index}" for index in (6, 5, 4, 3, 2)),
+    ]
+    assert "at 2.00 GB/s, 80% of the drive's limit;" in str(dataclasses.replace(REPORT, limit=2.5e9))
+    assert str(dataclasses.replace(REPORT, passes=1, stalls={"norm": 0.0001})).splitlines()[0].startswith("1 pass in")
+    assert "norm" not in str(dataclasses.replace(REPORT, stalls={"norm": 0.0001}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tokens_are_counted_however_they_are_given(dtype: torch.dtype) -> None:
+    ids, one = torch.ones(2, 5, dtype=dtype), torch.ones(2, 1, dtype=dtype)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], int]] = [
+        ((), {}, 0),
+        ((ids.float(),), {}, 0),
+        (("text",), {}, 0),
+        ((ids,), {}, 10),
+        ((), {"input_ids": ids}, 10),
+        ((), {"decoder_input_ids": one}, 2),
+        ((), {"input_ids": ids, "decoder_input_ids": one}, 10),
+        ((ids.float(),), {"decoder_input_ids": one}, 2),
+    ]
+    for args, kwargs, tokens in calls:
+        tally = Tally()
+        tally.called(args, kwargs)
+        assert (tally.passes, tally.tokens) == (1, tokens)
