@@ -30,7 +30,7 @@ from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
 from deepnvme.streaming.built_once import opened_or_built
 from deepnvme.streaming.offload_index import OffloadIndex
-from deepnvme.streaming.pretrained import as_accelerate_does
+from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streaming import stream
 from deepnvme.streaming.weight_store import WeightStore
 
@@ -142,6 +142,8 @@ def _streamed(
 ) -> nn.Module:
     """The model, on a store in the folder. ``kept``: weights that count, where they are in memory, whatever the index has.
     ``on_cpu``: those that may stay in memory."""
+    if hasattr(model, "_get_dtype_plan"):  # it is of transformers
+        index = with_dtypes_kept(model, index)
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()  # whoever has put weights into the model one by one has parted those that are one
     weights = weights_of(model)
@@ -152,7 +154,7 @@ def _streamed(
     absent = [name for name in weights if ties.get(name, name) not in known]
     if absent:
         raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {listed(absent)}")
-    where = {Path(folder) / STORE: 1.0}
+    where: dict[Any, float] = {Path(folder) / STORE: 1.0}
     origin = _origin(index, folder, there)
     on_disk = [name for name in index if name in weights and name not in there]
 

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 def opened_or_built(
-    where: Mapping[Path, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]
+    where: Mapping[Any, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]
 ) -> WeightStore:
     """The store that is in the directories, or that ``build`` builds there. Waits, and logs a warning that says for whom, while
     another process, or thread, does that.
@@ -38,7 +38,7 @@ def opened_or_built(
     Raises ValueError for a store of another origin; StoreLocked naming the one that has been building for an hour, or has the
     directory for something else.
     """
-    first = next(iter(where))
+    first: Path = next(iter(where))
     if (first / MANIFEST_NAME).exists():  # to look closer where nothing is would lock out whoever is about to build
         with contextlib.suppress(StoreLocked):
             store = opened(where, origin)
@@ -48,7 +48,7 @@ def opened_or_built(
         return opened(where, origin) or build(first / BUILDING)
 
 
-def opened(where: Mapping[Path, float], origin: Mapping[str, Any]) -> WeightStore | None:
+def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
     """The store that is there, if there is one."""
     try:
         store = WeightStore.open(where)

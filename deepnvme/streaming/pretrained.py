@@ -181,7 +181,7 @@ def _build(
     kind: Any,
     name: str,
     options: Mapping[str, Any],
-    where: Mapping[Path, float],
+    where: Mapping[Any, float],
     origin: Mapping[str, Any],
     quantize: Scheme | None,
     progress: Wanted,
@@ -195,7 +195,7 @@ def _build(
             finally:
                 as_accelerate_does.reset(before)
         index, folder = offload_index_of(model)
-        index = _with_dtypes_kept(model, index)
+        index = with_dtypes_kept(model, index)
         model.tie_weights()
         weights = weights_of(model)
         here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, as they are loaded
@@ -220,14 +220,18 @@ def _empty(directory: Path) -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def _with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
-    """The index, with the dtypes that weights have in memory: accelerate casts those, too, that a model keeps in float32."""
-    kept = model._get_dtype_plan(model.config.dtype)
+def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
+    """The index, with the dtypes that weights have in memory, which the model's come to have too: accelerate casts those as well
+    that a model of transformers keeps in float32. They are on the meta device."""
     found = {name: dict(entry) for name, entry in index.items()}
-    for pattern, dtype in kept.items():
+    weights = weights_of(model)
+    for pattern, dtype in model._get_dtype_plan(model.config.dtype).items():
         looked_for = re.compile(pattern.replace("*", ".*"))
         for name in filter(looked_for.search, found):
-            found[name]["dtype"] = str(dtype).removeprefix("torch.")
+            if "safetensors_file" in found[name]:  # others are raw, and the index says what their bytes are
+                found[name]["dtype"] = str(dtype).removeprefix("torch.")
+                if name in weights:
+                    weights[name].data = weights[name].data.to(dtype)
     return found
 
 

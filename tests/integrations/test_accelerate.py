@@ -46,6 +46,19 @@ def test_a_device_map_that_names_the_disk_streams(kind: str, drive: Path) -> Non
         model.streaming.close()
 
 
+def test_what_a_model_keeps_in_float32_is_in_float32(drive: Path) -> None:
+    """accelerate itself casts that, and the model then says something else."""
+    models.checkpoint("t5", drive / "checkpoint")
+    known = transformers.AutoModelForSeq2SeqLM.from_pretrained(drive / "checkpoint", dtype=torch.float16)
+    for _ in range(2):  # with a new store, and with the one that is there
+        model = offloaded("t5", drive, dtype=torch.float16)
+        dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+        assert dtypes == {name: weight.dtype for name, weight in known.named_parameters()}
+        assert {dtype for name, dtype in dtypes.items() if name.endswith("wo.weight")} == {torch.float32}
+        assert torch.equal(models.tokens(model), models.tokens(known))
+        model.streaming.close()
+
+
 def test_what_the_map_leaves_on_the_cpu_is_memory(drive: Path) -> None:
     known = models.checkpoint("llama", drive / "checkpoint")
     device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "disk"}
