@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from deepnvme.swap.buffers import OutOfBuffers
 
@@ -292,7 +293,8 @@ class Streaming:
         depth = len(self._stack)
         try:
             self._stack.append(extents)
-            self._bring(name, extents)
+            with torch._C._DisableFuncTorch():  # what comes to be here is of no transform, such as jacrev
+                self._bring(name, extents)
             result = forward(*args, **kwargs)
         except BaseException:
             self._leave(depth)
@@ -338,14 +340,15 @@ class Streaming:
         del self._stack[depth:]
         needed = {extent for extents in self._stack for extent in extents}
         changed: list[str] = []
-        for extent in [extent for extent in self._in_use if extent not in needed]:
-            found = self._weights.changed(extent)
-            if found or extent not in self._there:
-                self._weights.remove(extent)
-                self._there.discard(extent)
-            del self._in_use[extent]
-            self._fetcher.give_back([extent], changed=bool(found))
-            changed += found
+        with torch._C._DisableFuncTorch():
+            for extent in [extent for extent in self._in_use if extent not in needed]:
+                found = self._weights.changed(extent)
+                if found or extent not in self._there:
+                    self._weights.remove(extent)
+                    self._there.discard(extent)
+                del self._in_use[extent]
+                self._fetcher.give_back([extent], changed=bool(found))
+                changed += found
         return changed
 
     def _recover(self) -> None:
@@ -382,6 +385,9 @@ class Streaming:
         return memories
 
 
+_FIRST = "close(restore=True) its stream first"
+
+
 class _Forward:
     """A module's, while its model is streamed."""
 
@@ -390,10 +396,18 @@ class _Forward:
         self._streaming, self._forward, self._call = streaming, forward, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_tracing():  # what it has recorded it does not let go of, when it fails either
+            raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
+        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+            raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {_FIRST}")
         return self._streaming._called(self._call, self._forward, args, kwargs)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """As any object without it, but for what whoever wants a function's code is told: torch.jit.script, torch.export."""
+        raise AttributeError(f"the forward of a model whose weights are streamed has no {name}, for it is no function: {_FIRST}")
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise RuntimeError("a model whose weights are streamed cannot be copied or pickled: close(restore=True) its stream first")
+        raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
 
 
 def _on(device: torch.device, store: WeightStore) -> tuple[Arrivals, Callable[[int, int], Slots]]:
