@@ -185,7 +185,7 @@ def _remove_hooks(model: nn.Module) -> None:
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
             getattr(each, "original_devices", {}).clear()  # to which it would read them
-    remove_hook_from_submodules(model)  # type: ignore[no-untyped-call]
+    remove_hook_from_submodules(model)
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
