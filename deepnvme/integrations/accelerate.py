@@ -31,7 +31,7 @@ from deepnvme.streaming.blocks import REST, ties_of, weights_of
 from deepnvme.streaming.built_once import opened_or_built
 from deepnvme.streaming.offload_index import OffloadIndex
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
-from deepnvme.streaming.streaming import stream
+from deepnvme.streaming.streaming import check_not_streamed, stream
 from deepnvme.streaming.weight_store import WeightStore
 
 STORE = "deepnvme"
@@ -142,6 +142,7 @@ def _streamed(
 ) -> nn.Module:
     """The model, on a store in the folder. ``kept``: weights that count, where they are in memory, whatever the index has.
     ``on_cpu``: those that may stay in memory."""
+    check_not_streamed(model)
     if hasattr(model, "_get_dtype_plan"):  # it is of transformers
         index = with_dtypes_kept(model, index)
     if callable(tie := getattr(model, "tie_weights", None)):
@@ -172,6 +173,7 @@ def _streamed(
             if extent.name != REST and all(weight.name in names for weight in extent.weights)
         )
         budget = max(options.memory_budget, staying)
+        _remove_hooks(model)
         streaming = stream(model, store, prefetch=options.prefetch, memory_budget=budget, device=device)
     except BaseException:
         store.close()
@@ -179,6 +181,17 @@ def _streamed(
     streaming.owns_store = True
     model.streaming = streaming  # type: ignore[assignment]  # which is no module and no tensor
     return model
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """Of a model that accelerate has offloaded itself, whose weights stay where they are: on the meta device."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            getattr(each, "original_devices", {}).clear()  # to which it would read them
+    remove_hook_from_submodules(model)
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -187,11 +187,15 @@ def _build(
     progress: Wanted,
     directory: Path,
 ) -> WeightStore:
+    import safetensors
+
     with _empty(directory / "converted") as converted, Engine() as engine:
         with _quiet("accelerate.big_modeling"):  # which says that weights are on the meta device, and that is not for long
             before = as_accelerate_does.set(True)
             try:
                 model = kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
+            except safetensors.SafetensorError as error:
+                raise _of_writing(error, converted) from error
             finally:
                 as_accelerate_does.reset(before)
         index, folder = offload_index_of(model)
@@ -218,6 +222,15 @@ def _empty(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory)
+
+
+def _of_writing(error: Exception, directory: Path) -> Exception:
+    """The OSError that safetensors had when it wrote there, of which it keeps the text only; else its own."""
+    found = re.search(r"^Error while serializing: .*\(os error (\d+)\)$", str(error))
+    if found is None:
+        return error
+    code = int(found[1])
+    return OSError(code, f"{os.strerror(code)}: writing what transformers converts", str(directory))
 
 
 def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,12 @@ def stream(
     return Streaming(model, store, prefetch, memory_budget, torch.device("cpu" if device is None else device))
 
 
+def check_not_streamed(model: nn.Module) -> None:
+    """Raise RuntimeError for a model that is streamed already."""
+    if any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules()):
+        raise RuntimeError(f"this {type(model).__name__} is streamed already: close() that stream first")
+
+
 class Streaming:
     """What :func:`stream` has made of a model; a context manager, which ends it."""
 
@@ -71,8 +77,7 @@ class Streaming:
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
-        if any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules()):
-            raise RuntimeError(f"this {type(model).__name__} is streamed already: close() that stream first")
+        check_not_streamed(model)
         store.check(model)
         self._model, self._store, self._budget = model, store, memory_budget
         self._arrivals, slots_of = _on(device, store)

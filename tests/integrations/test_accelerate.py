@@ -108,6 +108,26 @@ def test_what_accelerate_has_offloaded_before_is_used(drive: Path) -> None:
     assert torch.equal(models.tokens(second), models.tokens(known))
 
 
+def test_a_model_that_accelerate_has_offloaded_is_streamed_without_its_hooks(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    integration.disable()
+    model = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
+    accelerate.disk_offload(model, drive / "folder")
+    integration.enable()
+    accelerate.disk_offload(model, drive / "folder")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_what_is_streamed_already_is_refused_and_goes_on(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    model = offloaded("llama", drive)
+    for folder in ("folder", "another"):
+        with pytest.raises(RuntimeError, match="streamed already"):
+            accelerate.disk_offload(model, drive / folder)
+    assert torch.equal(models.tokens(model), models.tokens(known))
+
+
 def test_a_checkpoint_is_loaded_and_dispatched(drive: Path) -> None:
     known = models.checkpoint("opt", drive / "checkpoint")
     with accelerate.init_empty_weights():

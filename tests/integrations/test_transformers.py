@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
 import sys
@@ -18,6 +20,7 @@ from deepnvme.streaming import from_pretrained
 from deepnvme.streaming.built_once import BUILDING
 from deepnvme.swap import TensorStore
 from deepnvme.swap.owner import Ownership
+from tests.disks import Disk
 
 from . import models
 
@@ -208,6 +211,21 @@ def test_a_build_that_fails_leaves_nothing(drive: Path) -> None:
     with pytest.raises(Exception, match=r"(?i)incomplete|cut|invalid|safetensors"):
         from_pretrained(drive / "checkpoint", offload_dir=drive / "below" / "store")
     assert [path.name for path in drive.iterdir()] == ["checkpoint"]
+
+
+def test_a_disk_that_is_full_while_weights_are_converted_is_named(drive: Path, small_disk: Disk) -> None:
+    known = models.checkpoint("mixtral", drive / "checkpoint")
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(1 << 16)):
+            pass
+    with pytest.raises(OSError, match="converts") as full:
+        from_pretrained(drive / "checkpoint", offload_dir=small_disk / "store")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(small_disk / "store" / "converted" / "weights"))
+    assert not any(path.is_file() for path in (small_disk / "store").rglob("*"))
+    (small_disk / "ballast").unlink()
+    model = from_pretrained(drive / "checkpoint", offload_dir=small_disk / "store")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    model.streaming.close()
 
 
 def test_quantised_weights_are_near_what_they_were(drive: Path) -> None:

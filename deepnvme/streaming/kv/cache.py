@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import os
 from collections.abc import Callable
@@ -195,16 +196,20 @@ def offload_kv(
 ) -> None:
     """Have each ``model.generate()`` that is not given a cache use an offloaded one of its own, closed in the end.
 
-    One that is returned (``return_dict_in_generate``) stays open for as long as somebody has it. Arguments and errors as for
-    :class:`OffloadedCache`; those of the arguments are raised at once.
+    One that is returned (``return_dict_in_generate``) stays open for as long as somebody has it. A model that takes no
+    ``past_key_values`` (Mamba) has states that do not grow, and is left as it is. Arguments and errors as for
+    :class:`OffloadedCache`; those of the arguments are raised at once, and ValueError for a model that does not generate.
     """
     _check(where, path, memory_budget, prefetch)
+    if not model.can_generate():
+        raise ValueError(f"a {type(model).__name__} does not generate: it has no keys and values to offload")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]  # nn.Module's attributes can be anything
 
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
-        chosen = kwargs.get("past_key_values") is not None or kwargs.get("cache_implementation") is not None
-        if chosen or kwargs.get("use_cache") is False:
+        if kwargs.get("past_key_values") is not None or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
         cache = offloaded_cache(
             model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch
@@ -217,6 +222,20 @@ def offload_kv(
             return result
 
     model.generate = offloading  # type: ignore[assignment]
+
+
+def _caches_otherwise(
+    model: PreTrainedModel, inputs: object = None, generation_config: object = None, *args: object, **options: object
+) -> bool:
+    """Whether ``generate``, called like this, is to have no cache, or one of transformers' own kinds."""
+    defaults = model.generation_config
+
+    def chosen(name: str) -> object:
+        said = (options.get(name), getattr(generation_config, name, None), getattr(defaults, name, None))
+        return next((each for each in said if each is not None), None)
+
+    # "hybrid" is in old checkpoints of models with sliding windows, and transformers takes it for none.
+    return chosen("use_cache") is False or chosen("cache_implementation") not in (None, "hybrid")
 
 
 _OFFLOADED = (DynamicLayer, DynamicSlidingWindowLayer)

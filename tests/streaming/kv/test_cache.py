@@ -315,6 +315,36 @@ def test_generate_makes_a_cache_of_its_own_each_time(llama: Any, drive: Path) ->
     kept.past_key_values.close()
 
 
+@pytest.mark.parametrize("setting", [{"use_cache": False}, {"cache_implementation": "dynamic"}], ids=str)
+@pytest.mark.parametrize("given", ["call", "config", "default"])
+def test_how_generate_is_to_cache_is_said_by_its_options(
+    llama: Any, drive: Path, monkeypatch: pytest.MonkeyPatch, given: str, setting: dict[str, Any]
+) -> None:
+    offload_kv(llama, path=drive)
+    monkeypatch.setattr("deepnvme.streaming.kv.cache.offloaded_cache", lambda *_, **__: pytest.fail("a cache was made"))
+    if given == "call":
+        generated(llama, prompt(), **setting)
+    elif given == "config":
+        llama.generate(prompt(), transformers.GenerationConfig(max_new_tokens=2, **setting))
+    else:
+        for name, value in setting.items():
+            monkeypatch.setattr(llama.generation_config, name, value)
+        generated(llama, prompt())
+
+
+def test_a_model_whose_states_do_not_grow_is_left_as_it_is(drive: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, pad_token_id=0)
+    model = transformers.MambaForCausalLM(config).eval()
+    expected = model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    offload_kv(model, path=drive)
+    assert torch.equal(model.generate(prompt(), max_new_tokens=4, do_sample=False), expected)
+
+
+def test_a_model_that_does_not_generate_is_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match="LlamaModel does not generate"):
+        offload_kv(llama.model, "cpu")
+
+
 # What is done to a cache.
 
 
