@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 
 from .arriving import Arrivals
+from .blocks import REST
 from .device_event import Computed
 from .slots import PinnedSlots
 
@@ -24,21 +27,24 @@ class DeviceSlots:
     """Slots of a device's memory, which torch's allocator hands out and takes back. What somebody keeps a view of is not handed
     out again, but does not count as a slot either.
 
-    ``nbytes``: of each. ``count``: how many there are, unless a lease allows more.
+    ``nbytes``: of all together.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, count: int) -> None:
-        self.count = count
-        self._device, self._nbytes = device, nbytes
-        self._lent: list[DeviceSlot] = []
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._lent = weakref.WeakSet[DeviceSlot]()  # one that is dropped has been given back, too
+        self._released: list[DeviceSlot] = []  # and are still used
 
-    def lease(self, limit: int) -> DeviceSlot | None:
-        """A slot, or None if ``limit`` are lent, or were and are still computed with. Never waits."""
-        self._lent = [slot for slot in self._lent if not slot.has_ended()]
-        if len(self._lent) >= limit:
+    def lease(self, nbytes: int, limit: int = 0) -> DeviceSlot | None:
+        """A slot, or None if more than ``nbytes`` of all, or ``limit`` if that is more, would be lent, or were and are still
+        computed with. Never waits."""
+        self._released[:] = [slot for slot in self._released if not slot.has_ended()]
+        if sum(slot.nbytes for slot in self._lent) + nbytes > max(self.nbytes, limit):
             return None
-        self._lent.append(DeviceSlot(self.memory(self._nbytes)))
-        return self._lent[-1]
+        slot = DeviceSlot(self.memory(nbytes), self._released)
+        self._lent.add(slot)
+        return slot
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory beside the slots, for as long as it is wanted."""
@@ -49,15 +55,17 @@ class DeviceSlots:
 class DeviceSlot:
     """Memory on loan. It belongs to the stream that was current when it was lent."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer: torch.Tensor | None = buffer
+    def __init__(self, buffer: torch.Tensor, released: list[DeviceSlot]) -> None:
+        self.nbytes = buffer.nbytes
+        self._released = released
+        self._buffer = buffer
         self._after: Ending | None = None
         self._computed: Computed | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
         """Bytes. ValueError after release."""
-        if self._buffer is None:
+        if self._computed is not None:
             raise ValueError("the slot was released: use its buffer before")
         return self._buffer
 
@@ -65,31 +73,30 @@ class DeviceSlot:
         """Give it back when ``after`` has ended, and what the current stream has been given so far. Never blocks."""
         self._after = after
         self._computed = Computed(self.buffer.device)
+        self._released.append(self)
 
     def has_ended(self) -> bool:
         """Whether it was released, and nothing is done with it any more."""
-        if self._computed is None or (self._after is not None and not self._after.done()) or not self._computed.done():
-            return False
-        self._buffer = self._after = None
-        return True
+        return self._computed is not None and (self._after is None or self._after.done()) and self._computed.done()
 
 
 class DeviceArrivals(Arrivals):
-    """The extents of a store, read into a device's memory."""
+    """The extents of a store, read into a device's memory. ``count``: of the largest, how many there is pinned memory for, to
+    read them into; where more are under way it is pinned for each anew."""
 
-    def __init__(self, store: WeightStore, device: torch.device) -> None:
+    def __init__(self, store: WeightStore, device: torch.device, count: int) -> None:
         super().__init__(store)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = PinnedSlots(max((extent.nbytes for extent in store.extents.values()), default=0), 1)
-        self._limit = 1
+        largest = max((extent.nbytes for name, extent in store.extents.items() if name != REST), default=0)
+        self._staging = PinnedSlots(count * largest)
         self._copying = ThreadPoolExecutor(1, "deepnvme-device")
 
     def read(self, extent: str, memory: torch.Tensor) -> Reading:
         """Start reading an extent into ``nbytes`` bytes of the device; return at once."""
-        while (staged := self._staging.lease(self._limit)) is None:
-            self._limit += 1  # as many as are under way at a time, to the device's slots and to what stays there
+        staged = self._staging.lease(self._store.extents[extent].nbytes, sys.maxsize)
+        assert staged is not None
         computed = Computed(memory.device)  # what the memory was used for before it was handed out for this
-        host = staged.buffer[: self._store.extents[extent].nbytes]
+        host = staged.buffer
         reading = self._store.read(extent, host)
         return self._copying.submit(self._copy, extent, [(reading, staged, host, memory)], computed)
 

@@ -51,17 +51,18 @@ class _Extent:
 class Fetcher:
     """Reads extents into slots of memory: what is taken, and ahead of that what is expected.
 
-    ``read(key, memory)``: starts reading an extent into so many bytes, and returns at once. ``sizes``: bytes of memory that each
-    needs. ``slots``: where; a slot holds one. ``residents``: extents that stay in memory of their own once they have been read.
-    ``stored``: bytes that the drive gives for each, where these are others.
+    ``read(key, memory)``: starts reading an extent into so many bytes, and returns at once. ``sizes``: bytes of memory that
+    each needs. ``slots``: where, one in each; there is room for the largest. ``residents``: extents that stay in memory of
+    their own once they have been read. ``stored``: bytes that the drive gives for each, where these are others.
 
     - Each use of an extent is between a ``take`` and a ``give_back``, and in between its memory stays as it is. Uses may overlap;
       an extent is in memory once, however many use it.
-    - No more extents are read ahead than there are slots but one: that one is for what is wanted now, so what was expected
-      wrongly is never waited for. Reads begin as soon as there is a slot, before anything waits.
+    - As many extents are read ahead as there is room for beside what is wanted now, or if that is not known, beside the largest:
+      so what was expected wrongly is waited for only where what is wanted in its place is larger than what was before it. Reads
+      begin as soon as there is a slot, before anything waits.
     - A slot in which somebody still sees memory that was given back is not read into. It is missing until the last view goes.
-    - Where more extents are in use at a time than there are slots, there are more slots until they are given back; and one more
-      where somebody keeps another.
+    - Where more is in use at a time than there is room for, there is more until it is given back; and one slot more where
+      somebody keeps another.
     - A read that fails leaves nothing behind: the extent is read again when it is next taken. An error is raised only where that
       extent is taken, and only that of a read which ended after that.
 
@@ -78,11 +79,11 @@ class Fetcher:
     ) -> None:
         self._read, self._sizes, self._slots = read, sizes, slots
         self._stored = sizes if stored is None else stored
-        self._residents = frozenset(residents)
         self._extents: dict[str, _Extent] = {}
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
         self._dropped: list[Reading] = []  # of extents that nobody wants any more, in slots that are not free before they end
         self._loaded = 0  # residents that are there
+        self._choose(residents)
         self.bytes_read = 0
         """By reads begun so far, in vain too."""
         self.waited = 0.0
@@ -130,7 +131,7 @@ class Fetcher:
 
     def keep(self, residents: Collection[str]) -> None:
         """Have these stay, once they are read, and no others. Nothing may be in use."""
-        self._residents = frozenset(residents)
+        self._choose(residents)
         for key in list(self._extents):
             if (self._extents[key].slot is None) != (key in self._residents):
                 self._forget(key)
@@ -155,20 +156,24 @@ class Fetcher:
 
     # What is in memory.
 
+    def _choose(self, residents: Collection[str]) -> None:
+        self._residents = frozenset(residents)
+        self._largest = max((size for key, size in self._sizes.items() if key not in self._residents), default=0)
+
     def _expect(self, keys: Iterable[str], now: Collection[str]) -> None:
         """Of ``keys`` what there is room for beside ``now``; let go of the others that are read ahead."""
-        room = self._slots.count - 1
+        room = self._slots.nbytes - (sum(self._sizes[key] for key in now if key not in self._residents) or self._largest)
         expected: dict[str, None] = {}
         if self._loaded < len(self._sizes):
             for key in itertools.islice(keys, 2 * len(self._sizes)):
-                if room == 0:
-                    break
                 extent = self._extents.get(key)
                 if key in expected or (extent is not None and extent.slot is None and extent.reading is None):
                     continue
-                expected[key] = None
                 if key not in now and (extent is None or extent.users == 0):
-                    room -= 1
+                    room -= self._sizes[key]
+                    if room < 0:
+                        break
+                expected[key] = None
         before, self._expected = self._expected, expected
         for key in before:  # only of these any are in slots that nobody uses
             extent = self._extents.get(key)
@@ -185,22 +190,28 @@ class Fetcher:
         for key in self._expected:
             if key not in self._extents:
                 try:
-                    if self._begin(key, self._slots.count) is None:
+                    if self._begin(key) is None:
                         break
                 except Exception:
                     break  # the error is raised where the extent is wanted, if it still comes then
 
-    def _begin(self, key: str, limit: int) -> _Extent | None:
-        """Start reading it, unless there is no slot for it, with so many in all."""
+    def _begin(self, key: str, limit: int = 0) -> _Extent | None:
+        """Start reading it, unless there is no slot for it, nor with so many bytes in all."""
         nbytes = self._sizes[key]
         if key in self._residents:
             slot, memory = None, self._slots.memory(nbytes)
         else:
-            slot = self._slots.lease(limit)
+            slot = self._slots.lease(nbytes, limit)
             if slot is None:
                 return None
-            memory = slot.buffer[:nbytes]
-        extent = self._extents[key] = _Extent(memory, slot, self._read(key, memory))
+            memory = slot.buffer
+        try:
+            extent = self._extents[key] = _Extent(memory, slot, self._read(key, memory))
+        except BaseException:
+            del memory
+            if slot is not None:
+                slot.release()
+            raise
         self.bytes_read += self._stored[key]
         return extent
 
@@ -225,9 +236,7 @@ class Fetcher:
 
     def _demanded(self, key: str) -> _Extent:
         while True:
-            in_use = sum(extent.users > 0 and extent.slot is not None for extent in self._extents.values())
-            limit = max(self._slots.count, in_use + 1)
-            extent = self._begin(key, limit)
+            extent = self._begin(key)
             if extent is not None:
                 return extent
             ahead = [other for other, extent in self._extents.items() if extent.users == 0 and extent.slot is not None]
@@ -238,15 +247,17 @@ class Fetcher:
                 self._waited_for(self._dropped[0])
                 self._reap()
             else:
-                return self._squeezed_in(key, limit + 1)
+                return self._squeezed_in(key)
 
-    def _squeezed_in(self, key: str, limit: int) -> _Extent:
+    def _squeezed_in(self, key: str) -> _Extent:
         """Where nothing that is known of will leave a slot: threads on their way out may, and garbage."""
         deadline = time.monotonic() + _LINGER_SECONDS
+        in_use = sum(self._sizes[key] for key, extent in self._extents.items() if extent.users > 0 and extent.slot is not None)
+        limit = max(self._slots.nbytes, in_use + self._sizes[key]) + self._sizes[key]
         extent = self._begin(key, limit)
         while extent is None:
             if time.monotonic() > deadline:
-                raise OutOfBuffers(f"no slot to read {key!r} into: all {limit} hold what somebody keeps a view of")
+                raise OutOfBuffers(f"no memory to read {key!r} into: all {limit} bytes hold what somebody keeps a view of")
             gc.collect()  # tracebacks keep what they saw, in cycles
             time.sleep(_POLL_SECONDS)
             extent = self._begin(key, limit)

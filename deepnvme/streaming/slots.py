@@ -1,10 +1,14 @@
-"""Memory that extents are read into: few slots of one size, and what is to stay."""
+"""Memory that extents are read into: slots of the sizes that are asked for, in a ring; and what is to stay."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.swap.buffers import OutOfBuffers
 from deepnvme.swap.extents import padded
 from deepnvme.swap.memory import empty_aligned
 
@@ -19,40 +23,122 @@ class Slot(Protocol):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Bytes (uint8, one dimension)."""
+        """As many bytes as were asked for (uint8, one dimension). ValueError after release."""
 
     def release(self, after: Ending | None = None) -> None:
-        """Give it back; ``after``: when that has ended. Somebody else gets it when no tensor over it is left."""
+        """Give it back; ``after``: when that has ended. Never blocks. Somebody else gets it when no tensor over it is left."""
 
 
 class Slots(Protocol):
     """See :class:`PinnedSlots`."""
 
-    count: int
+    nbytes: int
 
-    def lease(self, limit: int) -> Slot | None: ...
+    def lease(self, nbytes: int, limit: int = 0) -> Slot | None: ...
 
     def memory(self, nbytes: int) -> torch.Tensor: ...
 
 
 class PinnedSlots:
-    """Slots of pinned host memory, from a pool of their own, so that after the first few nothing is pinned anew.
+    """Slots in one piece of pinned host memory, so that after the first nothing is pinned anew. Not thread-safe.
 
-    ``nbytes``: of each. ``count``: how many there are, unless a lease allows more.
+    ``nbytes``: of all together.
     """
 
-    def __init__(self, nbytes: int, count: int) -> None:
-        self.count = count
-        self._nbytes = max(nbytes, 1)
-        self._size = padded(self._nbytes)
-        self._pool = BufferPool(count * self._size)
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = padded(nbytes)
+        self._memory: Any = None
+        self._taken: list[_Range] = []  # those in the one piece by their place, others before them
 
-    def lease(self, limit: int) -> Slot | None:
-        """A slot, or None if ``limit`` are lent, or seen by tensors of somebody. Never waits, but the first ones are pinned."""
-        if self._pool.budget != limit * self._size:
-            self._pool.set_budget(limit * self._size)
-        return self._pool.try_lease(self._nbytes)
+    @property
+    def in_use(self) -> int:
+        """Bytes that are lent, or seen by tensors of somebody."""
+        self._take_back()
+        return sum(taken.size for taken in self._taken)
+
+    def lease(self, nbytes: int, limit: int = 0) -> PinnedSlot | None:
+        """A slot, or None where nothing is left for it, and more than ``limit`` bytes would be lent if it had memory of its own.
+        Never waits, but for the first to be pinned. Raises OutOfBuffers where the system has not that much memory."""
+        self._take_back()
+        size = padded(max(nbytes, 1))
+        index, place = self._gap(size)
+        if place + size <= self.nbytes:
+            if self._memory is None:
+                self._memory = _pinned(self.nbytes)
+            memory = memoryview(self._memory)[place : place + nbytes]
+        elif sum(taken.size for taken in self._taken) + size <= limit:
+            memory = memoryview(_pinned(size))[:nbytes]
+            index, place = 0, -size
+        else:
+            return None
+        self._taken.insert(index, _Range(place, size, weakref.ref(memory)))
+        return PinnedSlot(memory, self._taken[index])
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory beside the slots, for as long as it is wanted."""
         return empty_aligned(nbytes)
+
+    def _gap(self, size: int) -> tuple[int, int]:
+        """The first that is so large, or else what is behind all: before which of those taken, and where."""
+        place = 0
+        for index, taken in enumerate(self._taken):
+            if taken.place - place >= size:
+                return index, place
+            place = max(place, taken.place + taken.size)
+        return len(self._taken), place
+
+    def _take_back(self) -> None:
+        self._taken = [taken for taken in self._taken if not taken.has_ended()]
+
+
+@dataclass
+class _Range:
+    """Memory that a slot has or had. ``place``: in the piece; below 0 where it is not in there."""
+
+    place: int
+    size: int
+    seen: Callable[[], object]
+    """Refers to the memoryview that every tensor over it holds; None when that is gone, and they with it."""
+    after: Ending | None = None
+
+    def has_ended(self) -> bool:
+        if self.after is not None:
+            if not self.after.done():
+                return False
+            self.after.exception()  # an engine lets go of a transfer's tensor when its future is asked
+            self.after = None
+        return self.seen() is None
+
+
+class PinnedSlot:
+    """Memory on loan; one that is dropped has been given back, too."""
+
+    def __init__(self, memory: memoryview, taken: _Range) -> None:
+        import torch
+
+        self._taken = taken
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            self._buffer = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        if not hasattr(self, "_buffer"):
+            raise ValueError("the slot was released: use its buffer before")
+        return self._buffer
+
+    def release(self, after: Ending | None = None) -> None:
+        self._taken.after = after
+        del self._buffer
+
+
+def _pinned(nbytes: int) -> Any:
+    try:
+        return _op().empty_pinned(nbytes)
+    except MemoryError as error:
+        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+
+
+def _op() -> ModuleType:
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load()

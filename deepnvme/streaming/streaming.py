@@ -53,9 +53,9 @@ def stream(
     has other threads call the model's blocks would wait for itself.
 
     ``model``: on the CPU or the meta device; the memory of its own weights is let go. ``prefetch``: how many extents are read
-    ahead, 0 or more: as much memory as ``prefetch + 1`` of the largest extent is in use. ``memory_budget``: bytes of weights
-    beside that which stay in memory once they are read, chosen so that a pass reads least. ``device``: where the model computes,
-    the CPU if None; inputs and buffers have to be there.
+    ahead, 0 or more: there is memory for ``prefetch + 1`` of the largest, and more of smaller ones. ``memory_budget``: bytes
+    of weights beside that which stay in memory once they are read, chosen so that a pass reads least. ``device``: where the
+    model computes, the CPU if None; inputs and buffers have to be there.
 
     Raises StoreMismatch naming what differs between model and store; ValueError for a budget that holds no extent, and for
     buffers on the meta device that no store has; RuntimeError for a model that is streamed already; OSError from reading.
@@ -80,13 +80,14 @@ class Streaming:
         check_not_streamed(model)
         store.check(model)
         self._model, self._store, self._budget = model, store, memory_budget
-        self._arrivals, slots_of = _on(device, store)
+        self._arrivals, slots_of = _on(device, store, prefetch)
         self._sizes = {name: self._arrivals.nbytes(name) for name in store.extents if name != REST}
         self._check_budget()
         self._uses: Counter[str] = Counter()
         chosen = residents(self._sizes, {}, memory_budget)
-        self._slot_size = max((nbytes for name, nbytes in self._sizes.items() if name not in chosen), default=0)
-        self._slots: Slots = slots_of(self._slot_size, prefetch + 1)
+        streamed = [nbytes for name, nbytes in self._sizes.items() if name not in chosen]
+        self._slot_size = max(streamed, default=0)
+        self._slots: Slots = slots_of(min((prefetch + 1) * self._slot_size, sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
         self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen, stored)
         self._order = Order([extent for extents in store.blocks.values() for extent in extents])
@@ -265,7 +266,7 @@ class Streaming:
 
     def _measured(self, nbytes: int) -> float | None:
         streamed = [key for key, size in self._sizes.items() if size and not self._fetcher.is_resident(key)]
-        if len(streamed) < self._slots.count:  # which are read once, then
+        if sum(self._sizes[key] for key in streamed) <= self._slots.nbytes:  # which are read once, then
             return None
         keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
         while total < nbytes:
@@ -415,13 +416,13 @@ class _Forward:
         raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
 
 
-def _on(device: torch.device, store: WeightStore) -> tuple[Arrivals, Callable[[int, int], Slots]]:
+def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Arrivals, Callable[[int], Slots]]:
     if device.type == "cpu":
         return Arrivals(store), PinnedSlots
     if device.type == "cuda":
         from .device_ring import DeviceArrivals, DeviceSlots
 
-        return DeviceArrivals(store, device), functools.partial(DeviceSlots, device)
+        return DeviceArrivals(store, device, prefetch + 1), functools.partial(DeviceSlots, device)
     raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
 
 

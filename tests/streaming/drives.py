@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepnvme.streaming.slots import PinnedSlots
+from deepnvme.streaming.slots import PinnedSlot, PinnedSlots
 
 
 def content(key: str, nbytes: int) -> torch.Tensor:
@@ -69,11 +69,11 @@ class FakeDrive:
 
 
 class CountedSlots(PinnedSlots):
-    """Remembers the most that were lent."""
+    """Remembers the most that was lent, in bytes."""
 
     most = 0
 
-    def lease(self, limit: int) -> object:  # type: ignore[override]
-        slot = super().lease(limit)
-        self.most = max(self.most, self._pool.in_use // self._size)
+    def lease(self, nbytes: int, limit: int = 0) -> PinnedSlot | None:
+        slot = super().lease(nbytes, limit)
+        self.most = max(self.most, self.in_use)
         return slot

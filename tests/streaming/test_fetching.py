@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deepnvme.streaming.fetching import Fetcher
+from deepnvme.streaming.slots import PinnedSlots
 from deepnvme.swap import OutOfBuffers
 
 from .drives import CountedSlots, FakeDrive, content
 
-NBYTES = 5000
+NBYTES = 8192
 KEYS = "abcdefgh"
 
 
@@ -25,7 +26,7 @@ def fake() -> FakeDrive:
 
 
 def fetcher_of(fake: FakeDrive, slots: int = 3, residents: str = "", keys: str = KEYS) -> Fetcher:
-    return Fetcher(fake.read, dict.fromkeys(keys, NBYTES), CountedSlots(NBYTES, slots), residents)
+    return Fetcher(fake.read, dict.fromkeys(keys, NBYTES), CountedSlots(slots * NBYTES), residents)
 
 
 def is_right(key: str, memory: torch.Tensor) -> bool:
@@ -184,17 +185,53 @@ def test_uses_overlap(fake: FakeDrive) -> None:
 
 
 def test_more_in_use_than_slots_have_more_for_as_long(fake: FakeDrive) -> None:
-    slots = CountedSlots(NBYTES, 2)
+    slots = CountedSlots(2 * NBYTES)
     fetcher = Fetcher(fake.read, dict.fromkeys(KEYS, NBYTES), slots)
     memories = [fetcher.take([key], "gh")[0] for key in "abcd"]
     assert all(map(is_right, "abcd", memories))
-    assert slots.most == 4
+    assert slots.most == 4 * NBYTES
     fetcher.give_back("abcd")
     del memories
     slots.most = 0
     for _ in pass_over(fetcher, KEYS):
         pass
-    assert slots.most == 2
+    assert slots.most == 2 * NBYTES
+
+
+def test_smaller_extents_are_read_further_ahead(fake: FakeDrive) -> None:
+    """As many as there is room for beside what is in use; the largest waits for its room, and nothing overtakes it."""
+    sizes = dict.fromkeys("acdef", NBYTES) | {"B": 3 * NBYTES}
+    slots = CountedSlots(6 * NBYTES)
+    fetcher = Fetcher(fake.read, sizes, slots)
+    order = "acdefBacdefB"
+    begun = []
+    for index, key in enumerate(order):
+        fetcher.take([key], order[index + 1 :])
+        begun.append("".join(fake.begun))
+        fetcher.give_back([key])
+    assert begun[:6] == ["acdef", "acdef", "acdef", "acdefBa", "acdefBac", "acdefBacd"]
+    assert "".join(fake.begun) == order
+    assert slots.most <= 6 * NBYTES
+
+
+def test_a_slot_is_as_large_as_was_asked_for_and_lies_where_there_is_room() -> None:
+    slots = PinnedSlots(4 * 4096)
+    first, second, third = (slots.lease(nbytes) for nbytes in (4096, 5000, 10))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [slot.buffer.nbytes for slot in (first, second, third)] == [4096, 5000, 10]
+    assert slots.lease(1) is None
+    second.release()
+    fourth = slots.lease(8192)
+    assert fourth is not None
+    assert fourth.buffer.data_ptr() == first.buffer.data_ptr() + 4096
+    with pytest.raises(ValueError, match="the slot was released"):
+        second.buffer.fill_(0)
+    beyond = slots.lease(4096, limit=5 * 4096)
+    assert beyond is not None
+    assert slots.lease(1, limit=5 * 4096) is None
+    assert slots.in_use == 5 * 4096
 
 
 def test_memory_that_somebody_keeps_is_not_read_into(fake: FakeDrive) -> None:
@@ -214,7 +251,7 @@ def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fa
     for key in "ab":
         kept += fetcher.take([key])
         fetcher.give_back([key])
-    with pytest.raises(OutOfBuffers, match=r"'c'.*all 2 hold what somebody keeps a view of"):
+    with pytest.raises(OutOfBuffers, match=r"'c'.*all 16384 bytes hold what somebody keeps a view of"):
         fetcher.take(["c"])
     kept.pop()
     assert is_right("c", fetcher.take(["c"])[0])
@@ -239,9 +276,11 @@ class Rules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("deepnvme.streaming.fetching._LINGER_SECONDS", 0.01)  # nobody is on the way out
         self.fake = FakeDrive()
         self.residents = "ab"
-        self.slots = CountedSlots(NBYTES, 3)
+        self.slots = CountedSlots(3 * NBYTES)
         self.fetcher = Fetcher(self.fake.read, dict.fromkeys(KEYS, NBYTES), self.slots, self.residents)
         self.in_use: list[tuple[str, torch.Tensor]] = []
         self.kept: list[tuple[str, torch.Tensor]] = []
@@ -305,7 +344,7 @@ class Rules(RuleBasedStateMachine):
     @invariant()
     def slots_are_within_bounds(self) -> None:
         in_use = len({key for key, _ in self.in_use if key not in self.residents})
-        assert self.slots._pool.in_use <= (max(3, in_use + 2) + 2) * self.slots._size
+        assert self.slots.in_use <= (max(3, in_use + 2) + 2) * NBYTES
 
     def teardown(self) -> None:
         self.fake.failing = self.fake.refusing = set()
@@ -317,7 +356,8 @@ class Rules(RuleBasedStateMachine):
         for _ in pass_over(self.fetcher, KEYS):  # it still works
             pass
         self.fetcher.close()
-        assert self.slots._pool.in_use == 0
+        assert self.slots.in_use == 0
+        self.patch.undo()
 
 
 TestRules = Rules.TestCase
