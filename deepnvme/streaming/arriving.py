@@ -11,8 +11,8 @@ import torch
 
 from deepnvme.swap.extents import padded
 
-from .manifest import Extent, laid_out
-from .quantization import dequantize
+from .manifest import Extent, Weight, laid_out
+from .quantization import Layout, dequantize_over
 
 if TYPE_CHECKING:
     from deepnvme.swap.futures import StoreFuture
@@ -28,7 +28,7 @@ class Arrivals:
     """The extents of a store, as a :class:`Fetcher` reads them.
 
     A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight: the
-    memory is as much larger than what comes out as the last ones need not to run into what is still to be read. That is done by
+    memory is a little larger than what comes out, so that nothing runs into what is still to be read. That is done by
     threads, and so is looking at the checksum of an extent that is read for the first time.
     """
 
@@ -77,8 +77,7 @@ class Arrivals:
             if stored.scheme is None:
                 ready.stored(memory).copy_(stored.stored(memory[start:]))
             else:
-                both = stored.stored(memory[start:]), ready.view(memory)
-                dequantize([(stored.scheme, *both)], threads=self._processors)
+                dequantize_over(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
 
 
 def _dequantized(extent: Extent) -> Extent:
@@ -92,4 +91,11 @@ def _start(stored: Extent, ready: Extent) -> int:
     still to be dequantised begins."""
     if stored is ready:
         return 0
-    return padded(max(after.end - before.offset for before, after in zip(stored.weights, ready.weights, strict=True)))
+    return padded(max(_distance(*pair) for pair in zip(stored.weights, ready.weights, strict=True)))
+
+
+def _distance(stored: Weight, ready: Weight) -> int:
+    if stored.scheme is None:
+        return ready.end - stored.offset
+    layout = Layout.of(stored.scheme, stored.info.shape)
+    return ready.offset - stored.offset + layout.distance(stored.info.dtype.itemsize)

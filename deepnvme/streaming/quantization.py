@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, get_args
@@ -45,7 +45,7 @@ _LEAST_COLUMNS = 64
 _LARGEST = 2.0**126
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ALIGNMENT = 64
-_AT_A_TIME = 1 << 24  # values, by torch, which takes some 12 bytes for each
+_AT_A_TIME = 1 << 22  # values; torch takes some 12 bytes for each
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,17 @@ class Layout:
     @property
     def nbytes(self) -> int:
         return self.codes_at + self.rows * self.row_of_codes
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Rows that :func:`dequantize_over` works out at a time: begin and end."""
+        step = max(1, _AT_A_TIME // max(1, self.columns))
+        return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
+
+    def distance(self, itemsize: int) -> int:
+        """Bytes by which a weight's values may begin before its bytes, for :func:`dequantize_over`; at least. ``itemsize``: of a
+        value."""
+        row = self.columns * itemsize
+        return max(0, *(end * row - self.codes_at - begin * self.row_of_codes for begin, end in self.pieces()), 0)
 
 
 def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -157,18 +168,31 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
         dequantize_with_torch(layout, source, out)
 
 
+def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
+    """:func:`dequantize` of one whose bytes are in the way of its values: ``out`` begins before ``source``, by
+    ``Layout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost."""
+    layout = Layout.of(scheme, out.shape)
+    if out.device.type != "cpu":
+        return dequantize_with_torch(layout, source, out)
+    scales = source[: layout.scales_nbytes].clone()
+    kind, row = _TYPES[out.dtype], layout.columns * out.dtype.itemsize
+    row_of_scales = layout.scales_nbytes // max(1, layout.rows)
+    for begin, end in layout.pieces():
+        values, codes = out.data_ptr() + begin * row, source.data_ptr() + layout.codes_at + begin * layout.row_of_codes
+        piece = (scheme, kind, end - begin, layout.columns, values, scales.data_ptr() + begin * row_of_scales, codes)
+        _op().dequantize([piece], _processors(threads))
+
+
 def dequantize_with_torch(layout: Layout, source: torch.Tensor, out: torch.Tensor) -> None:
-    """The formula, on any device."""
-    scales = source[: layout.scales_nbytes]
+    """The formula, on any device; like :func:`dequantize_over`."""
+    scales = source[: layout.scales_nbytes].clone()  # a view in another type wants the address aligned
     codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
-    step = max(1, _AT_A_TIME // max(1, layout.columns))
-    for begin in range(0, layout.rows, step):
-        rows = slice(begin, begin + step)
+    for begin, end in layout.pieces():
+        rows = slice(begin, end)
         if layout.scheme == "int8":
-            # clone: a view in another type wants the address aligned.
-            values = codes[rows].view(torch.int8).float() * scales.clone().view(torch.float32)[rows, None]
+            values = codes[rows].view(torch.int8).float() * scales.view(torch.float32)[rows, None]
         else:
-            pairs = scales.clone().view(torch.bfloat16).view(layout.rows, layout.groups, 2)[rows].float()
+            pairs = scales.view(torch.bfloat16).view(layout.rows, layout.groups, 2)[rows].float()
             scale, least = pairs.repeat_interleave(GROUP, dim=1)[:, : layout.columns].unbind(-1)
             values = _unpacked(codes[rows], layout.columns).float() * scale + least
         out.view(layout.rows, layout.columns)[rows] = values.to(out.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from deepnvme.streaming.quantization import (
     Layout,
     Scheme,
     dequantize,
+    dequantize_over,
     dequantize_with_torch,
     is_worth_quantizing,
     quantize,
@@ -54,6 +56,10 @@ def formula(scheme: Scheme, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         scales += [scale, least]
         codes.append(torch.where(scale == 0, 0, code).to(torch.uint8))
     return torch.cat(scales, dim=1), torch.cat(codes, dim=1)
+
+
+def with_torch_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> None:
+    dequantize_with_torch(Layout.of(scheme, out.shape), source, out)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -245,6 +251,24 @@ def test_no_byte_beyond_is_touched_at_any_address(scheme: Scheme, shape: tuple[i
     assert (values[:GUARD] == 7).all()
     assert (values[GUARD + weight.numel() :] == 7).all()
     assert torch.equal(around[GUARD : GUARD + nbytes], quantize(weight, scheme))
+
+
+@pytest.mark.parametrize("by", [dequantize_over, with_torch_over])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_may_overwrite_the_bytes_that_they_are_of(
+    scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "_AT_A_TIME", 500)  # values: several pieces of most
+    expected = torch.empty(shape, dtype=dtype)
+    source = quantize(made(*shape), scheme)
+    dequantize([(scheme, source, expected)])
+    distance = -(-Layout.of(scheme, shape).distance(dtype.itemsize) // 8) * 8
+    memory = torch.empty(max(distance + source.nbytes, expected.nbytes) // 8 * 8 + 8, dtype=torch.uint8)
+    memory[distance : distance + source.nbytes] = source
+    found = memory[: expected.nbytes].view(dtype).view(shape)
+    by(scheme, memory[distance : distance + source.nbytes], found)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5, None])

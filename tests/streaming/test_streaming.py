@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
-from deepnvme.streaming.quantization import dequantize, quantize
+from deepnvme.streaming.quantization import dequantize, dequantize_over, quantize
 
 from ..interpreters import Interpreters
 from .models import WIDTH, Calls, blocks_of, entangled, stack
@@ -590,11 +590,11 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
 def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def noted(weights: Any, *, threads: int | None = None) -> None:
+    def noted(*weight: Any, threads: int | None = None) -> None:
         asked.append(threads)
-        dequantize(weights, threads=threads)
+        dequantize_over(*weight, threads=threads)
 
-    monkeypatch.setattr(arriving, "dequantize", noted)
+    monkeypatch.setattr(arriving, "dequantize_over", noted)
     for processors, half in ((8, 4), (1, 1)):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
         model = nn.Linear(128, 96)
