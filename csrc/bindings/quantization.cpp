@@ -24,11 +24,16 @@ Matrix matrix_of(const py::tuple& facts) {
     return matrix;
 }
 
-void dequantize_all(const py::list& matrices, unsigned threads) {
+// in_turn: none is begun before the one before has ended.
+void dequantize_all(const py::list& matrices, unsigned threads, bool in_turn) {
     std::vector<Matrix> all;
     for (const py::handle facts : matrices) all.push_back(matrix_of(py::cast<py::tuple>(facts)));
     py::gil_scoped_release release;
-    dequantize(all, threads);
+    if (in_turn) {
+        for (const Matrix& matrix : all) dequantize({&matrix, 1}, threads);
+    } else {
+        dequantize(all, threads);
+    }
 }
 
 // The row that was refused, or None.
@@ -46,7 +51,7 @@ py::object quantize_one(const py::tuple& facts, unsigned threads) {
 
 void bind_quantization(py::module_& module) {
     using namespace pybind11::literals;
-    module.def("dequantize", &dequantize_all, "matrices"_a, "threads"_a);
+    module.def("dequantize", &dequantize_all, "matrices"_a, "threads"_a, "in_turn"_a = false);
     module.def("quantize", &quantize_one, "matrix"_a, "threads"_a);
 }
 

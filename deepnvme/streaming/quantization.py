@@ -177,10 +177,13 @@ def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, 
     scales = source[: layout.scales_nbytes].clone()
     kind, row = _TYPES[out.dtype], layout.columns * out.dtype.itemsize
     row_of_scales = layout.scales_nbytes // max(1, layout.rows)
-    for begin, end in layout.pieces():
-        values, codes = out.data_ptr() + begin * row, source.data_ptr() + layout.codes_at + begin * layout.row_of_codes
-        piece = (scheme, kind, end - begin, layout.columns, values, scales.data_ptr() + begin * row_of_scales, codes)
-        _op().dequantize([piece], _processors(threads))
+    starts = out.data_ptr(), scales.data_ptr(), source.data_ptr() + layout.codes_at
+    steps = row, row_of_scales, layout.row_of_codes
+    pieces = [
+        (scheme, kind, end - begin, layout.columns, *(start + begin * step for start, step in zip(starts, steps, strict=True)))
+        for begin, end in layout.pieces()
+    ]
+    _op().dequantize(pieces, _processors(threads), in_turn=True)
 
 
 def dequantize_with_torch(layout: Layout, source: torch.Tensor, out: torch.Tensor) -> None:

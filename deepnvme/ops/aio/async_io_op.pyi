@@ -27,7 +27,7 @@ def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Call
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
     """What :func:`deepnvme.checkpoint.zip_layout.lay_out` documents."""
 
-def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int) -> None:
+def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int, in_turn: bool = False) -> None:
     """Work out matrices' values: each (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
     :mod:`deepnvme.streaming.quantization` has them. Nothing checks the addresses."""
 
