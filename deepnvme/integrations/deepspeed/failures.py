@@ -1,0 +1,139 @@
+"""A drive that fails one rank ends the training of all: each rank's error names the path and errno.
+
+DeepSpeed alone leaves the other ranks in a collective until the failed rank's process has gone, with an error that says no more
+than that a connection was closed. Here the failed rank puts its error into the store that the ranks met in, before it raises it;
+a thread of each rank looks there twice a second, so that no step costs anything, and what a collective raises is turned into that
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from .places import Replacement, attribute, module
+
+_logger = logging.getLogger(__name__)
+
+_METHODS = ("__init__", "forward", "backward", "step", "save_checkpoint", "load_checkpoint")
+_LOOKS_EVERY = 0.5  # seconds
+_HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to look
+_FAILURE, _HEARD = "failure", "heard"
+
+
+def replacements() -> Iterator[Replacement]:
+    """Of the engine's methods that transfer something, or wait for ranks that do."""
+    engine = module("deepspeed.runtime.engine").DeepSpeedEngine
+    for name in _METHODS:
+        yield Replacement(engine, name, _shared(attribute(engine, name)))
+
+
+def _shared(own: Any) -> Any:
+    """A method whose OSErrors are raised on all ranks."""
+
+    @functools.wraps(own)
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            result = own(self, *arguments, **named)
+        except OSError as error:
+            ranks = _ranks_of_this_process()
+            if ranks is not None and error.errno is not None:
+                ranks.tell(error)
+            raise
+        except RuntimeError as error:
+            ranks = _ranks_of_this_process()
+            failure = None if ranks is None else ranks.failure()
+            if failure is None:
+                raise
+            raise failure from error
+        if own.__name__ == "__init__":
+            _ranks_of_this_process()  # looks from now on
+        return result
+
+    return method
+
+
+class Ranks:
+    """What the ranks of one process group tell each other: the first failure.
+
+    In the group's own store, which ends with the rank that serves it: the failed rank waits, for some seconds at most, until
+    the others have looked.
+    """
+
+    def __init__(self, store: Any, rank: int, count: int) -> None:
+        self._store = dist.PrefixStore("deepnvme", store)  # type: ignore[attr-defined]
+        self._rank, self._count = rank, count
+        self._failure: dict[str, Any] | None = None
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="deepnvme-failures", daemon=True)
+        self._thread.start()
+
+    def tell(self, error: OSError) -> None:
+        """Have the other ranks know. Once; blocks until they do, some seconds at most. Never raises."""
+        self._ended.set()
+        self._thread.join()
+        if self._failure is not None:
+            return
+        self._failure = {"rank": self._rank, "errno": error.errno, "text": error.strerror, "path": _text(error.filename)}
+        with contextlib.suppress(RuntimeError):  # the store has gone, with the rank that served it
+            self._store.set(_FAILURE, json.dumps(self._failure))
+            deadline = time.monotonic() + _HEARD_WITHIN
+            while self._store.add(_HEARD, 0) < self._count - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def failure(self) -> OSError | None:
+        """What another rank has told, as an error of this one."""
+        self._look()
+        if self._failure is None or self._failure["rank"] == self._rank:
+            return None
+        text = f"{self._failure['text']} (on rank {self._failure['rank']})"
+        return OSError(self._failure["errno"], text, self._failure["path"])
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOKS_EVERY) and self._look():
+            pass
+
+    def _look(self) -> bool:
+        """Whether to look again."""
+        with self._looking:
+            if self._failure is not None:
+                return False
+            try:
+                if not self._store.check([_FAILURE]):
+                    return True
+                self._failure = json.loads(self._store.get(_FAILURE))
+                self._store.add(_HEARD, 1)
+            except RuntimeError:  # the store has gone, with the rank that served it
+                return False
+        _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: '%(path)s'", self._failure)
+        return False
+
+
+_lock = threading.Lock()
+_group: tuple[Any, Ranks] | None = None
+
+
+def _ranks_of_this_process() -> Ranks | None:
+    """None where there is one only."""
+    global _group
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    with _lock:
+        world = dist.group.WORLD
+        if _group is None or _group[0] is not world:
+            store = dist.distributed_c10d._get_default_store()
+            _group = world, Ranks(store, dist.get_rank(), dist.get_world_size())
+        return _group[1]
+
+
+def _text(path: Any) -> str:
+    return path.decode(errors="replace") if isinstance(path, bytes) else str(path)
