@@ -2,8 +2,7 @@
 
     python -m tests.compat.zero3_program < cases.json
 
-DeepSpeed's swapper classes, ours, or its own made of our parts are put where stage 3 looks for them, in this process only, all on
-our op.
+By case: DeepSpeed "alone", on our "op", with "our swappers" too, or on our op with its own swappers made "of our parts".
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"]
-)
-
 import deepspeed
 import torch
 from deepspeed.runtime.swap_tensor import (
@@ -32,9 +27,9 @@ from deepspeed.runtime.swap_tensor import (
     partitioned_param_swapper,
     pipelined_optimizer_swapper,
 )
-from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero import partition_parameters
 
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.integrations import deepspeed as integration
 from deepnvme.swap import zero
 
 from .training import train
@@ -43,33 +38,30 @@ WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
 LAYERS = 6
 
 
-PLACES: dict[str, dict[Any, tuple[str, ...]]] = {
-    "theirs": {},
-    "ours": {
-        stage3: ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"),
-        partition_parameters: ("AsyncPartitionedParameterSwapper",),
-    },
-    "theirs of our parts": {
-        partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-        pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
-        optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-        partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
-    },
+OUR_PARTS: dict[Any, tuple[str, ...]] = {
+    partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+    pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
+    optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+    partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
 }
-"""Where what of ours is put."""
+"""Where DeepSpeed's own swappers look for what they are made of."""
 
 
 @contextlib.contextmanager
-def swappers(whose: str) -> Iterator[None]:
-    """Which classes stage 3 finds."""
-    before = {(module, name): getattr(module, name) for module, names in PLACES[whose].items() for name in names}
-    for module, name in before:
-        setattr(module, name, getattr(zero, name))
+def world(name: str, checkpoint: bool) -> Iterator[None]:
+    """What DeepSpeed finds."""
+    if name != "alone":
+        integration.enable(swappers=name == "our swappers", checkpoint=checkpoint)
+    before = {(module, part): getattr(module, part) for module, parts in OUR_PARTS.items() for part in parts}
+    if name == "of our parts":
+        for module, part in before:
+            setattr(module, part, getattr(zero, part))
     try:
         yield
     finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
+        for (module, part), value in before.items():
+            setattr(module, part, value)
+        integration.disable()
 
 
 def engine(case: dict[str, Any], directory: str) -> Any:
@@ -116,6 +108,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
             **offload,
         },
         "bf16": {"enabled": case.get("dtype") == "bf16"},
+        **({"checkpoint": {"writer": {"type": case["writer"]}}} if "writer" in case else {}),
     }
     return deepspeed.initialize(model=model, optimizer=optimizers[case.get("optimizer", "adamw")](), config=config)[0]
 
@@ -137,9 +130,9 @@ def parts_of(*swappers: Any) -> list[str]:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
+    directory = case.get("directory") or tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
     try:
-        with swappers(case["swappers"]):
+        with world(case["world"], "writer" in case):
             trained = engine(case, directory)
             result: dict[str, Any] = {"losses": train(trained, WIDTH, range(case["steps"]))}
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
@@ -157,15 +150,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["class"] = full_name(type(swapper))
             result["parts"] = parts_of(swapper, trained.optimizer.fp16_groups[0][0].nvme_swapper)
             result["groups"] = len(trained.optimizer.fp16_groups)
+            result["checkpoint engine"] = full_name(type(trained.checkpoint_engine))
             return result
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if "directory" not in case:  # which belongs to all ranks
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper, partitioned_param_swapper):
-        module.AsyncIOBuilder = AsyncIOBuilder
     results = [run(case) for case in json.load(sys.stdin)]
     print("RESULTS " + json.dumps(results))

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ _FAILURE, _HEARD = "failure", "heard"
 
 def replacements() -> Iterator[Replacement]:
     """Of the engine's methods that transfer something, or wait for ranks that do."""
-    engine = module("deepspeed.runtime.engine").DeepSpeedEngine
+    engine = attribute(module("deepspeed.runtime.engine"), "DeepSpeedEngine")
     for name in _METHODS:
         yield Replacement(engine, name, _shared(attribute(engine, name)))
 
@@ -45,7 +46,7 @@ def _shared(own: Any) -> Any:
             result = own(self, *arguments, **named)
         except OSError as error:
             ranks = _ranks_of_this_process()
-            if ranks is not None and error.errno is not None:
+            if ranks is not None:
                 ranks.tell(error)
             raise
         except RuntimeError as error:
@@ -83,7 +84,8 @@ class Ranks:
         self._thread.join()
         if self._failure is not None:
             return
-        self._failure = {"rank": self._rank, "errno": error.errno, "text": error.strerror, "path": _text(error.filename)}
+        text = error.strerror if error.errno is not None else str(error)  # as shutil.Error, of several
+        self._failure = {"rank": self._rank, "errno": error.errno, "text": text, "path": _text(error.filename)}
         with contextlib.suppress(RuntimeError):  # the store has gone, with the rank that served it
             self._store.set(_FAILURE, json.dumps(self._failure))
             deadline = time.monotonic() + _HEARD_WITHIN
@@ -96,7 +98,8 @@ class Ranks:
         if self._failure is None or self._failure["rank"] == self._rank:
             return None
         text = f"{self._failure['text']} (on rank {self._failure['rank']})"
-        return OSError(self._failure["errno"], text, self._failure["path"])
+        code = self._failure["errno"]
+        return OSError(text) if code is None else OSError(code, text, self._failure["path"])
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOKS_EVERY) and self._look():
@@ -135,5 +138,5 @@ def _ranks_of_this_process() -> Ranks | None:
         return _group[1]
 
 
-def _text(path: Any) -> str:
-    return path.decode(errors="replace") if isinstance(path, bytes) else str(path)
+def _text(path: Any) -> str | None:
+    return None if path is None else os.fsdecode(path)

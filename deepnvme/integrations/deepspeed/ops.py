@@ -16,7 +16,7 @@ import torch
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
 from deepnvme.version import __version__
 
-from .places import Replacement, attribute, module
+from .places import Replacement, UnknownShape, attribute, module
 
 
 def replacements() -> Iterator[Replacement]:
@@ -27,10 +27,10 @@ def replacements() -> Iterator[Replacement]:
         theirs = getattr(builders, name, None)
         if getattr(theirs, "NAME", None) != ours.NAME:
             if name == "AsyncIOBuilder":
-                attribute(builders, name, ())  # raises: it is every accelerator's
+                raise UnknownShape(f"there is no deepspeed.ops.op_builder.{name} of the op async_io")
             continue
         yield from _builder(theirs, ours)
-    yield from _pin_memory(builders.PinMemoryBuilder)
+    yield from _pin_memory(attribute(builders, "PinMemoryBuilder"))
     kind = type(accelerator)
     is_pinned = attribute(kind, "is_pinned", ("tensor",))
     op = AsyncIOBuilder().load()
