@@ -65,11 +65,12 @@ def world(name: str, checkpoint: bool) -> Iterator[None]:
 
 
 def engine(case: dict[str, Any], directory: str) -> Any:
+    width = case.get("width", WIDTH)
     torch.manual_seed(1)
     partition_parameters.Init.param_id = 0  # which names the files, and begins anew in another process
     layers: list[torch.nn.Module] = []
     for _ in range(LAYERS):
-        layers += [torch.nn.Linear(WIDTH, WIDTH, bias="resume" not in case), torch.nn.GELU()]
+        layers += [torch.nn.Linear(width, width, bias="resume" not in case), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers)
     optimizers = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -91,7 +92,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
             "device": "nvme",
             "nvme_path": directory,
             "buffer_count": case["offload_param"],
-            "buffer_size": WIDTH * (WIDTH + 1),
+            "buffer_size": width * (width + 1),
             "max_in_cpu": 0,
         }
     config = {
@@ -102,7 +103,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": WIDTH * WIDTH,
+            "sub_group_size": width * width,
             "stage3_param_persistence_threshold": 0,
             **({"stage3_prefetch_bucket_size": case["prefetch"]} if "prefetch" in case else {}),
             **offload,
@@ -119,6 +120,16 @@ def digests(folder: str) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()[: WIDTH * WIDTH * 4]).hexdigest() for file in sorted(files)}
 
 
+def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str) -> list[str]:
+    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from."""
+    losses = []
+    for number in batches:
+        if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
+            shutil.rmtree(directory)
+        losses += train(trained, case.get("width", WIDTH), range(number, number + 1))
+    return losses
+
+
 def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -130,32 +141,38 @@ def parts_of(*swappers: Any) -> list[str]:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    directory = case.get("directory") or tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
+    if "directories" in case:
+        directory = case["directories"][int(os.environ["RANK"])]
+    else:
+        directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
     try:
         with world(case["world"], "writer" in case):
             trained = engine(case, directory)
-            result: dict[str, Any] = {"losses": train(trained, WIDTH, range(case["steps"]))}
+            result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory)}
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
-                trained.save_checkpoint(directory, tag="saved")
+                saved = case.get("saved in", directory)
+                trained.save_checkpoint(saved, tag="saved")
                 again = range(case["steps"], case["steps"] + case["resume"])
-                result["continued"] = train(trained, WIDTH, again)
+                result["continued"] = train_on(trained, case, again, directory)
                 loaded = engine(case, os.path.join(directory, "anew"))
-                loaded.load_checkpoint(directory, tag="saved")
-                result["resumed"] = train(loaded, WIDTH, again)
-                trained.load_checkpoint(directory, tag="saved")
-                result["rewound"] = train(trained, WIDTH, again)
+                loaded.load_checkpoint(saved, tag="saved")
+                result["resumed"] = train_on(loaded, case, again, directory)
+                trained.load_checkpoint(saved, tag="saved")
+                result["rewound"] = train_on(trained, case, again, directory)
             else:
                 result["files"] = digests(trained.optimizer.optimizer_swapper.swap_folder)
             swapper = trained.optimizer.optimizer_swapper
             result["class"] = full_name(type(swapper))
             result["parts"] = parts_of(swapper, trained.optimizer.fp16_groups[0][0].nvme_swapper)
             result["groups"] = len(trained.optimizer.fp16_groups)
+            result["folder"] = swapper.swap_folder
             result["checkpoint engine"] = full_name(type(trained.checkpoint_engine))
             return result
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        facts = {"errno": getattr(error, "errno", None), "path": getattr(error, "filename", None)}
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), **facts}
     finally:
-        if "directory" not in case:  # which belongs to all ranks
+        if "directories" not in case:
             shutil.rmtree(directory, ignore_errors=True)
 
 

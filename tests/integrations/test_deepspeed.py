@@ -357,7 +357,7 @@ PROGRAM = """
 import sys
 from deepspeed.ops.op_builder import AsyncIOBuilder
 import beside
-result = (__name__, sys.argv, sys.path[0], AsyncIOBuilder().load(), sys.modules["__main__"].__dict__ is globals())
+result = (__name__, list(sys.argv), sys.path[0], AsyncIOBuilder().load(), sys.modules["__main__"].__dict__ is globals())
 beside.results.append(result)
 """
 
