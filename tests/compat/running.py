@@ -36,7 +36,8 @@ def free_port() -> int:
 
 def environment(io_dir: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a program that imports DeepSpeed, on the CPU; without a word from torch about its threads."""
-    own = {"PYTHONPATH": str(REPOSITORY), "IO_DIR": str(io_dir), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": paths, "IO_DIR": str(io_dir), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **own, **(more or {})}
 
 
