@@ -305,6 +305,28 @@ def test_a_rank_tells_the_others_what_failed_it() -> None:
     ranks[0].tell(error)  # of no use any more, and at once
 
 
+def test_ranks_part_without_a_failure_and_the_others_look_no_longer() -> None:
+    store = dist.HashStore()
+    ranks = [Ranks(store, rank, 2) for rank in range(2)]
+    ranks[0].part()
+    assert [rank.failure() for rank in ranks] == [None, None]
+    assert not any(thread.name == "deepnvme-failures" and thread.is_alive() for thread in threading.enumerate())
+    ranks[1].part()
+
+
+def test_ranks_that_fail_together_do_not_wait_for_each_other() -> None:
+    store = dist.HashStore()
+    ranks = [Ranks(store, rank, 2) for rank in range(2)]
+    errors = [OSError(errno.ENOSPC, "No space left on device", f"/mnt/nvme/{rank}.swp") for rank in range(2)]
+    telling = [threading.Thread(target=rank.tell, args=(error,)) for rank, error in zip(ranks, errors, strict=True)]
+    for thread in telling:
+        thread.start()
+    for thread in telling:
+        thread.join(timeout=4.0)  # before they stop waiting
+        assert not thread.is_alive()
+    assert [rank.failure() for rank in ranks] == [None, None]  # each raises its own
+
+
 # The launcher
 
 

@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -27,7 +28,10 @@ _logger = logging.getLogger(__name__)
 _METHODS = ("__init__", "forward", "backward", "step", "save_checkpoint", "load_checkpoint")
 _LOOKS_EVERY = 0.5  # seconds
 _HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to look
+_PARTED_WITHIN = 1.0  # seconds that a rank which serves the store waits at its end
 _FAILURE, _HEARD = "failure", "heard"
+_PARTED = "null"
+"""In place of a failure: looking on would find no store, of which torch prints a page."""
 
 
 def replacements() -> Iterator[Replacement]:
@@ -73,6 +77,7 @@ class Ranks:
         self._store = dist.PrefixStore("deepnvme", store)  # type: ignore[attr-defined]
         self._rank, self._count = rank, count
         self._failure: dict[str, Any] | None = None
+        self._over = False  # nobody will tell anything any more
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deepnvme-failures", daemon=True)
@@ -82,15 +87,23 @@ class Ranks:
         """Have the other ranks know. Once; blocks until they do, some seconds at most. Never raises."""
         self._ended.set()
         self._thread.join()
-        if self._failure is not None:
+        if self._over:
             return
+        self._over = True
         text = error.strerror if error.errno is not None else str(error)  # as shutil.Error, of several
         self._failure = {"rank": self._rank, "errno": error.errno, "text": text, "path": _text(error.filename)}
         with contextlib.suppress(RuntimeError):  # the store has gone, with the rank that served it
             self._store.set(_FAILURE, json.dumps(self._failure))
-            deadline = time.monotonic() + _HEARD_WITHIN
-            while self._store.add(_HEARD, 0) < self._count - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._wait_for_the_others(_HEARD_WITHIN)
+
+    def part(self) -> None:
+        """At the end of this process: no rank looks any longer. Never raises."""
+        self._ended.set()
+        self._thread.join()
+        if not self._over:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(_FAILURE, "", _PARTED)
+                self._wait_for_the_others(_PARTED_WITHIN if self._rank == 0 else 0.0)
 
     def failure(self) -> OSError | None:
         """What another rank has told, as an error of this one."""
@@ -101,24 +114,31 @@ class Ranks:
         code = self._failure["errno"]
         return OSError(text) if code is None else OSError(code, text, self._failure["path"])
 
-    def _watch(self) -> None:
-        while not self._ended.wait(_LOOKS_EVERY) and self._look():
-            pass
+    def _wait_for_the_others(self, seconds: float) -> None:
+        heard = self._store.add(_HEARD, 1)
+        deadline = time.monotonic() + seconds
+        while heard < self._count and time.monotonic() < deadline:
+            time.sleep(0.02)
+            heard = self._store.add(_HEARD, 0)
 
-    def _look(self) -> bool:
-        """Whether to look again."""
+    def _watch(self) -> None:
+        while not self._over and not self._ended.wait(_LOOKS_EVERY):
+            self._look()
+
+    def _look(self) -> None:
         with self._looking:
-            if self._failure is not None:
-                return False
+            if self._over:
+                return
             try:
                 if not self._store.check([_FAILURE]):
-                    return True
+                    return
                 self._failure = json.loads(self._store.get(_FAILURE))
                 self._store.add(_HEARD, 1)
             except RuntimeError:  # the store has gone, with the rank that served it
-                return False
-        _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: '%(path)s'", self._failure)
-        return False
+                pass
+            self._over = True
+        if self._failure is not None:
+            _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: '%(path)s'", self._failure)
 
 
 _lock = threading.Lock()
@@ -133,8 +153,11 @@ def _ranks_of_this_process() -> Ranks | None:
     with _lock:
         world = dist.group.WORLD
         if _group is None or _group[0] is not world:
+            if _group is not None:
+                _group[1].part()
             store = dist.distributed_c10d._get_default_store()
             _group = world, Ranks(store, dist.get_rank(), dist.get_world_size())
+            atexit.register(_group[1].part)
         return _group[1]
 
 
