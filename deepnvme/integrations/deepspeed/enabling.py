@@ -14,7 +14,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 from . import checkpoints, failures, ops, swapping
 from .places import Replacement, UnknownShape, set_all, undo_all
 
-TESTED = ("0.19.6", "0.19.8")
+TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this was tested with."""
 
 
