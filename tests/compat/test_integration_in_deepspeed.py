@@ -35,7 +35,7 @@ FEW = {"pipelined": False, "buffer_count": 5, "width": 1088}
 def test_training_goes_on_from_a_fast_checkpoint_with_its_states_on_the_drive(
     python: str, drive: Path, world: str, ranks: int
 ) -> None:
-    case = {"world": world, "writer": "fast", "dtype": "bf16", "steps": 3, "resume": 3, "width": 1088}
+    case = {"world": world, "writer": "fast", "checkpoint": True, "dtype": "bf16", "steps": 3, "resume": 3, "width": 1088}
     case |= {"directories": [str(drive)] * ranks, "saved in": str(drive / "saved")}
     for (result,) in run(python, ZERO3, [case], drive, ranks=ranks):
         assert "error" not in result, result
@@ -44,6 +44,15 @@ def test_training_goes_on_from_a_fast_checkpoint_with_its_states_on_the_drive(
         same = 1 if world == "op" else 3  # DeepSpeed's own swappers leave the optimizer's count of steps out of a checkpoint
         assert result["resumed"][:same] == result["continued"][:same]
         assert result["rewound"][:same] == result["continued"][:same]
+
+
+def test_deepspeeds_own_fast_writer_saves_through_our_op(python: str, drive: Path) -> None:
+    case = {"world": "our swappers", "writer": "fast", "dtype": "bf16", "steps": 3, "resume": 3}
+    native = {"DS_PIN_MEMORY_BACKEND": "native"}  # without which it needs an accelerator
+    (result,) = run(python, ZERO3, [{**case, "directories": [str(drive)]}], drive, more=native)[0]
+    assert "error" not in result, result
+    assert result["checkpoint engine"].endswith("FastCheckpointEngine")
+    assert result["resumed"] == result["continued"] == result["rewound"]
 
 
 # Faults
