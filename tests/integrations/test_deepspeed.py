@@ -129,12 +129,19 @@ def test_where_the_op_cannot_be_built_all_stays_and_one_warning_says_so(
 
 def test_where_our_gds_does_not_load_deepspeeds_own_does(deepspeed: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GDSBuilder, "lacking", lambda self: ["needs a CUDA device"])
+    linked: list[str] = []
+
+    def load(self: Any, verbose: bool = False) -> None:
+        linked.append(self.NAME)
+
+    monkeypatch.setattr(deepspeed["deepspeed.ops.op_builder"].PinMemoryBuilder, "load", load)
     integration.enable()
     theirs = deepspeed["deepspeed.ops.op_builder"].GDSBuilder
     with pytest.warns(RuntimeWarning, match="DeepSpeed's own gds op stays: .*needs a CUDA device") as said:
         loaded = [theirs().load(), theirs().jit_load()]
     assert loaded == ["DeepSpeed's gds"] * 2
     assert len(said) == 1
+    assert linked[0] == "pin_memory"  # DeepSpeed's, which its op is linked with
     assert not theirs().is_compatible()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,23 +23,26 @@ def replacements() -> Iterator[Replacement]:
     """Of builders, and of the accelerator's check. Where DeepSpeed has no op for its accelerator, as gds on a CPU, none."""
     builders = module("deepspeed.ops.op_builder")
     accelerator = module("deepspeed.accelerator").get_accelerator()
+    pin_memory = attribute(builders, "PinMemoryBuilder")
+    load_pin_memory = attribute(pin_memory, "load", ("verbose",))
     for name, ours in (("AsyncIOBuilder", AsyncIOBuilder()), ("GDSBuilder", GDSBuilder())):
         theirs = getattr(builders, name, None)
         if getattr(theirs, "NAME", None) != ours.NAME:
             if name == "AsyncIOBuilder":
                 raise UnknownShape(f"there is no deepspeed.ops.op_builder.{name} of the op async_io")
             continue
-        yield from _builder(theirs, ours)
-    yield from _pin_memory(attribute(builders, "PinMemoryBuilder"))
+        yield from _builder(theirs, ours, lambda: load_pin_memory(pin_memory()))
+    op = AsyncIOBuilder().load()
+    pins = types.SimpleNamespace(pin_handle=PinHandle)
+    yield Replacement(pin_memory, "load", lambda self, verbose=False: pins)
     kind = type(accelerator)
     is_pinned = attribute(kind, "is_pinned", ("tensor",))
-    op = AsyncIOBuilder().load()
     yield Replacement(kind, "is_pinned", lambda self, tensor: is_pinned(self, tensor) or _recorded(op, tensor))
     yield from _compatible_ops()
 
 
-def _builder(theirs: Any, ours: OpBuilder) -> Iterator[Replacement]:
-    """Ours, and where that does not load DeepSpeed's own, which then says what it lacks."""
+def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) -> Iterator[Replacement]:
+    """Ours, and where that does not load DeepSpeed's own, which says what it lacks, and has its own pin_memory to link with."""
     load = attribute(theirs, "load", ("verbose",))
     jit_load = attribute(theirs, "jit_load", ("verbose",))
     is_compatible = attribute(theirs, "is_compatible", ("verbose",))
@@ -54,12 +57,14 @@ def _builder(theirs: Any, ours: OpBuilder) -> Iterator[Replacement]:
                 if not warned:
                     warned = True
                     warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=2)
+                before_theirs()
                 return own(self, verbose)
 
         return load
 
     def compatible(self: Any, verbose: bool = False) -> bool:
-        if not ours.is_compatible(verbose) and ours.existing_build() is None:
+        compiled = not ours.lacking() and ours.existing_build() is not None
+        if not ours.is_compatible(verbose) and not compiled:
             return bool(is_compatible(self, verbose))
         if verbose:  # as in ds_report
             print(f" [INFO]  {ours.NAME} is that of deepnvme {__version__}")
@@ -90,12 +95,6 @@ class PinHandle:
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         return bool(self._handle.is_pinned(buffer))
-
-
-def _pin_memory(theirs: Any) -> Iterator[Replacement]:
-    attribute(theirs, "load", ("verbose",))
-    op = types.SimpleNamespace(pin_handle=PinHandle)
-    yield Replacement(theirs, "load", lambda self, verbose=False: op)
 
 
 def _recorded(op: Any, tensor: torch.Tensor) -> bool:
