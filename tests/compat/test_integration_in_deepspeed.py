@@ -46,15 +46,6 @@ def test_training_goes_on_from_a_fast_checkpoint_with_its_states_on_the_drive(
         assert result["rewound"][:same] == result["continued"][:same]
 
 
-def test_deepspeeds_own_fast_writer_saves_through_our_op(python: str, drive: Path) -> None:
-    case = {"world": "our swappers", "writer": "fast", "dtype": "bf16", "steps": 3, "resume": 3}
-    native = {"DS_PIN_MEMORY_BACKEND": "native"}  # without which it needs an accelerator
-    (result,) = run(python, ZERO3, [{**case, "directories": [str(drive)]}], drive, more=native)[0]
-    assert "error" not in result, result
-    assert result["checkpoint engine"].endswith("FastCheckpointEngine")
-    assert result["resumed"] == result["continued"] == result["rewound"]
-
-
 # Faults
 
 
