@@ -1,5 +1,6 @@
 # make demo       set up, look at this machine, store a model's state on its drive and read it back
 # make test       set up, run the tests
+# make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
@@ -11,12 +12,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0 numpy
+DEEPSPEED ?= deepspeed==0.19.8
 DIR ?= .
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint sanitize gpu-check clean
+.PHONY: demo test test-deepspeed lint sanitize gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -25,6 +27,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs -n 2 --dist loadfile
+
+test-deepspeed: $(VENV)/with-deepspeed
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs tests/compat --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
@@ -59,3 +64,9 @@ $(VENV)/installed: $(VENV)/with-torch pyproject.toml setup.py
 $(VENV)/installed-for-tests: $(VENV)/with-torch pyproject.toml setup.py
 	$(pip) install --editable ".[test]"
 	touch $@ $(VENV)/installed
+
+# Beside the environment, whose own tools of the same names stay, and without what DeepSpeed depends on that is there: torch above all.
+$(VENV)/with-deepspeed: $(VENV)/installed-for-tests
+	$(pip) install setuptools einops hjson msgpack psutil py-cpuinfo tqdm packaging
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(pip) install --no-build-isolation --no-deps --upgrade --target $(VENV)/deepspeed $(DEEPSPEED)
+	touch $@

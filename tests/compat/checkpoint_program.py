@@ -17,9 +17,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE="1")
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
-
 import deepspeed
 import torch
 from deepspeed.runtime import engine as engine_module

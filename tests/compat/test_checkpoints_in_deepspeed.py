@@ -3,16 +3,12 @@ interrupted."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..interpreters import REPOSITORY
+from .running import interpreter, run
 
 CASES: dict[str, dict[str, Any]] = {
     f"{saved}-{loaded}-stage-{stage}": {"saved_by": saved, "loaded_by": loaded, "stage": stage}
@@ -31,24 +27,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
     """Of each case, and what DeepSpeed's classes have that ours lack, from one process."""
-    python = request.config.getoption("--deepspeed-python")
-    if not python:
-        pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     cases = CASES | WRITTEN
-    done = subprocess.run(
-        [python, "-m", "tests.compat.checkpoint_program"],
-        input=json.dumps(list(cases.values())),
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PORT": str(port), "IO_DIR": str(io_dir)},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, f"the program ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return dict(zip([*cases, "lacking"], json.loads(lines[0].removeprefix("RESULTS ")), strict=True))
+    (results,) = run(interpreter(request.config), "tests.compat.checkpoint_program", list(cases.values()), io_dir)
+    return dict(zip([*cases, "lacking"], results, strict=True))
 
 
 def test_nothing_that_deepspeeds_have_is_lacking(results: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from deepnvme import AioConfig
 
+from ..interpreters import REPOSITORY
+
 # DeepSpeed's spelling, which nobody passes by name
 MISSPELT = {"example_tenosr": "example_tensor"}
 
@@ -98,3 +100,23 @@ def test_the_defaults_of_the_aio_block_are_theirs(deepspeed: Path) -> None:
     exec(text.partition("AIO = ")[1] + text.partition("AIO = ")[2], names)
     defaults = {names[name]: names[f"{name}_DEFAULT"] for name in names if f"{name}_DEFAULT" in names}
     assert AioConfig().model_dump(exclude={"backend"}) == defaults  # which is ours alone
+
+
+def test_every_name_of_the_surface_is_on_the_page(deepspeed: Path) -> None:
+    def found(pattern: str, *places: str) -> set[str]:
+        files = [file for place in places for file in deepspeed.glob(place)]
+        assert files, places
+        return {name for file in files for name in re.findall(pattern, file.read_text(), re.MULTILINE)}
+
+    ops, builders, swapping = "ops/csrc", "ops/op_builder", "runtime/swap_tensor"
+    names = found(r'def\(\s*"(\w+)"', f"{ops}/aio/py_lib/py_*.cpp", f"{ops}/gds/py_lib/py_*.cpp", f"{ops}/pin_memory/*.cpp")
+    names |= found(r"^class ([A-Z]\w+)\(", f"{swapping}/*.py", "io/*.py", "runtime/checkpoint_engine/[tfd]*_engine.py")
+    names |= found(r"^    (\w+): .* = ", "runtime/zero/offload_config.py")
+    names |= found(r'^AIO_(?:\w+) = "(\w+)"', f"{swapping}/constants.py")
+    names |= found(r'^CHECKPOINT_(?:W|IO|DATA)\w+ = "(\w+)"', "runtime/model_checkpointing/constants.py")
+    names |= found(r'^    BUILD_VAR = "(\w+)"', *(f"{builders}/{name}.py" for name in ("async_io", "gds", "pin_memory")))
+    names |= found(r'environ.get\("(\w+)"', "utils/pin_memory.py")
+    assert len(names) > 60
+    page = (REPOSITORY / "docs" / "deepspeed.md").read_text()
+    listed = {name for row in page.splitlines() if row.startswith("| ") for name in re.findall(r"`(\w+)`", row)}
+    assert names - listed == set()

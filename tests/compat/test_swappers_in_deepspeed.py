@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..interpreters import REPOSITORY
+from .running import interpreter, run
 
 STEPS = 10
 COMPARED: dict[str, dict[str, Any]] = {
@@ -39,13 +35,13 @@ OF_OUR_PARTS = {
 """DeepSpeed's own swappers, and what of ours they are made of in these cases: SwapBufferPool, where it is, of SwapBuffer."""
 
 ALONE: dict[str, dict[str, Any]] = {
-    "few-buffers": {"swappers": "ours", "dtype": "fp32", "buffer_count": 10},
-    "fewer-buffers-than-a-sub-group": {"swappers": "ours", "dtype": "fp32", "buffer_count": 2},
-    "few-buffers-theirs": {"swappers": "theirs", "dtype": "fp32", "buffer_count": 10},
-    "parameters-read-ahead": {"swappers": "ours", "dtype": "bf16", "offload_param": 12},
-    "parameters-read-ahead-theirs": {"swappers": "theirs", "dtype": "bf16", "offload_param": 12},
-    "few-parameter-buffers": {"swappers": "ours", "dtype": "bf16", "offload_param": 2},
-    "checkpoint": {"swappers": "ours", "dtype": "fp32", "steps": 4, "resume": 3},
+    "few-buffers": {"world": "our swappers", "dtype": "fp32", "buffer_count": 10},
+    "fewer-buffers-than-a-sub-group": {"world": "our swappers", "dtype": "fp32", "buffer_count": 2},
+    "few-buffers-theirs": {"world": "op", "dtype": "fp32", "buffer_count": 10},
+    "parameters-read-ahead": {"world": "our swappers", "dtype": "bf16", "offload_param": 12},
+    "parameters-read-ahead-theirs": {"world": "op", "dtype": "bf16", "offload_param": 12},
+    "few-parameter-buffers": {"world": "our swappers", "dtype": "bf16", "offload_param": 2},
+    "checkpoint": {"world": "our swappers", "dtype": "fp32", "steps": 4, "resume": 3},
 }
 ALONE["checkpoint-not-pipelined"] = {**ALONE["checkpoint"], "dtype": "bf16", "pipelined": False, "buffer_count": 5}
 
@@ -53,27 +49,13 @@ ALONE["checkpoint-not-pipelined"] = {**ALONE["checkpoint"], "dtype": "bf16", "pi
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
     """Of each case, from one process."""
-    python = request.config.getoption("--deepspeed-python")
-    if not python:
-        pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
-    cases = {f"{name} {whose}": {**case, "swappers": whose} for name, case in COMPARED.items() for whose in ("theirs", "ours")}
-    cases |= {f"{name} theirs of our parts": {**COMPARED[name], "swappers": "theirs of our parts"} for name in OF_OUR_PARTS}
+    python = interpreter(request.config)
+    worlds = {"theirs": "op", "ours": "our swappers"}
+    cases = {f"{name} {whose}": {**case, "world": worlds[whose]} for name, case in COMPARED.items() for whose in worlds}
+    cases |= {f"{name} theirs of our parts": {**COMPARED[name], "world": "of our parts"} for name in OF_OUR_PARTS}
     cases |= ALONE
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PORT": str(port), "IO_DIR": str(io_dir)}
-    done = subprocess.run(
-        [python, "-m", "tests.compat.zero3_program"],
-        input=json.dumps([{"steps": STEPS, **case} for case in cases.values()]),
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=environment,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, f"the program ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return dict(zip(cases, json.loads(lines[0].removeprefix("RESULTS ")), strict=True))
+    (results,) = run(python, "tests.compat.zero3_program", [{"steps": STEPS, **case} for case in cases.values()], io_dir)
+    return dict(zip(cases, results, strict=True))
 
 
 pytestmark = pytest.mark.timeout(900)

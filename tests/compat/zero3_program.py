@@ -2,8 +2,7 @@
 
     python -m tests.compat.zero3_program < cases.json
 
-DeepSpeed's swapper classes, ours, or its own made of our parts are put where stage 3 looks for them, in this process only, all on
-our op.
+By case: DeepSpeed "alone", on our "op", with "our swappers" too, or on our op with its own swappers made "of our parts".
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"]
-)
-
 import deepspeed
 import torch
 from deepspeed.runtime.swap_tensor import (
@@ -32,9 +27,9 @@ from deepspeed.runtime.swap_tensor import (
     partitioned_param_swapper,
     pipelined_optimizer_swapper,
 )
-from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero import partition_parameters
 
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.integrations import deepspeed as integration
 from deepnvme.swap import zero
 
 from .training import train
@@ -43,41 +38,39 @@ WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
 LAYERS = 6
 
 
-PLACES: dict[str, dict[Any, tuple[str, ...]]] = {
-    "theirs": {},
-    "ours": {
-        stage3: ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"),
-        partition_parameters: ("AsyncPartitionedParameterSwapper",),
-    },
-    "theirs of our parts": {
-        partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-        pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
-        optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-        partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
-    },
+OUR_PARTS: dict[Any, tuple[str, ...]] = {
+    partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+    pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
+    optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
+    partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
 }
-"""Where what of ours is put."""
+"""Where DeepSpeed's own swappers look for what they are made of."""
 
 
 @contextlib.contextmanager
-def swappers(whose: str) -> Iterator[None]:
-    """Which classes stage 3 finds."""
-    before = {(module, name): getattr(module, name) for module, names in PLACES[whose].items() for name in names}
-    for module, name in before:
-        setattr(module, name, getattr(zero, name))
+def world(name: str, checkpoint: bool) -> Iterator[None]:
+    """What DeepSpeed finds."""
+    if name != "alone":
+        integration.enable(swappers=name == "our swappers", checkpoint=checkpoint)
+    before = {(module, part): getattr(module, part) for module, parts in OUR_PARTS.items() for part in parts}
+    if name == "of our parts":
+        for module, part in before:
+            setattr(module, part, getattr(zero, part))
     try:
         yield
     finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
+        for (module, part), value in before.items():
+            setattr(module, part, value)
+        integration.disable()
 
 
 def engine(case: dict[str, Any], directory: str) -> Any:
+    width = case.get("width", WIDTH)
     torch.manual_seed(1)
     partition_parameters.Init.param_id = 0  # which names the files, and begins anew in another process
     layers: list[torch.nn.Module] = []
     for _ in range(LAYERS):
-        layers += [torch.nn.Linear(WIDTH, WIDTH, bias="resume" not in case), torch.nn.GELU()]
+        layers += [torch.nn.Linear(width, width, bias="resume" not in case), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers)
     optimizers = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -86,7 +79,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
     pipelined = case.get("pipelined", True)
     offload: dict[str, Any] = {
         "offload_optimizer": {
-            "device": "nvme",
+            "device": case.get("device", "nvme"),
             "nvme_path": directory,
             "buffer_count": case.get("buffer_count", 16),
             "pipeline_read": pipelined,
@@ -99,7 +92,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
             "device": "nvme",
             "nvme_path": directory,
             "buffer_count": case["offload_param"],
-            "buffer_size": WIDTH * (WIDTH + 1),
+            "buffer_size": width * (width + 1),
             "max_in_cpu": 0,
         }
     config = {
@@ -110,12 +103,13 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": WIDTH * WIDTH,
+            "sub_group_size": width * width,
             "stage3_param_persistence_threshold": 0,
             **({"stage3_prefetch_bucket_size": case["prefetch"]} if "prefetch" in case else {}),
             **offload,
         },
         "bf16": {"enabled": case.get("dtype") == "bf16"},
+        **({"checkpoint": {"writer": {"type": case["writer"]}}} if "writer" in case else {}),
     }
     return deepspeed.initialize(model=model, optimizer=optimizers[case.get("optimizer", "adamw")](), config=config)[0]
 
@@ -124,6 +118,16 @@ def digests(folder: str) -> dict[str, str]:
     """Of what a checkpoint would have of the swap files."""
     files = [file for file in Path(folder).iterdir() if file.suffix == ".swp" and "gradient" not in file.name]
     return {file.name: hashlib.sha256(file.read_bytes()[: WIDTH * WIDTH * 4]).hexdigest() for file in sorted(files)}
+
+
+def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str) -> list[str]:
+    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from."""
+    losses = []
+    for number in batches:
+        if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
+            shutil.rmtree(directory)
+        losses += train(trained, case.get("width", WIDTH), range(number, number + 1))
+    return losses
 
 
 def full_name(kind: type) -> str:
@@ -137,35 +141,43 @@ def parts_of(*swappers: Any) -> list[str]:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
+    if "directories" in case:
+        directory = case["directories"][int(os.environ["RANK"])]
+    else:
+        directory = tempfile.mkdtemp(prefix="zero3-", dir=os.environ["IO_DIR"])
     try:
-        with swappers(case["swappers"]):
+        with world(case["world"], case.get("checkpoint", False)):
             trained = engine(case, directory)
-            result: dict[str, Any] = {"losses": train(trained, WIDTH, range(case["steps"]))}
+            result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory)}
+            if case.get("device", "nvme") == "cpu":
+                return result
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is
-                trained.save_checkpoint(directory, tag="saved")
+                saved = case.get("saved in", directory)
+                trained.save_checkpoint(saved, tag="saved")
                 again = range(case["steps"], case["steps"] + case["resume"])
-                result["continued"] = train(trained, WIDTH, again)
+                result["continued"] = train_on(trained, case, again, directory)
                 loaded = engine(case, os.path.join(directory, "anew"))
-                loaded.load_checkpoint(directory, tag="saved")
-                result["resumed"] = train(loaded, WIDTH, again)
-                trained.load_checkpoint(directory, tag="saved")
-                result["rewound"] = train(trained, WIDTH, again)
+                loaded.load_checkpoint(saved, tag="saved")
+                result["resumed"] = train_on(loaded, case, again, directory)
+                trained.load_checkpoint(saved, tag="saved")
+                result["rewound"] = train_on(trained, case, again, directory)
             else:
                 result["files"] = digests(trained.optimizer.optimizer_swapper.swap_folder)
             swapper = trained.optimizer.optimizer_swapper
             result["class"] = full_name(type(swapper))
             result["parts"] = parts_of(swapper, trained.optimizer.fp16_groups[0][0].nvme_swapper)
             result["groups"] = len(trained.optimizer.fp16_groups)
+            result["folder"] = swapper.swap_folder
+            result["checkpoint engine"] = full_name(type(trained.checkpoint_engine))
             return result
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        facts = {"errno": getattr(error, "errno", None), "path": getattr(error, "filename", None)}
+        return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), **facts}
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if "directories" not in case:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper, partitioned_param_swapper):
-        module.AsyncIOBuilder = AsyncIOBuilder
     results = [run(case) for case in json.load(sys.stdin)]
     print("RESULTS " + json.dumps(results))

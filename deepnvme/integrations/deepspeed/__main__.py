@@ -1,0 +1,5 @@
+"""``python -m deepnvme.integrations.deepspeed [--swappers] [--checkpoint] [-m] SCRIPT ...``: see :mod:`.launching`."""
+
+from .launching import main
+
+main()

@@ -1,0 +1,84 @@
+"""Runs a program as it is, with this package in DeepSpeed.
+
+    python -m deepnvme.integrations.deepspeed [--swappers] [--checkpoint] train.py ...
+    torchrun --nproc-per-node 2 -m deepnvme.integrations.deepspeed --swappers train.py ...
+    deepspeed --module deepnvme.integrations.deepspeed --swappers train.py ...
+
+Without options, ``DEEPNVME_DEEPSPEED`` says what to enable: 1 the ops, or "swappers", "checkpoint", or both with a comma between;
+0 nothing, which is how to compare without changing the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from . import enabling
+
+VARIABLE = "DEEPNVME_DEEPSPEED"
+_OPTIONS = ("swappers", "checkpoint")
+
+
+class Launch(NamedTuple):
+    """``enable``: arguments for :func:`enable`; None for DeepSpeed as it is. ``program``: its ``sys.argv``."""
+
+    enable: dict[str, bool] | None
+    is_module: bool
+    program: list[str]
+
+
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """Raises SystemExit, as argparse does, for what makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepnvme.integrations.deepspeed",
+        description="Run a program with DeepSpeed on deepnvme's ops.",
+        epilog=f"Without options {VARIABLE} counts: 0, 1, or names of options with commas between.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--swappers", action="store_true", help="deepnvme's swapper classes in ZeRO stage 3 too")
+    parser.add_argument("--checkpoint", action="store_true", help="deepnvme's checkpoint engine for the fast writer too")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
+    # DeepSpeed's launcher puts it before the program's own arguments, which for it is here.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
+    parsed = parser.parse_args(arguments)
+    if not parsed.program:
+        parser.error("there is no program to run")
+    program = list(parsed.program)
+    if parsed.local_rank is not None:
+        program.insert(1, f"--local_rank={parsed.local_rank}")
+    if parsed.swappers or parsed.checkpoint:
+        return Launch({"swappers": parsed.swappers, "checkpoint": parsed.checkpoint}, parsed.is_module, program)
+    try:
+        return Launch(from_environment(environment), parsed.is_module, program)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, bool] | None:
+    """Raises ValueError for a value that means nothing."""
+    value = environment.get(VARIABLE, "1").strip()
+    if value == "0":
+        return None
+    names = {name.strip() for name in value.split(",")} - {"1", ""}
+    unknown = names - set(_OPTIONS)
+    if unknown or not value:
+        raise ValueError(f"{VARIABLE} must be 0, 1, or of {', '.join(_OPTIONS)} with commas between, got {value!r}")
+    return {option: option in names for option in _OPTIONS}
+
+
+def main() -> None:
+    """With the arguments and the environment of this process, of which the program sees its own."""
+    launch = parse(sys.argv[1:], os.environ)
+    if launch.enable is not None:
+        enabling.enable(**launch.enable)
+    sys.argv = launch.program
+    if launch.is_module:
+        runpy.run_module(launch.program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(launch.program[0]))
+        runpy.run_path(launch.program[0], run_name="__main__")

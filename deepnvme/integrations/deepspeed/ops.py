@@ -1,0 +1,121 @@
+"""This package's ops, as DeepSpeed's builders give them, and its record of pinned memory, as DeepSpeed's accelerator sees it.
+
+The builders' methods are replaced and not the classes: a class has been imported under many names, some of them in programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
+from deepnvme.version import __version__
+
+from .places import Replacement, UnknownShape, attribute, module
+
+
+def replacements() -> Iterator[Replacement]:
+    """Of builders, and of the accelerator's check. Where DeepSpeed has no op for its accelerator, as gds on a CPU, none."""
+    builders = module("deepspeed.ops.op_builder")
+    accelerator = module("deepspeed.accelerator").get_accelerator()
+    pin_memory = attribute(builders, "PinMemoryBuilder")
+    load_pin_memory = attribute(pin_memory, "load", ("verbose",))
+    for name, ours in (("AsyncIOBuilder", AsyncIOBuilder()), ("GDSBuilder", GDSBuilder())):
+        theirs = getattr(builders, name, None)
+        if getattr(theirs, "NAME", None) != ours.NAME:
+            if name == "AsyncIOBuilder":
+                raise UnknownShape(f"there is no deepspeed.ops.op_builder.{name} of the op async_io")
+            continue
+        yield from _builder(theirs, ours, lambda: load_pin_memory(pin_memory()))
+    op = AsyncIOBuilder().load()
+    pins = types.SimpleNamespace(pin_handle=PinHandle)
+    yield Replacement(pin_memory, "load", lambda self, verbose=False: pins)
+    kind = type(accelerator)
+    is_pinned = attribute(kind, "is_pinned", ("tensor",))
+    yield Replacement(kind, "is_pinned", lambda self, tensor: is_pinned(self, tensor) or _recorded(op, tensor))
+    yield from _compatible_ops()
+
+
+def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) -> Iterator[Replacement]:
+    """Ours, and where that does not load DeepSpeed's own, which says what it lacks, and has its own pin_memory to link with."""
+    load = attribute(theirs, "load", ("verbose",))
+    jit_load = attribute(theirs, "jit_load", ("verbose",))
+    is_compatible = attribute(theirs, "is_compatible", ("verbose",))
+    warned = False
+
+    def loads(own: Any) -> Any:
+        def load(self: Any, verbose: bool = False) -> Any:
+            nonlocal warned
+            try:
+                return ours.load(verbose)
+            except RuntimeError as error:
+                if not warned:
+                    warned = True
+                    warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=2)
+                before_theirs()
+                return own(self, verbose)
+
+        return load
+
+    def compatible(self: Any, verbose: bool = False) -> bool:
+        compiled = not ours.lacking() and ours.existing_build() is not None
+        if not ours.is_compatible(verbose) and not compiled:
+            return bool(is_compatible(self, verbose))
+        if verbose:  # as in ds_report
+            print(f" [INFO]  {ours.NAME} is that of deepnvme {__version__}")
+        return True
+
+    yield Replacement(theirs, "load", loads(load))
+    yield Replacement(theirs, "jit_load", loads(jit_load))
+    yield Replacement(theirs, "is_compatible", compatible)
+
+
+class PinHandle:
+    """DeepSpeed's ``pin_handle``, which serves ``DS_PIN_MEMORY_BACKEND=native``: memory that is pinned for our handles too."""
+
+    def __init__(self) -> None:
+        self._handle = AsyncIOBuilder().load().aio_handle()
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        locked: torch.Tensor = self._handle.new_cpu_locked_tensor(num_elem, example_tensor)
+        return locked
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        return bool(self._handle.free_cpu_locked_tensor(locked_tensor))
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """Of memory of :meth:`new_cpu_locked_tensor`, which may live on in views of it."""
+        first = torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8)
+        return self.free_cpu_locked_tensor(first)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        return bool(self._handle.is_pinned(buffer))
+
+
+def _recorded(op: Any, tensor: torch.Tensor) -> bool:
+    """Fake and meta tensors, which a compiler asks about, have no memory."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and bool(op.is_pinned(tensor))
+
+
+def _compatible_ops() -> Iterator[Replacement]:
+    """What DeepSpeed knows already, or finds out when it is asked, and forgets when this is undone."""
+    ops = module("deepspeed.ops")
+    known = vars(ops).get("__compatible_ops__")
+    if known is None:
+        yield _Forgotten(ops, "__compatible_ops__", None)
+    else:
+        yield Replacement(ops, "__compatible_ops__", {**known, AsyncIOBuilder.NAME: True})
+
+
+class _Forgotten(Replacement):
+    """A name that DeepSpeed makes when it is first asked for."""
+
+    def set(self) -> None: ...
+
+    def undo(self) -> None:
+        vars(self.owner).pop(self.name, None)

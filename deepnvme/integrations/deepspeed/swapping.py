@@ -1,0 +1,91 @@
+"""Whose swapper classes ZeRO stage 3 takes, and in which folder of ``nvme_path`` each swapper has its files.
+
+DeepSpeed names the files by rank and parameter alone: two jobs on one ``nvme_path`` would train with each other's states, and the
+one that starts later removes the other's parameters.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deepnvme.swap import zero
+from deepnvme.swap.owner import lock
+from deepnvme.swap.zero.surroundings import rank
+
+from .places import Replacement, attribute, module
+
+_logger = logging.getLogger(__name__)
+
+_MOST_JOBS = 1000
+_OPTIMIZER = ("swap_config", "aio_config", "base_folder", "optimizer", "largest_numel", "device", "dtype", "timers")
+_PARAMETERS = ("ds_config", "model_dtype")
+
+
+def replacements(*, ours: bool) -> Iterator[Replacement]:
+    """Of the swapper classes, where stage 3 looks for them: by ``ours``, or by DeepSpeed's own, kept apart from other jobs'."""
+    stage3 = module("deepspeed.runtime.zero.stage3")
+    for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
+        theirs = attribute(stage3, name, _OPTIMIZER)
+        yield Replacement(stage3, name, _optimizer_swapper(getattr(zero, name) if ours else theirs))
+    partition_parameters = module("deepspeed.runtime.zero.partition_parameters")
+    theirs = attribute(partition_parameters, "AsyncPartitionedParameterSwapper", _PARAMETERS)
+    kind = _parameter_swapper(zero.AsyncPartitionedParameterSwapper if ours else theirs)
+    yield Replacement(partition_parameters, "AsyncPartitionedParameterSwapper", kind)
+
+
+def _optimizer_swapper(base: Any) -> type:
+    def __init__(self: Any, swap_config: Any, aio_config: Any, base_folder: str, *arguments: Any, **named: Any) -> None:
+        nvme_path, zero_stage_3 = os.path.split(base_folder)
+        own = _own(self, nvme_path, "optimizer")
+        base.__init__(self, swap_config, aio_config, os.path.join(own, zero_stage_3), *arguments, **named)
+
+    return _derived(base, __init__)
+
+
+def _parameter_swapper(base: Any) -> type:
+    def __init__(self: Any, ds_config: Any, model_dtype: Any) -> None:
+        offload = ds_config.zero_config.offload_param
+        own = offload.model_copy(update={"nvme_path": _own(self, offload.nvme_path, "parameters")})
+        zero_config = types.SimpleNamespace(offload_param=own)
+        base.__init__(self, types.SimpleNamespace(zero_config=zero_config, aio_config=ds_config.aio_config), model_dtype)
+
+    return _derived(base, __init__)
+
+
+def _derived(base: type, __init__: Any) -> type:
+    own = {"__init__": __init__, "__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), own)
+
+
+def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
+    """``nvme_path``, or where another swapper of this kind and rank is using that, the first folder job-N in it that none uses.
+
+    It is the swapper's until that is dropped, or its process ends. Raises OSError naming the path where files cannot be made or
+    locked.
+    """
+    for number in range(_MOST_JOBS):
+        folder = os.path.join(nvme_path, f"job-{number + 1}") if number else os.fspath(nvme_path)
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"deepnvme-{kind}-rank{rank()}.lock")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            lock(descriptor, fcntl.LOCK_EX, Path(path))
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except BaseException:
+            os.close(descriptor)
+            raise
+        weakref.finalize(swapper, os.close, descriptor)
+        if number:
+            _logger.warning("'%s' is in use by another job: this one has its %s in '%s'", nvme_path, kind, folder)
+        return folder
+    raise OSError(errno.EBUSY, f"{_MOST_JOBS} jobs are using it: choose another nvme_path", os.fspath(nvme_path))

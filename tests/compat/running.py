@@ -1,0 +1,76 @@
+"""Programs for the interpreter that has DeepSpeed, one process a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..interpreters import REPOSITORY
+
+VERSION = "0.19.8"
+_PREFIX = "RESULTS "
+
+
+def interpreter(config: pytest.Config) -> str:
+    """That which was given. Skips where none was."""
+    python: str | None = config.getoption("--deepspeed-python")
+    if not python:
+        pytest.skip(f"needs an interpreter that has DeepSpeed {VERSION}: --deepspeed-python PATH")
+    return python
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def environment(io_dir: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For a program that imports DeepSpeed, on the CPU; without a word from torch about its threads."""
+    paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": paths, "IO_DIR": str(io_dir), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **(more or {})}
+
+
+def run(
+    python: str,
+    module: str,
+    cases: Sequence[dict[str, Any]],
+    io_dir: Path,
+    *,
+    ranks: int = 1,
+    more: Mapping[str, str] | None = None,
+) -> list[list[Any]]:
+    """Of each rank what the program printed: a result for each case, and whatever else. ``more``: environment variables."""
+    alike = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    alike |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as directory:  # pipes would fill up
+        processes = []
+        for rank in range(ranks):
+            own = environment(io_dir, {**alike, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})})
+            with Path(directory, f"{rank}.out").open("w") as stdout, Path(directory, f"{rank}.err").open("w") as stderr:
+                command, pipe = [python, "-m", module], subprocess.PIPE
+                started = subprocess.Popen(command, stdin=pipe, stdout=stdout, stderr=stderr, text=True, cwd=REPOSITORY, env=own)
+            assert started.stdin is not None
+            with started.stdin:
+                started.stdin.write(json.dumps(list(cases)))
+            processes.append(started)
+        codes = [started.wait() for started in processes]
+        return [_results(Path(directory, str(rank)), code) for rank, code in enumerate(codes)]
+
+
+def _results(base: Path, code: int) -> list[Any]:
+    stdout, stderr = (base.with_suffix(suffix).read_text(errors="replace") for suffix in (".out", ".err"))
+    lines = [line for line in stdout.splitlines() if line.startswith(_PREFIX)]
+    assert lines, f"the program ended with {code}:\n{stdout[-4000:]}\n{stderr[-4000:]}"
+    results: list[Any] = json.loads(lines[0].removeprefix(_PREFIX))
+    return results

@@ -1,0 +1,179 @@
+"""What real DeepSpeed does with this package in it besides training: checkpoints, launchers, reports, faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ..disks import MIB, memory_disk
+from ..interpreters import REPOSITORY
+from .running import environment, free_port, interpreter, run
+
+pytestmark = pytest.mark.timeout(600)
+ZERO3 = "tests.compat.zero3_program"
+
+
+@pytest.fixture(scope="module")
+def python(request: pytest.FixtureRequest) -> str:
+    return interpreter(request.config)
+
+
+# Checkpoints
+
+
+FEW = {"pipelined": False, "buffer_count": 5, "width": 1088}
+"""Whoever has so few goes to the drive in each step."""
+
+
+@pytest.mark.parametrize(("world", "ranks"), [("op", 1), ("our swappers", 1), ("our swappers", 2)])
+def test_training_goes_on_from_a_fast_checkpoint_with_its_states_on_the_drive(
+    python: str, drive: Path, world: str, ranks: int
+) -> None:
+    case = {"world": world, "writer": "fast", "checkpoint": True, "dtype": "bf16", "steps": 3, "resume": 3, "width": 1088}
+    case |= {"directories": [str(drive)] * ranks, "saved in": str(drive / "saved")}
+    for (result,) in run(python, ZERO3, [case], drive, ranks=ranks):
+        assert "error" not in result, result
+        assert result["checkpoint engine"] == "deepnvme.checkpoint.engine.NVMeCheckpointEngine"
+        assert len(set(result["continued"])) == 3
+        same = 1 if world == "op" else 3  # DeepSpeed's own swappers leave the optimizer's count of steps out of a checkpoint
+        assert result["resumed"][:same] == result["continued"][:same]
+        assert result["rewound"][:same] == result["continued"][:same]
+
+
+# Faults
+
+
+@pytest.mark.parametrize("world", ["op", "our swappers"])
+def test_a_path_that_vanishes_from_one_rank_is_named_on_every_rank(python: str, drive: Path, world: str) -> None:
+    places = [drive / "first", drive / "second"]
+    case = {"world": world, "dtype": "bf16", "steps": 6, "vanishes at": 3, "vanishes on": 1}
+    case |= {"directories": [str(place) for place in places], **FEW}
+    for (result,) in run(python, ZERO3, [case], drive, ranks=2):
+        assert result["errno"] == errno.ENOENT, result
+        assert result["path"].startswith(f"{places[1]}/")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("world", ["op", "our swappers"])
+def test_a_full_disk_of_one_rank_is_named_on_every_rank(python: str, drive: Path, world: str, failing: int) -> None:
+    with memory_disk(drive, 24 * MIB) as small:
+        places = [drive / "large", drive / "large"]
+        places[failing] = small.path
+        case = {"world": world, "dtype": "fp32", "steps": 4, "directories": [str(place) for place in places], **FEW}
+        for (result,) in run(python, ZERO3, [case], drive, ranks=2):
+            assert result["errno"] == errno.ENOSPC, result
+            assert result["path"].startswith(f"{small.path}")
+
+
+@pytest.mark.parametrize("world", ["op", "our swappers"])
+def test_two_jobs_on_one_path_train_as_each_does_by_itself(python: str, drive: Path, world: str) -> None:
+    case = {"world": world, "dtype": "bf16", "offload_param": 12, "prefetch": 0, "steps": 8}
+    (alone,) = run(python, ZERO3, [{**case, "directories": [str(drive / "alone")]}], drive)
+    shared = drive / "shared"
+    together = [{**case, "directories": [str(shared)]}]
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(run, python, ZERO3, together, drive) for _ in range(2)]
+        results = [job.result()[0][0] for job in jobs]
+    for result in results:
+        assert "error" not in result, result
+        assert result["losses"] == alone[0]["losses"]
+    assert len({result["folder"] for result in results}) == 2
+
+
+# Reports
+
+
+def test_an_op_that_cannot_be_built_leaves_deepspeed_as_it_is(python: str, drive: Path) -> None:
+    program = """
+import warnings
+import deepnvme.integrations.deepspeed as integration
+from deepspeed.ops.op_builder import AsyncIOBuilder
+load = AsyncIOBuilder.load
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    integration.enable()
+    integration.enable(swappers=True)
+mine = [str(each.message) for each in said if "DeepSpeed stays" in str(each.message)]
+assert len(mine) == 1 and "compiler" in mine[0], mine
+assert AsyncIOBuilder.load is load
+print("as it was")
+"""
+    more = {"PATH": "/nonexistent", "CXX": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(drive)}
+    assert "as it was" in output([python, "-c", program], drive, more)
+
+
+def test_ds_report_and_compatible_ops_name_our_op(python: str, drive: Path) -> None:
+    report = output([python, "-m", "deepnvme.integrations.deepspeed", "-m", "deepspeed.env_report"], drive)
+    assert "async_io is that of deepnvme" in report
+    program = """
+import deepspeed
+from deepnvme.integrations.deepspeed import disable, enable
+from deepspeed.ops.op_builder import AsyncIOBuilder
+AsyncIOBuilder.is_compatible = lambda self, verbose=False: False  # as without libaio
+found = []
+for change in (enable, disable, enable):
+    change()
+    found.append(deepspeed.ops.__compatible_ops__["async_io"])
+print(found)
+"""
+    assert "[True, False, True]" in output([python, "-c", program], drive)
+
+
+def test_our_memory_is_pinned_for_deepspeed_and_its_native_backend_uses_it(python: str, drive: Path) -> None:
+    program = """
+import gc, torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
+handle = AsyncIOBuilder().load().aio_handle()
+assert type(handle).__module__ == "deepnvme.ops.aio.async_io_op"
+assert get_accelerator().is_pinned(handle.new_cpu_locked_tensor(100, torch.empty(0)))
+native = get_accelerator().pin_memory(torch.arange(1000.0))
+assert native.tolist() == list(range(1000))
+assert get_accelerator().is_pinned(native) and handle.is_pinned(native)
+get_accelerator().unpin_memory(native)
+assert not handle.is_pinned(native)
+dropped = get_accelerator().pin_empty(100, dtype=torch.bfloat16)
+assert handle.is_pinned(dropped)
+del dropped
+gc.collect()
+print("pinned")
+"""
+    (drive / "program.py").write_text(program)
+    command = [python, "-m", "deepnvme.integrations.deepspeed", str(drive / "program.py")]
+    assert "pinned" in output(command, drive, {"DS_PIN_MEMORY_BACKEND": "native"})
+
+
+# Launchers
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_ranks_of_a_launcher_train_on_our_op(python: str, drive: Path, launcher: str) -> None:
+    own = ["deepnvme.integrations.deepspeed", "--swappers", "tests/compat/launched_program.py", str(drive), "--lr", "1"]
+    port = str(free_port())
+    if launcher == "torchrun":
+        command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", *own]
+    else:
+        command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module", *own]
+    output(command, drive, {"PATH": f"{Path(python).parent}:/usr/bin:/bin"})
+    for rank in range(2):
+        facts = json.loads((drive / f"rank-{rank}").read_text())
+        assert facts["name"] == "__main__"
+        assert facts["arguments"][-3:] == [str(drive), "--lr", "1"]
+        assert facts["path"] == str(REPOSITORY / "tests" / "compat")
+        assert facts["op"] == "deepnvme.ops.aio.async_io_op"
+        assert facts["swapper"] == "deepnvme.swap.zero.pipelined_optimizer_swapper"
+        assert facts["sum"] == 2.0
+
+
+def output(command: Sequence[str], drive: Path, more: dict[str, str] | None = None) -> str:
+    """The standard output of a program that succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment(drive, more), timeout=300)
+    assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

@@ -1,0 +1,100 @@
+"""DeepSpeed as far as deepnvme.integrations.deepspeed looks at it: its modules, with the names and parameters of 0.19.8."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+VERSION = "0.19.8"
+
+
+class OpBuilder:
+    def load(self, verbose: bool = True) -> str:
+        return f"DeepSpeed's {self.NAME}"
+
+    def jit_load(self, verbose: bool = True) -> str:
+        return self.load(verbose)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return False
+
+
+def modules() -> dict[str, ModuleType]:
+    """All of them, new ones each time, by name."""
+
+    class AsyncIOBuilder(OpBuilder):
+        NAME = "async_io"
+
+        def load(self, verbose: bool = False) -> str:
+            return super().load(verbose)
+
+    class GDSBuilder(AsyncIOBuilder):
+        NAME = "gds"
+
+    class PinMemoryBuilder(OpBuilder):
+        NAME = "pin_memory"
+
+        def load(self, verbose: bool = False) -> str:
+            return super().load(verbose)
+
+    class Abstract:
+        def is_pinned(self, tensor: Any) -> bool:
+            return False
+
+    class Accelerator(Abstract):
+        pass
+
+    class PartitionedOptimizerSwapper:
+        def __init__(
+            self,
+            swap_config: Any,
+            aio_config: Any,
+            base_folder: Any,
+            optimizer: Any,
+            largest_numel: Any,
+            device: Any,
+            dtype: Any,
+            timers: Any,
+        ) -> None:
+            self.base_folder = base_folder
+
+    class PipelinedOptimizerSwapper(PartitionedOptimizerSwapper):
+        pass
+
+    class AsyncPartitionedParameterSwapper:
+        def __init__(self, ds_config: Any, model_dtype: Any) -> None:
+            self.nvme_path = ds_config.zero_config.offload_param.nvme_path
+
+    class DeepSpeedEngine:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
+        def backward(self, loss: Any) -> Any: ...
+        def step(self, lr_kwargs: Any = None) -> Any: ...
+        def save_checkpoint(self, save_dir: Any) -> Any: ...
+        def load_checkpoint(self, load_dir: Any) -> Any: ...
+
+    def create_checkpoint_engine(
+        config_params: Any, groups: Any, zero_stage: Any, has_moe_layers: Any, optimize_dp_state: Any
+    ) -> str:
+        return "DeepSpeed's"
+
+    contents: dict[str, dict[str, Any]] = {
+        "": {"__version__": VERSION},
+        "accelerator": {"get_accelerator": functools.cache(Accelerator)},
+        "ops": {"__compatible_ops__": {"async_io": False, "cpu_adam": True}},
+        "ops.op_builder": {each.__name__: each for each in (AsyncIOBuilder, GDSBuilder, PinMemoryBuilder)},
+        "runtime": {},
+        "runtime.zero": {},
+        "runtime.zero.stage3": {each.__name__: each for each in (PartitionedOptimizerSwapper, PipelinedOptimizerSwapper)},
+        "runtime.zero.partition_parameters": {"AsyncPartitionedParameterSwapper": AsyncPartitionedParameterSwapper},
+        "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine, "create_checkpoint_engine": create_checkpoint_engine},
+        "runtime.checkpoint_engine": {"create_checkpoint_engine": create_checkpoint_engine},
+        "runtime.checkpoint_engine.utils": {"create_checkpoint_engine": create_checkpoint_engine},
+    }
+    made = {}
+    for name, content in contents.items():
+        path = f"deepspeed.{name}".rstrip(".")
+        made[path] = ModuleType(path)
+        vars(made[path]).update(content)
+    return made
