@@ -5,6 +5,7 @@ Runs in the interpreter that has DeepSpeed. One rank, over gloo, with the CPU Ad
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -14,9 +15,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
-from deepspeed.runtime.zero import stage3
 
+from harness import meter
 from harness.layers import Layers, loss_of
 from harness.serving import serve
 
@@ -26,7 +26,8 @@ _STEPS_TO_SETTLE = 2  # the first makes the states and their files
 class DeepSpeedWorker:
     """``op``, ``classes``: whose op moves the states, and whose swappers have it do so; "deepspeed" or "deepnvme".
 
-    ``package_at``: where this package is, for an interpreter that has not.
+    ``queue_depth``: of the op; None for no ``aio`` block at all. ``package_at``: where this package is, for an interpreter that
+    has not.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class DeepSpeedWorker:
         directory: str,
         op: str,
         classes: str,
+        queue_depth: int | None,
         package_at: str,
     ) -> None:
         sys.path.append(package_at)  # last: beside the package there may be another torch
-        _put_in_place(op, classes)
+        if op == "deepnvme":
+            importlib.import_module("deepnvme.integrations.deepspeed").enable(swappers=classes == "deepnvme")
         self._width = width
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -52,13 +55,15 @@ class DeepSpeedWorker:
         os.environ.update(rank)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         self._engine = deepspeed.initialize(
-            model=Layers(width, layers), config=_config(sub_group, buffers, pipelined, directory)
+            model=Layers(width, layers), config=_config(sub_group, buffers, pipelined, queue_depth, directory)
         )[0]
         self._step, self._seconds = self._engine.optimizer.step, 0.0
         self._engine.optimizer.step = self._timed_step
         for _ in range(_STEPS_TO_SETTLE):
             self.prepare()
             self.step()
+        self._peak_of_start = meter.peak()
+        meter.forget_peak()  # where the kernel refuses, that of training is at least as high: for every contender alike
 
     def describe(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer
@@ -83,6 +88,23 @@ class DeepSpeedWorker:
         self._engine.step()
         return {"seconds": self._seconds}
 
+    def train(self, *, steps: int) -> dict[str, Any]:
+        """Some steps in a row. Seconds of the optimizer's part of one, and of all of it, on average; losses, exactly; bytes that
+        resident memory was at its highest, while everything was made and since."""
+        losses, seconds = [], 0.0
+        begun = time.perf_counter()
+        for _ in range(steps):
+            losses.append(self.prepare()["loss"])
+            seconds += self.step()["seconds"]
+        whole = time.perf_counter() - begun
+        return {
+            "seconds": seconds / steps,
+            "whole_seconds": whole / steps,
+            "losses": losses,
+            "peak_of_start": self._peak_of_start,
+            "peak": meter.peak(),
+        }
+
     def _timed_step(self, *arguments: Any, **keywords: Any) -> Any:
         begun = time.perf_counter()
         result = self._step(*arguments, **keywords)
@@ -90,21 +112,8 @@ class DeepSpeedWorker:
         return result
 
 
-def _put_in_place(op: str, classes: str) -> None:
-    """Where DeepSpeed looks for them."""
-    if op == "deepnvme":
-        from deepnvme.ops.op_builder import AsyncIOBuilder
-
-        for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper):
-            module.AsyncIOBuilder = AsyncIOBuilder
-    if classes == "deepnvme":
-        from deepnvme.swap import zero
-
-        for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
-            setattr(stage3, name, getattr(zero, name))
-
-
-def _config(sub_group: int, buffers: int, pipelined: bool, directory: str) -> dict[str, Any]:
+def _config(sub_group: int, buffers: int, pipelined: bool, queue_depth: int | None, directory: str) -> dict[str, Any]:
+    aio = {"queue_depth": queue_depth, "block_size": 1 << 20, "intra_op_parallelism": 1, "overlap_events": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -120,20 +129,13 @@ def _config(sub_group: int, buffers: int, pipelined: bool, directory: str) -> di
                 "pipeline_write": pipelined,
             },
         },
-        # Of its op the settings that our engine has by default, too: with its own, a queue of 8, it is slower.
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 128,
-            "intra_op_parallelism": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        },
+        **({} if queue_depth is None else {"aio": aio}),
     }
 
 
 def main() -> None:
     settings, request_fd, reply_fd = sys.argv[1:]
-    serve(lambda: DeepSpeedWorker(**json.loads(settings)), ("prepare", "step"), int(request_fd), int(reply_fd))
+    serve(lambda: DeepSpeedWorker(**json.loads(settings)), ("prepare", "step", "train"), int(request_fd), int(reply_fd))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ Library = Literal["deepspeed", "deepnvme"]
 
 STATE_BYTES = 12
 """Of an element: its master weight in float32 and AdamW's two averages."""
+_QUEUE_DEPTH = 128
+"""Our engine's default. With DeepSpeed's, 8, its op is slower."""
 _DS_IO = AioConfig(queue_depth=32)
 """What ds_io measures with by default."""
 
@@ -74,7 +76,9 @@ def start_deepspeed(
     pipelined: bool,
     op: Library = "deepspeed",
     classes: Library = "deepspeed",
+    queue_depth: int | None = _QUEUE_DEPTH,
 ) -> WorkerProcess:
+    """``queue_depth``: of the op; None for DeepSpeed's defaults of everything."""
     directory.mkdir()
     settings = {
         **vars(model),
@@ -84,6 +88,7 @@ def start_deepspeed(
         "directory": str(directory),
         "op": op,
         "classes": classes,
+        "queue_depth": queue_depth,
         "package_at": str(Path(deepnvme.__file__).resolve().parent.parent),
     }
     return WorkerProcess(python, "harness.deepspeed_worker", [json.dumps(settings)], directory)

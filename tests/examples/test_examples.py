@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(name: str, *arguments: object) -> str:
+def run(name: str, *arguments: object, interpreter: Sequence[str] = (sys.executable, "-W", "error"), timeout: int = 240) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)],
+        [*interpreter, EXAMPLES / name, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         # Many threads for so small a model do nothing but wait for one another where there are fewer cores.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -60,3 +61,35 @@ def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
     rows = re.findall(r"(in memory|streamed, 0\.005 GB of them kept) +│ +([\d.]+) +│ +(\d+) ", printed)
     assert [row[0] for row in rows] == ["in memory", "streamed, 0.005 GB of them kept"]
     assert list(drive.iterdir()) == []
+
+
+@pytest.mark.timeout(900)
+def test_deepspeed_trains_alike_with_and_without_this_package(
+    request: pytest.FixtureRequest, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = request.config.getoption("--deepspeed-python")
+    if not python:
+        pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    given = ("--dir", drive, "--width", 256, "--layers", 2, "--steps", 3)
+    printed = run("deepspeed_zero_infinity.py", *given, interpreter=[python], timeout=800)
+    assert "3 losses, every one the same" in printed
+    rows = re.findall(r"(DeepSpeed alone|our ops|our ops and swappers) +│ +([\d.]+) +│ +([\d.]+) ", printed)
+    assert [row[0] for row in rows] == ["DeepSpeed alone", "our ops", "our ops and swappers"]
+    assert all(float(last) < float(first) for _, first, last in rows), "it has learned nothing"
+    assert list(drive.iterdir()) == []
+
+
+def test_without_deepspeed_the_example_says_what_to_install(tmp_path: Path) -> None:
+    example = EXAMPLES / "deepspeed_zero_infinity.py"
+    absent = f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); sys.modules['deepspeed'] = None; sys.argv = ['']; "
+    done = subprocess.run(
+        [sys.executable, "-c", absent + f"runpy.run_path({str(example)!r}, run_name='__main__')"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert "pip install --no-build-isolation deepspeed==0.19.8" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
