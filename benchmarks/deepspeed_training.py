@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from harness import drive, machine
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.figures import Verdict
-from harness.optimizer_steps import Library, Model, quieten, start_deepspeed
+from harness.optimizer_steps import QUEUE_DEPTH, Library, Model, quieten, start_deepspeed
 from harness.tables import spread_text, table, verdict_table
 from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
@@ -41,6 +41,9 @@ CONTENDERS: dict[str, tuple[Library, Library]] = {
     SWAPPERS: ("deepnvme", "deepnvme"),
 }
 """Whose op, and whose swappers."""
+PARTS = ("time", "memory")
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Has glibc give back at once what is larger."""
 ABSENT = "give --deepspeed-python"
 
 
@@ -53,6 +56,7 @@ class Settings:
     steps: int
     """Of each turn."""
     queue_depth: int | None
+    only: tuple[str, ...]
 
 
 @dataclass
@@ -69,60 +73,82 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     check_memory(len(CONTENDERS) * 2 * states, "give fewer --layers")
     drive.check(settings.directory, len(CONTENDERS) * 2 * states)
     measurements = Measurements()
+    parts = {"time": compare_time, "memory": compare_memory}
     for model in settings.models:
-        with tempfile.TemporaryDirectory(prefix="deepspeed_training-", dir=settings.directory) as directory:
-            compare(settings, model, Path(directory), measurements, progress)
+        for name in settings.only:
+            with tempfile.TemporaryDirectory(prefix="deepspeed_training-", dir=settings.directory) as directory:
+                parts[name](settings, model, Path(directory), measurements, progress)
     return measurements
 
 
-def compare(settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress) -> None:
-    name = f"{model.elements / 1e6:.0f} M parameters"
+def compare_time(
+    settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    size = size_of(model)
     turns: Turns[str, Counts] = Turns()
     if settings.deepspeed_python is not None:
-        turns = measurements.turns[name] = train_in_turns(name, settings, model, directory, measurements, progress)
+        contenders, absent = {}, {}
+        with contextlib.ExitStack() as stack:
+            for name in CONTENDERS:
+                progress(f"{size}: starting {name} (DeepSpeed compiles its ops on first use: minutes)")
+                try:
+                    process = stack.enter_context(start(name, settings, model, directory))
+                except ContenderFailed as error:
+                    absent[name] = str(error)
+                    continue
+                measurements.described[f"{size}, {name}"] = process.described
+                contenders[name] = trainer(process, directory, settings.steps)
+            turns = measurements.turns[size] = take_turns(size, contenders, settings.rounds, progress)
+        turns.absent |= absent
     for ours, bound in ((OP, 1.1), (SWAPPERS, 1.8)):
-        pair = (ours, ALONE)
-        row = partial(judge, turns, absence=ABSENT)
-        what = f"{name}, {ours} / {ALONE}"
+        what, pair = f"{size}, {ours} / {ALONE}", (ours, ALONE)
         measurements.verdicts += [
-            row(f"{what}: a step, times as fast", pair, times_as_fast, "at least", bound),
-            row(f"{what}: peak memory of training", pair, ratio("peak"), "at most", 1),
-            row(f"{what}: peak memory until then", pair, ratio("peak_of_start"), "at most", 1),
-            row(f"{what}: turns with losses that differ", pair, losses_differ, "at most", 0, summed=True),
+            judge(turns, f"{what}: a step, times as fast", pair, times_as_fast, "at least", bound, ABSENT),
+            judge(turns, f"{what}: turns with losses that differ", pair, losses_differ, "at most", 0, ABSENT, summed=True),
         ]
 
 
-def train_in_turns(
-    name: str, settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress
-) -> Turns[str, Counts]:
-    """One that cannot start takes no part."""
+def compare_memory(
+    settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    """Of processes whose allocator keeps nothing large that was given back, since that is luck and not a need."""
+    size = size_of(model)
+    turns: Turns[str, Counts] = Turns()
+    if settings.deepspeed_python is not None:
+
+        def trained(name: str) -> Counts:
+            with start(name, settings, model, directory, AT_ONCE) as process:
+                return process.call("train", steps=settings.steps)
+
+        turns = take_turns(f"{size}, memory", {name: partial(trained, name) for name in CONTENDERS}, 1, progress)
+        measurements.turns[f"{size}, memory"] = turns
+    for ours in (OP, SWAPPERS):
+        for what, figure in (("training", "peak"), ("starting", "peak_of_start")):
+            text = f"{size}, {ours} / {ALONE}: peak memory, {what}"
+            measurements.verdicts.append(judge(turns, text, (ours, ALONE), ratio(figure), "at most", 1.01, ABSENT))
+
+
+def size_of(model: Model) -> str:
+    return f"{model.elements // 10**6} M parameters"
+
+
+def start(
+    name: str, settings: Settings, model: Model, directory: Path, variables: Mapping[str, str] | None = None
+) -> WorkerProcess:
     assert settings.deepspeed_python is not None
-    contenders, absent = {}, {}
-    with contextlib.ExitStack() as stack:
-        for who, (op, swappers) in CONTENDERS.items():
-            progress(f"{name}: starting {who} (DeepSpeed compiles its ops on first use: minutes)")
-            try:
-                process = stack.enter_context(
-                    start_deepspeed(
-                        settings.deepspeed_python,
-                        directory / who,
-                        model,
-                        sub_group=model.elements // SUB_GROUPS,
-                        buffers=BUFFERS,
-                        pipelined=True,
-                        op=op,
-                        classes=swappers,
-                        queue_depth=settings.queue_depth,
-                    )
-                )
-            except ContenderFailed as error:
-                absent[who] = str(error)
-                continue
-            measurements.described[f"{name}, {who}"] = process.described
-            contenders[who] = trainer(process, directory, settings.steps)
-        turns = take_turns(name, contenders, settings.rounds, progress)
-    turns.absent |= absent
-    return turns
+    op, swappers = CONTENDERS[name]
+    return start_deepspeed(
+        settings.deepspeed_python,
+        directory / name,
+        model,
+        sub_group=model.elements // SUB_GROUPS,
+        buffers=BUFFERS,
+        pipelined=True,
+        op=op,
+        classes=swappers,
+        queue_depth=settings.queue_depth,
+        variables=variables,
+    )
 
 
 def trainer(process: WorkerProcess, directory: Path, steps: int) -> Callable[[], Counts]:
@@ -153,14 +179,13 @@ def training_table(title: str, turns: Turns[str, Counts]) -> str:
     rows = []
     for name in CONTENDERS:
         samples = turns.samples.get(name)
-        if not samples:
-            rows.append([name, "-", "-", "-", "-", turns.absent.get(name, "")])
-            continue
-        spreads = [Spread.of([sample[field] for sample in samples]) for field in ("seconds", "whole_seconds")]
-        peaks = [max(sample[field] for sample in samples) / MIB for field in ("peak", "peak_of_start")]
-        texts = [spread_text(spread, 3) for spread in spreads] + [f"{peak:.0f}" for peak in peaks]
-        rows.append([name, *texts, turns.absent.get(name, "")])
-    header = ["", "s/step, median (quartiles)", "forward and backward too", "peak MiB, training", "until then", ""]
+        cells = ["-"] * 4
+        if samples:
+            spreads = [Spread.of([sample[field] for sample in samples]) for field in ("seconds", "whole_seconds")]
+            peaks = [max(sample[field] for sample in samples) for field in ("peak", "peak_of_start")]
+            cells = [*(spread_text(spread, 3) for spread in spreads), *(f"{peak / MIB:.0f}" for peak in peaks)]
+        rows.append([name, *cells, turns.absent.get(name, "")])
+    header = ["", "s/step, median (quartiles)", "forward and backward too", "peak MiB, training", "starting", ""]
     return table(title, header, rows, left=1)
 
 
@@ -179,6 +204,7 @@ def as_json(settings: Settings, measurements: Measurements, started: str) -> dic
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser = Parser(__doc__)
     parser.add_deepspeed_python()
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
     parser.add_argument("--rounds", type=positive, help="turns of each contender (default: 7)")
     parser.add_argument("--steps", type=positive, help="of training in a turn (default: 4)")
     parser.add_argument("--width", type=positive, help="of the models' square matrices (default: 2048)")
@@ -190,7 +216,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         "(default: 8 and 32, with 33 M and 134 M parameters)",
     )
     parser.add_argument(
-        "--queue-depth", type=positive, metavar="N", help="of the aio block (default: there is none, so it is DeepSpeed's, 8)"
+        "--queue-depth",
+        type=int,
+        default=QUEUE_DEPTH,
+        metavar="N",
+        help=f"of the aio block (default: {QUEUE_DEPTH}, our engine's own); 0 for no aio block, which makes it DeepSpeed's, 8",
     )
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
     given = parser.parse(arguments)
@@ -204,7 +234,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         rounds=given.rounds or (2 if given.quick else 7),
         models=tuple(Model(given.width or (512 if given.quick else 2048), count) for count in layers),
         steps=given.steps or (2 if given.quick else 4),
-        queue_depth=given.queue_depth,
+        queue_depth=given.queue_depth or None,
+        only=tuple(given.only or PARTS),
     )
     return settings, given.json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ Library = Literal["deepspeed", "deepnvme"]
 
 STATE_BYTES = 12
 """Of an element: its master weight in float32 and AdamW's two averages."""
-_QUEUE_DEPTH = 128
+QUEUE_DEPTH = 128
 """Our engine's default. With DeepSpeed's, 8, its op is slower."""
 _DS_IO = AioConfig(queue_depth=32)
 """What ds_io measures with by default."""
@@ -76,9 +76,10 @@ def start_deepspeed(
     pipelined: bool,
     op: Library = "deepspeed",
     classes: Library = "deepspeed",
-    queue_depth: int | None = _QUEUE_DEPTH,
+    queue_depth: int | None = QUEUE_DEPTH,
+    variables: Mapping[str, str] | None = None,
 ) -> WorkerProcess:
-    """``queue_depth``: of the op; None for DeepSpeed's defaults of everything."""
+    """``queue_depth``: of the op; None for no ``aio`` block. ``variables``: of its environment."""
     directory.mkdir()
     settings = {
         **vars(model),
@@ -91,7 +92,7 @@ def start_deepspeed(
         "queue_depth": queue_depth,
         "package_at": str(Path(deepnvme.__file__).resolve().parent.parent),
     }
-    return WorkerProcess(python, "harness.deepspeed_worker", [json.dumps(settings)], directory)
+    return WorkerProcess(python, "harness.deepspeed_worker", [json.dumps(settings)], directory, variables)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,10 +21,13 @@ _BENCHMARKS = Path(__file__).resolve().parent.parent
 class WorkerProcess:
     """``python -m MODULE ARGUMENTS``, which ends in ``serving.serve``, and the two pipes to it.
 
-    ``described`` is what the worker said of itself. Raises ContenderFailed with its last words if it could not begin.
+    ``described`` is what the worker said of itself. ``variables``: of its environment, beside those of this process. Raises
+    ContenderFailed with its last words if it could not begin.
     """
 
-    def __init__(self, python: str, module: str, arguments: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self, python: str, module: str, arguments: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         request_read, request_write = os.pipe()
         reply_read, reply_write = os.pipe()
         # Libraries print; what they say is shown only if they fail.
@@ -37,7 +40,7 @@ class WorkerProcess:
                 stdout=self._log,
                 stderr=self._log,
                 cwd=directory,
-                env=_environment(python),
+                env={**_environment(python), **(variables or {})},
                 # Ctrl-C is for the benchmark, which then ends this process itself.
                 start_new_session=True,
             )
