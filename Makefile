@@ -28,8 +28,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs -n 2 --dist loadfile
 
+with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py tests/examples
+
 test-deepspeed: $(VENV)/with-deepspeed
-	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs tests/compat --deepspeed-python $(abspath $(python))
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .

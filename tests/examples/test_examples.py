@@ -70,7 +70,7 @@ def test_deepspeed_trains_alike_with_and_without_this_package(
     python = request.config.getoption("--deepspeed-python")
     if not python:
         pytest.skip("needs an interpreter that has DeepSpeed 0.19.8: --deepspeed-python PATH")
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")])))
     given = ("--dir", drive, "--width", 256, "--layers", 2, "--steps", 3)
     printed = run("deepspeed_zero_infinity.py", *given, interpreter=[python], timeout=800)
     assert "3 losses, every one the same" in printed
