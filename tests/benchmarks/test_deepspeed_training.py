@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed_training
@@ -72,6 +75,25 @@ def test_a_contender_that_fell_out_leaves_its_line_in_the_table() -> None:
     lines = deepspeed_training.training_table("title", turns).splitlines()
     assert next(line for line in lines if line.startswith(f"{OP}  ")).endswith("no compiler")
     assert next(line for line in lines if line.startswith(SWAPPERS)).split()[-2:] == ["3", "0"]
+
+
+def test_memory_is_measured_where_the_allocator_gives_back_at_once(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = []
+
+    def start_deepspeed(*_: Any, **named: Any) -> Any:
+        variables.append(named["variables"])
+        return contextlib.nullcontext(SimpleNamespace(call=lambda *_, **__: sample(peak=100 * len(variables))))
+
+    monkeypatch.setattr(deepspeed_training, "start_deepspeed", start_deepspeed)
+    given = ["--quick", "--only", "memory", "--dir", str(drive), "--deepspeed-python", sys.executable]
+    assert deepspeed_training.main(given) == 0
+    assert variables == [{"MALLOC_MMAP_THRESHOLD_": "1048576"}] * 3
+    rows = re.findall(r"peak memory, (\w+) +([\d.]+) .* (\w+)$", capsys.readouterr().out, re.MULTILINE)
+    assert rows == [
+        ("training", "2.00", "MISSED"), ("starting", "1.00", "met"), ("training", "3.00", "MISSED"), ("starting", "1.00", "met")
+    ]  # fmt: skip
 
 
 def test_losses_are_compared_exactly() -> None:

@@ -11,6 +11,7 @@ from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
 WORKER = """
+    import os
     import sys
     from harness.serving import serve
 
@@ -26,11 +27,14 @@ WORKER = """
         def add(self, a, b):
             return {"sum": a + b}
 
+        def variable(self, name):
+            return {name: os.environ.get(name)}
+
         def die(self):
             print("last words", file=sys.stderr, flush=True)
             sys.exit(3)
 
-    serve(lambda: Worker(sys.argv[1]), ("add", "die"), int(sys.argv[2]), int(sys.argv[3]))
+    serve(lambda: Worker(sys.argv[1]), ("add", "variable", "die"), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -45,6 +49,16 @@ def test_it_says_what_it_is_and_does_what_it_is_asked(directory: Path) -> None:
     with WorkerProcess(sys.executable, "some_worker", ["willing"], directory) as worker:
         assert worker.described == {"version": "1"}
         assert worker.call("add", a=1, b=2) == {"sum": 3}
+
+
+def test_it_has_the_variables_that_it_is_given_beside_the_benchmarks_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONE", "benchmark's")
+    monkeypatch.setenv("OTHER", "benchmark's")
+    with WorkerProcess(sys.executable, "some_worker", ["willing"], directory, {"ONE": "its own"}) as worker:
+        assert worker.call("variable", name="ONE") == {"ONE": "its own"}
+        assert worker.call("variable", name="OTHER") == {"OTHER": "benchmark's"}
 
 
 def test_one_that_cannot_begin_says_why(directory: Path) -> None:
