@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -38,6 +39,9 @@ Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
 _VERIFIED_AT_A_TIME = 3
 """Extents: two are read while the checksum of a third is computed."""
+_QUEUE_DEPTH = 32
+"""Blocks under way for each drive: enough for all it gives, and few enough that extents arrive in turn. With 128, three of 45 MB
+shared the drive and came together, late: a pass over int8 took a fourth longer."""
 _CHECKSUM_DIGITS = 10
 """Of a number of 32 bits, which takes the place of null."""
 
@@ -56,8 +60,8 @@ class WeightStore:
     a forked child every method that reads raises RuntimeError.
     """
 
-    def __init__(self, tensors: TensorStore, where: Path, verify: bool) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: TensorStore, engine: Engine, where: Path, verify: bool) -> None:
+        self._tensors, self._engine = tensors, engine
         self._where = where
         said = tensors.get(NAME).result()
         self._manifest = decode(memory_of(said).tobytes(), where)
@@ -140,15 +144,16 @@ class WeightStore:
         Raises FileNotFoundError where nothing was built, or not to its end; ValueError for directories with another store, or
         not all of one's; CorruptManifest and CorruptExtent for one that is not whole; StoreLocked while it is being built.
         """
-        tensors = TensorStore(path, read_only=True)
-        where = next(iter(directories_of(path)))
-        try:
+        directories = directories_of(path)
+        with contextlib.ExitStack() as undo:
+            engine = undo.enter_context(Engine(queue_depth=_QUEUE_DEPTH * len(directories)))
+            tensors = undo.enter_context(TensorStore(path, read_only=True, engine=engine))
+            where = next(iter(directories))
             if NAME not in tensors:
                 raise ValueError(f"the store in '{where}' holds {len(tensors)} tensors, and no weights that were built")
-            return cls(tensors, where, verify)
-        except BaseException:
-            tensors.close()
-            raise
+            store = cls(tensors, engine, where, verify)
+            undo.pop_all()
+            return store
 
     # What is there.
 
@@ -261,7 +266,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Wait for what is under way, and unlock the directories. Idempotent."""
-        self._tensors.close()
+        with contextlib.closing(self._engine):
+            self._tensors.close()
 
     def __enter__(self) -> WeightStore:
         return self
@@ -269,7 +275,8 @@ class WeightStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tensors.__exit__(kind, error, trace)
+        with contextlib.closing(self._engine):
+            self._tensors.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"<WeightStore in '{self._where}': {len(self.weights)} weights, {len(self.blocks)} blocks, {self.nbytes} bytes>"
