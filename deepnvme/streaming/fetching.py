@@ -57,8 +57,8 @@ class Fetcher:
 
     - Each use of an extent is between a ``take`` and a ``give_back``, and in between its memory stays as it is. Uses may overlap;
       an extent is in memory once, however many use it.
-    - As many extents are read ahead as there is room for beside what is wanted now, or if that is not known, beside the largest:
-      so what was expected wrongly is waited for only where what is wanted in its place is larger than what was before it. Reads
+    - As many extents are read ahead as there is room for beside what is wanted now; where that takes no room, beside as much as
+      the first of them. So what was expected wrongly is seldom waited for: where what is wanted in its place is larger. Reads
       begin as soon as there is a slot, before anything waits.
     - A slot in which somebody still sees memory that was given back is not read into. It is missing until the last view goes.
     - Where more is in use at a time than there is room for, there is more until it is given back; and one slot more where
@@ -83,7 +83,7 @@ class Fetcher:
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
         self._dropped: list[Reading] = []  # of extents that nobody wants any more, in slots that are not free before they end
         self._loaded = 0  # residents that are there
-        self._choose(residents)
+        self._residents = frozenset(residents)
         self.bytes_read = 0
         """By reads begun so far, in vain too."""
         self.waited = 0.0
@@ -131,7 +131,7 @@ class Fetcher:
 
     def keep(self, residents: Collection[str]) -> None:
         """Have these stay, once they are read, and no others. Nothing may be in use."""
-        self._choose(residents)
+        self._residents = frozenset(residents)
         for key in list(self._extents):
             if (self._extents[key].slot is None) != (key in self._residents):
                 self._forget(key)
@@ -156,13 +156,10 @@ class Fetcher:
 
     # What is in memory.
 
-    def _choose(self, residents: Collection[str]) -> None:
-        self._residents = frozenset(residents)
-        self._largest = max((size for key, size in self._sizes.items() if key not in self._residents), default=0)
-
     def _expect(self, keys: Iterable[str], now: Collection[str]) -> None:
         """Of ``keys`` what there is room for beside ``now``; let go of the others that are read ahead."""
-        room = self._slots.nbytes - (sum(self._sizes[key] for key in now if key not in self._residents) or self._largest)
+        room = self._slots.nbytes - sum(self._sizes[key] for key in now if key not in self._residents)
+        kept_free = room == self._slots.nbytes  # as much as the first of those takes
         expected: dict[str, None] = {}
         if self._loaded < len(self._sizes):
             for key in itertools.islice(keys, 2 * len(self._sizes)):
@@ -170,9 +167,12 @@ class Fetcher:
                 if key in expected or (extent is not None and extent.slot is None and extent.reading is None):
                     continue
                 if key not in now and (extent is None or extent.users == 0):
+                    if kept_free:
+                        room -= self._sizes[key]
+                        kept_free = False
                     room -= self._sizes[key]
-                    if room < 0:
-                        break
+                    if room < 0 and (extent is None or extent.slot is None):
+                        break  # what is on its way stays, where what is wanted now needs no room
                 expected[key] = None
         before, self._expected = self._expected, expected
         for key in before:  # only of these any are in slots that nobody uses

@@ -214,6 +214,19 @@ def test_smaller_extents_are_read_further_ahead(fake: FakeDrive) -> None:
     assert slots.most <= 6 * NBYTES
 
 
+def test_what_is_on_its_way_stays_while_residents_are_used(fake: FakeDrive) -> None:
+    sizes = dict.fromkeys("abcde", NBYTES) | {"L": 3 * NBYTES}
+    fetcher = Fetcher(fake.read, sizes, CountedSlots(4 * NBYTES), residents="b")
+    fetcher.expect("bacdeL")
+    fetcher.take(["a"], "bcdeL")
+    fetcher.give_back(["a"])
+    fetcher.take(["b"], "cdeL")
+    fetcher.give_back(["b"])
+    for _ in pass_over(fetcher, "cde"):
+        pass
+    assert sorted(fake.begun) == [*"abcde"]
+
+
 def test_a_slot_is_as_large_as_was_asked_for_and_lies_where_there_is_room() -> None:
     slots = PinnedSlots(4 * 4096)
     first, second, third = (slots.lease(nbytes) for nbytes in (4096, 5000, 10))
