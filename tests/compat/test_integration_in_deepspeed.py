@@ -72,6 +72,19 @@ def test_a_full_disk_of_one_rank_is_named_on_every_rank(python: str, drive: Path
             assert result["path"].startswith(f"{small.path}")
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_zero_init_fills_on_one_rank_is_named_on_every_rank(python: str, drive: Path, failing: int) -> None:
+    with memory_disk(drive, 5 * MIB) as small:  # a rank's parts of the six layers are of 1 MiB each
+        places = [drive / "large", drive / "large"]
+        places[failing] = small.path
+        case = {"world": "op", "dtype": "bf16", "steps": 1, "width": 1024, "offload_param": 12, "zero_init": True}
+        for (result,) in run(python, ZERO3, [{**case, "directories": [str(place) for place in places]}], drive, ranks=2):
+            assert result["errno"] == errno.ENOSPC, result
+            assert result["path"].startswith(f"{small.path}")
+            assert "_post_init_method" in result["trace"]
+
+
 @pytest.mark.parametrize("world", ["op", "our swappers"])
 def test_two_jobs_on_one_path_train_as_each_does_by_itself(python: str, drive: Path, world: str) -> None:
     case = {"world": world, "dtype": "bf16", "offload_param": 12, "prefetch": 0, "steps": 8}

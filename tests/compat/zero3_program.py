@@ -68,14 +68,6 @@ def engine(case: dict[str, Any], directory: str) -> Any:
     width = case.get("width", WIDTH)
     torch.manual_seed(1)
     partition_parameters.Init.param_id = 0  # which names the files, and begins anew in another process
-    layers: list[torch.nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [torch.nn.Linear(width, width, bias="resume" not in case), torch.nn.GELU()]
-    model = torch.nn.Sequential(*layers)
-    optimizers = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
-    }
     pipelined = case.get("pipelined", True)
     offload: dict[str, Any] = {
         "offload_optimizer": {
@@ -110,6 +102,16 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         },
         "bf16": {"enabled": case.get("dtype") == "bf16"},
         **({"checkpoint": {"writer": {"type": case["writer"]}}} if "writer" in case else {}),
+    }
+    # Parameters are parted, and go to the drive, as they are made, or all of them with the engine.
+    with deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init") else contextlib.nullcontext():
+        layers: list[torch.nn.Module] = []
+        for _ in range(LAYERS):
+            layers += [torch.nn.Linear(width, width, bias="resume" not in case), torch.nn.GELU()]
+        model = torch.nn.Sequential(*layers)
+    optimizers = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
     }
     return deepspeed.initialize(model=model, optimizer=optimizers[case.get("optimizer", "adamw")](), config=config)[0]
 

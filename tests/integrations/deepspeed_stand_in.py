@@ -66,6 +66,10 @@ def modules() -> dict[str, ModuleType]:
         def __init__(self, ds_config: Any, model_dtype: Any) -> None:
             self.nvme_path = ds_config.zero_config.offload_param.nvme_path
 
+    class Init:
+        def __init__(self, module: Any = None) -> None: ...
+        def _post_init_method(self, module: Any) -> None: ...
+
     class DeepSpeedEngine:
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
@@ -87,7 +91,7 @@ def modules() -> dict[str, ModuleType]:
         "runtime": {},
         "runtime.zero": {},
         "runtime.zero.stage3": {each.__name__: each for each in (PartitionedOptimizerSwapper, PipelinedOptimizerSwapper)},
-        "runtime.zero.partition_parameters": {"AsyncPartitionedParameterSwapper": AsyncPartitionedParameterSwapper},
+        "runtime.zero.partition_parameters": {each.__name__: each for each in (AsyncPartitionedParameterSwapper, Init)},
         "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine, "create_checkpoint_engine": create_checkpoint_engine},
         "runtime.checkpoint_engine": {"create_checkpoint_engine": create_checkpoint_engine},
         "runtime.checkpoint_engine.utils": {"create_checkpoint_engine": create_checkpoint_engine},

@@ -25,7 +25,10 @@ from .places import Replacement, attribute, module
 
 _logger = logging.getLogger(__name__)
 
-_METHODS = ("__init__", "forward", "backward", "step", "save_checkpoint", "load_checkpoint")
+_METHODS = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": ("__init__", "forward", "backward", "step", "save_checkpoint", "load_checkpoint"),
+    "deepspeed.runtime.zero.partition_parameters.Init": ("__init__", "_post_init_method"),
+}
 _LOOKS_EVERY = 0.5  # seconds
 _HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to look
 _PARTED_WITHIN = 1.0  # seconds that a rank which serves the store waits at its end
@@ -35,10 +38,12 @@ _PARTED = "null"
 
 
 def replacements() -> Iterator[Replacement]:
-    """Of the engine's methods that transfer something, or wait for ranks that do."""
-    engine = attribute(module("deepspeed.runtime.engine"), "DeepSpeedEngine")
-    for name in _METHODS:
-        yield Replacement(engine, name, _shared(attribute(engine, name)))
+    """Of the methods, the engine's and those of ``zero.Init``, that transfer something or wait for ranks that do."""
+    for path, names in _METHODS.items():
+        place, _, name = path.rpartition(".")
+        owner = attribute(module(place), name)
+        for method in names:
+            yield Replacement(owner, method, _shared(attribute(owner, method)))
 
 
 def _shared(own: Any) -> Any:
