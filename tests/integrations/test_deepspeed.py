@@ -72,6 +72,7 @@ PLACES = [
     ("runtime.zero.stage3", "PartitionedOptimizerSwapper"),
     ("runtime.zero.stage3", "PipelinedOptimizerSwapper"),
     ("runtime.zero.partition_parameters", "AsyncPartitionedParameterSwapper"),
+    ("runtime.zero.partition_parameters", "Init"),
     ("runtime.engine", "DeepSpeedEngine"),
     ("runtime.engine", "create_checkpoint_engine"),
     ("runtime.checkpoint_engine.utils", "create_checkpoint_engine"),
@@ -353,20 +354,23 @@ def test_the_environment_says_what_to_enable(value: str | None, enabled: dict[st
     assert launching.parse(["train.py", "--lr", "1"], environment) == (enabled, False, ["train.py", "--lr", "1"])
 
 
+def test_a_comparison_needs_no_other_command() -> None:
+    assert launching.parse(["--swappers", "--checkpoint", "train.py"], {launching.VARIABLE: "0"}).enable is None
+
+
+@pytest.mark.parametrize("options", [[], ["--swappers"]])
 @pytest.mark.parametrize("value", ["", "yes", "swapper", "swappers,2", "0,swappers"])
-def test_a_value_that_means_nothing_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_means_nothing_is_refused(value: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        launching.parse(["train.py"], {launching.VARIABLE: value})
+        launching.parse([*options, "train.py"], {launching.VARIABLE: value})
     assert f"got {value!r}" in capsys.readouterr().err
 
 
 def test_options_before_the_program_count_and_those_after_it_are_its_own() -> None:
     arguments = ["--swappers", "train.py", "--checkpoint", "-m", "--", "x"]
-    assert launching.parse(arguments, {launching.VARIABLE: "0"}) == (
-        {"swappers": True, "checkpoint": False},
-        False,
-        ["train.py", "--checkpoint", "-m", "--", "x"],
-    )
+    program = ["train.py", "--checkpoint", "-m", "--", "x"]
+    given = {launching.VARIABLE: "checkpoint"}
+    assert launching.parse(arguments, given) == ({"swappers": True, "checkpoint": False}, False, program)
     assert launching.parse(["--checkpoint", "-m", "package.train"], {}).is_module
 
 
@@ -413,6 +417,33 @@ def test_a_script_runs_as_if_by_itself(
     assert sys.modules["beside"].results == [
         ("__main__", [str(program), "--lr", "1"], str(program.parent), expected, True)
     ]
+
+
+def test_a_script_behind_a_link_finds_what_is_beside_it(
+    deepspeed: Modules, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = program.parent / "elsewhere" / "link.py"
+    link.parent.mkdir()
+    link.symlink_to(program)
+    monkeypatch.setenv(launching.VARIABLE, "0")
+    monkeypatch.setattr(sys, "argv", ["-m", str(link)])
+    launching.main()
+    ((_, argv, path, *_),) = sys.modules["beside"].results
+    assert (argv, path) == ([str(link)], str(program.parent.resolve()))
+
+
+def test_a_safe_path_stays_as_it_is(deepspeed: Modules, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path[1:]])
+    before = list(sys.path)
+    elsewhere = program.parent / "elsewhere" / program.name
+    elsewhere.parent.mkdir()
+    program.rename(elsewhere)
+    safe = types.SimpleNamespace(safe_path=True)
+    monkeypatch.setattr(launching, "sys", types.SimpleNamespace(argv=["-m", str(elsewhere)], path=sys.path, flags=safe))
+    monkeypatch.setenv(launching.VARIABLE, "0")
+    launching.main()
+    assert sys.path == before
+    assert sys.modules["beside"].results[0][2] == str(program.parent)
 
 
 def test_a_module_runs_as_if_by_itself(

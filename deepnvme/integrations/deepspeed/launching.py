@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m deepnvme.integrations.deepspeed --swappers train.py ...
     deepspeed --module deepnvme.integrations.deepspeed --swappers train.py ...
 
-Without options, ``DEEPNVME_DEEPSPEED`` says what to enable: 1 the ops, or "swappers", "checkpoint", or both with a comma between;
-0 nothing, which is how to compare without changing the command.
+Without options, ``DEEPNVME_DEEPSPEED`` says what to enable: 1 the ops, or "swappers", "checkpoint", or both with a comma between.
+0 is nothing, whatever the options, which is how to compare without changing the command.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     parser = argparse.ArgumentParser(
         prog="python -m deepnvme.integrations.deepspeed",
         description="Run a program with DeepSpeed on deepnvme's ops.",
-        epilog=f"Without options {VARIABLE} counts: 0, 1, or names of options with commas between.",
+        epilog=f"Without options {VARIABLE} counts: 1, or names of options with commas between. 0 enables nothing.",
         allow_abbrev=False,
     )
     parser.add_argument("--swappers", action="store_true", help="deepnvme's swapper classes in ZeRO stage 3 too")
@@ -51,12 +51,13 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     program = list(parsed.program)
     if parsed.local_rank is not None:
         program.insert(1, f"--local_rank={parsed.local_rank}")
-    if parsed.swappers or parsed.checkpoint:
-        return Launch({"swappers": parsed.swappers, "checkpoint": parsed.checkpoint}, parsed.is_module, program)
     try:
-        return Launch(from_environment(environment), parsed.is_module, program)
+        enable = from_environment(environment)
     except ValueError as error:
         parser.error(str(error))
+    if enable is not None and (parsed.swappers or parsed.checkpoint):
+        enable = {"swappers": parsed.swappers, "checkpoint": parsed.checkpoint}
+    return Launch(enable, parsed.is_module, program)
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, bool] | None:
@@ -80,5 +81,6 @@ def main() -> None:
     if launch.is_module:
         runpy.run_module(launch.program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(launch.program[0]))
+        if not getattr(sys.flags, "safe_path", False):  # else what is first there is not the launcher's folder
+            sys.path[0] = os.path.dirname(os.path.realpath(launch.program[0]))
         runpy.run_path(launch.program[0], run_name="__main__")
