@@ -114,6 +114,15 @@ def test_what_was_enabled_stays_where_more_is_refused(deepspeed: Modules) -> Non
     )
 
 
+def test_what_was_enabled_stays_after_any_other_error(deepspeed: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    integration.enable(swappers=True)
+    monkeypatch.setattr(enabling.checkpoints, "replacements", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        integration.enable(swappers=True, checkpoint=True)
+    after = contents(deepspeed)
+    assert issubclass(after["deepspeed.runtime.zero.stage3.PipelinedOptimizerSwapper"], zero.PipelinedOptimizerSwapper)
+
+
 def test_where_the_op_cannot_be_built_all_stays_and_one_warning_says_so(
     deepspeed: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +381,10 @@ def test_options_before_the_program_count_and_those_after_it_are_its_own() -> No
     given = {launching.VARIABLE: "checkpoint"}
     assert launching.parse(arguments, given) == ({"swappers": True, "checkpoint": False}, False, program)
     assert launching.parse(["--checkpoint", "-m", "package.train"], {}).is_module
+
+
+def test_two_dashes_end_the_options() -> None:
+    assert launching.parse(["--swappers", "--", "train.py", "--", "x"], {}).program == ["train.py", "--", "x"]
 
 
 def test_deepspeeds_launcher_may_put_a_rank_before_the_program() -> None:

@@ -60,9 +60,11 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
         undo_all(_set)
         try:
             _put(options)
-        except UnknownShape as error:
+        except BaseException as error:
             if before is not None:
                 _put(before)
+            if not isinstance(error, UnknownShape):
+                raise
             raise RuntimeError(
                 f"DeepSpeed {version} is not what deepnvme.integrations.deepspeed was made for: {error}; nothing was changed"
             ) from error

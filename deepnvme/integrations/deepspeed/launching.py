@@ -46,9 +46,9 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
     parsed = parser.parse_args(arguments)
-    if not parsed.program:
+    program = parsed.program[1:] if parsed.program[:1] == ["--"] else list(parsed.program)
+    if not program:
         parser.error("there is no program to run")
-    program = list(parsed.program)
     if parsed.local_rank is not None:
         program.insert(1, f"--local_rank={parsed.local_rank}")
     try:
