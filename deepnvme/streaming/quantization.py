@@ -152,12 +152,7 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
     """
     on_host, elsewhere = [], []
     for scheme, source, out in weights:
-        layout = Layout.of(scheme, out.shape)
-        if out.dtype not in _TYPES:
-            raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
-        if source.device != out.device or not out.is_contiguous():
-            raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
-        _check_bytes(layout, source)
+        layout = _checked(scheme, source, out)
         if out.device.type == "cpu":
             on_host.append(_described(layout, out, source))
         else:
@@ -170,8 +165,9 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
 
 def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
     """:func:`dequantize` of one whose bytes are in the way of its values: ``out`` begins before ``source``, by
-    ``Layout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost."""
-    layout = Layout.of(scheme, out.shape)
+    ``Layout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost. Raises as that
+    does; the distance is not looked at."""
+    layout = _checked(scheme, source, out)
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
     scales = source[: layout.scales_nbytes].clone()
@@ -208,6 +204,16 @@ def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
     last = codes[:, whole:]
     parts = (torch.cat((packed & 15, packed >> 4), dim=-1).view(len(codes), -1) for packed in (groups, last))
     return torch.cat(tuple(parts), dim=1)[:, :columns]
+
+
+def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> Layout:
+    layout = Layout.of(scheme, out.shape)
+    if out.dtype not in _TYPES:
+        raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
+    if source.device != out.device or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
+    _check_bytes(layout, source)
+    return layout
 
 
 def _check_bytes(layout: Layout, tensor: torch.Tensor, on_host: bool = False) -> None:

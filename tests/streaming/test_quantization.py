@@ -156,6 +156,8 @@ def test_bytes_and_weights_that_do_not_fit_each_other_are_refused(scheme: Scheme
     ):
         with pytest.raises(error, match=text):
             dequantize([(scheme, *wrong)])
+        with pytest.raises(error, match=text):
+            dequantize_over(scheme, *wrong)
     with pytest.raises(ValueError, match=rf"take {found.nbytes} bytes, got 3"):
         quantize(weight, scheme, found[:3])
     with pytest.raises(ValueError, match="quantised in host memory, got meta"):
