@@ -1,0 +1,87 @@
+"""Ctrl-C at any point where CPython looks for signals."""
+
+from __future__ import annotations
+
+import dis
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+World = TypeVar("World")
+
+_TESTS = str(Path(__file__).resolve().parents[2])
+_CALLS = frozenset(
+    dis.opmap[name]
+    for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD")
+    if name in dis.opmap
+)
+_JUMPS_BACK = frozenset(dis.opmap[name] for name in ("JUMP_BACKWARD", "JUMP_ABSOLUTE") if name in dis.opmap)
+_RESUME = dis.opmap.get("RESUME")
+
+
+class Interruption:
+    """Sends this process SIGINT at the n-th point, of the code run in the ``with`` block by this, the main, thread.
+
+    The points are those where the interpreter looks for signals: a function or generator begins or goes on, a call has returned, a
+    loop begins again. It is a real signal, so that code which has another handler meanwhile is not interrupted. Code of the tests
+    is left out, and so is what ``skip`` names: prefixes of paths of source files.
+
+    With ``number`` 0 the points are only counted.
+    """
+
+    def __init__(self, number: int, skip: tuple[str, ...] = ()) -> None:
+        self._number = number
+        self._skip = (_TESTS, "<frozen importlib", *skip)
+        self._before: dict[FrameType, int] = {}
+        self.passed = 0
+        self.where = ""
+        """The point at which the signal was sent; empty if the block ended first."""
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._before.clear()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename.startswith(self._skip):
+            return None
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            # A generator that is thrown an exception is not at its RESUME, and looks for no signal.
+            if frame.f_lasti < 0 or _RESUME is None or code.co_code[frame.f_lasti] == _RESUME:
+                self._point(frame)
+        elif event == "opcode":
+            now = code.co_code[frame.f_lasti]
+            if now in _JUMPS_BACK or self._before.get(frame) in _CALLS:
+                self._point(frame)
+            self._before[frame] = now
+        elif event == "return":
+            self._before.pop(frame, None)
+        return self._trace
+
+    def _point(self, frame: FrameType) -> None:
+        self.passed += 1
+        if self.passed == self._number:
+            sys.settrace(None)
+            self._before.clear()
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(number: int, operation: Callable[[], object], skip: tuple[str, ...] = ()) -> Interruption:
+    """Run ``operation`` with Ctrl-C at its n-th point. KeyboardInterrupt ends here; other exceptions go on."""
+    interruption = Interruption(number, skip)
+    try:
+        with interruption:
+            operation()
+    except KeyboardInterrupt:
+        if not interruption.where:
+            raise  # it is somebody's who wants the tests to end
+    return interruption
