@@ -3,6 +3,7 @@
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
+# make torture HOURS=1 SEED=1   attacks: faults of drives, kills, power cuts, interrupts, damage; a table of tries and failures
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
 # make clean      remove what the above made here
 #
@@ -14,11 +15,13 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0 numpy
 DEEPSPEED ?= deepspeed==0.19.8
 DIR ?= .
+HOURS ?= 1
+SEED ?= 1
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-deepspeed lint sanitize gpu-check clean
+.PHONY: demo test test-deepspeed lint sanitize torture gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -39,6 +42,9 @@ lint: $(VENV)/installed-for-tests
 
 sanitize:
 	bash tests/native/run_sanitizers.sh
+
+torture: $(VENV)/installed-for-tests
+	$(python) -m tests.faults.torture --hours $(HOURS) --seed $(SEED) --dir $(DIR)
 
 # Without a GPU it ends before anything is downloaded.
 gpu-check:

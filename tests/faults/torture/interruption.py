@@ -25,9 +25,9 @@ _RESUME = dis.opmap.get("RESUME")
 class Interruption:
     """Sends this process SIGINT at the n-th point, of the code run in the ``with`` block by this, the main, thread.
 
-    The points are those where the interpreter looks for signals: a function or generator begins or goes on, a call has returned, a
-    loop begins again. It is a real signal, so that code which has another handler meanwhile is not interrupted. Code of the tests
-    is left out, and so is what ``skip`` names: prefixes of paths of source files.
+    The points are those where the interpreter looks for signals: a function or generator begins or goes on, a call has
+    returned, a loop begins again. It is a real signal, so that code which has another handler meanwhile is not interrupted.
+    Code of the tests is left out, and so is what ``skip`` names: prefixes of paths of source files.
 
     With ``number`` 0 the points are only counted.
     """

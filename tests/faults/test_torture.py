@@ -1,0 +1,64 @@
+"""The attacks of tests/faults/torture, a few tries of each; and that the program which counts them sees what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .torture.__main__ import table
+from .torture.interruption import interrupted
+from .torture.one_part import part_named
+from .torture.running import all_parts, run_part
+
+SEED = 1
+
+
+@pytest.mark.parametrize("part", all_parts())
+def test_a_few_tries(part: str, drive: Path) -> None:
+    outcome = run_part(part, drive, SEED, tries=part_named(part).SHORT)
+    if outcome.skipped is not None:
+        pytest.skip(outcome.skipped)
+    assert not outcome.failures, "\n".join(outcome.reports)
+    assert outcome.tries == part_named(part).SHORT
+
+
+@pytest.mark.parametrize(
+    ("control", "failures"),
+    [("wrong", {"wrong": 1}), ("hangs", {"hung": 1}), ("crashes", {"crashed": 1}), ("leaks", {"leaked": 2}), ("skipped", {})],
+)
+def test_what_goes_wrong_is_counted(control: str, failures: dict[str, int], drive: Path) -> None:
+    outcome = run_part(f"controls.{control}", drive, SEED, tries=4 if control == "leaks" else 3)
+    assert dict(outcome.failures) == failures
+    assert outcome.skipped == ("needs what there is not" if control == "skipped" else None)
+    assert all("--seed 1 --first" in report for report in outcome.reports)
+    assert ("skipped: needs" if control == "skipped" else control) in table([outcome])
+
+
+def test_the_table_of_a_failure_ends_the_program_with_1(drive: Path) -> None:
+    words = [sys.executable, "-m", "tests.faults.torture", "--part", "controls.wrong", "--tries", "3", "--dir", str(drive)]
+    ended = subprocess.run(words, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert "on purpose" in ended.stdout
+    assert list(drive.iterdir()) == []
+
+
+def test_an_interruption_comes_at_each_point_once() -> None:
+    def count(limit: int, seen: list[int]) -> None:
+        for number in map(int, range(limit)):
+            seen.append(number)
+
+    outside = {"count": count}
+    exec("def operation(seen):\n    for n in range(5):\n        seen.append(n)\n    len(seen)\n", outside)  # no code of the tests
+    points = interrupted(0, lambda: outside["operation"]([])).passed
+    assert points >= 1 + 5 + 1  # its begin, and each call
+    lengths = []
+    for number in range(1, points + 1):
+        seen: list[int] = []
+        assert interrupted(number, lambda seen=seen: outside["operation"](seen)).where
+        lengths.append(len(seen))
+    assert lengths == sorted(lengths)
+    assert set(lengths) == set(range(6))
+    assert not interrupted(points + 1, lambda: outside["operation"]([])).where
