@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deepnvme._available_memory import available_memory
 from deepnvme._page import PAGE
 
-from .chunks import Chunk, Chunks, nobody
+from .chunks import Chunk, Chunks, Claim, Holder
 from .extents import padded
 from .lease import Ending, Lease
 
@@ -32,8 +31,9 @@ _LINGER_SECONDS = 1.0
 """How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
-_LOOK_SECONDS = 1.0
-"""How often a waiting thread looks whether those it waits for still live: nobody says so when they end."""
+_LOOK_SECONDS = 0.01
+"""How often a waiting thread looks by itself: nobody says so when a tensor goes that was kept beyond its lease, when a thread
+that has leased ends, or when one was interrupted that was about to say so."""
 
 
 class OutOfBuffers(MemoryError):
@@ -62,13 +62,14 @@ class _Lingering:
 class _Waiter:
     """A thread's place in the queue."""
 
-    __slots__ = ("kept", "nbytes", "thread", "wake")
+    __slots__ = ("kept", "left", "nbytes", "thread", "wake")
 
     def __init__(self, nbytes: int, thread: threading.Thread, kept: frozenset[object]) -> None:
         self.nbytes = nbytes
         self.thread = thread
         self.kept = kept
         """Chunks that are not given back while it waits, whichever thread leased them."""
+        self.left = False
         # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -91,13 +92,18 @@ class BufferPool:
     # lock: it is noted in _awaited and _ended, each in one step of the interpreter, and whoever waits is woken. All else is
     # changed with the lock held, by threads that want something; they begin with _settle, which asks the futures, and
     # _take_back.
+    #
+    # Ctrl-C may end any of this anywhere, and nothing stays in use by that. Whoever chooses a chunk has a claim before, which is
+    # given up by any exception. The claim passes to the view by one assignment, when the lease is made; that the last tensor over
+    # it has gone is noted by the interpreter itself, in a callback that is no Python code. Entries of _ended and _awaited go when
+    # they have been dealt with, so that what was interrupted is done again.
 
     def __init__(self, budget: int | None = None) -> None:
         self._chunks = Chunks(available_memory() // 2 if budget is None else _natural(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
         self._awaited: dict[Chunk, Ending] = {}  # of those lent
-        self._ended: deque[Chunk] = deque()  # to be looked at: nothing awaited any more, or no view left
+        self._ended: deque[Any] = deque()  # holders of chunks to be looked at: nothing awaited any more, or no view left
         self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
 
     @property
@@ -162,28 +168,35 @@ class BufferPool:
         if nbytes == 0:
             return Lease(_no_bytes(), _forget)
         size = padded(nbytes, PAGE)
-        with self._lock:
-            self._take_back()
-            if self._waiting or not self._chunks.fits(size):
-                return None
-            chunk = self._chunks.lend(size)
-        return self._lend(chunk, nbytes)
+        claim = Claim()
+        try:
+            with self._lock:
+                self._take_back()
+                if self._queue() or not self._chunks.fits(size):
+                    return None
+                chunk = self._chunks.lend(size, claim)
+            return self._lend(chunk, nbytes)
+        except BaseException:
+            self._give_up(claim)
+            raise
 
     def _wait(self, nbytes: int, timeout: float | None, keeping: Iterable[Lease]) -> Lease:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
         waiter = _Waiter(padded(nbytes, PAGE), threading.current_thread(), kept)
-        with self._lock:
-            self._waiting += (waiter,)
+        claim = Claim()
         try:
+            with self._lock:
+                self._waiting += (waiter,)
             while True:
                 self._settle()
                 with self._lock:
                     self._take_back()
                     following = self._following()
                     if following is waiter:
-                        chunk = self._chunks.lend(waiter.nbytes)
-                        self._leave(waiter)  # at once: a thread that has memory does not wait
+                        chunk = self._chunks.lend(waiter.nbytes, claim)
+                        waiter.left = True  # at once: a thread that has memory does not wait
+                        self._queue()
                         break
                     if waiter.nbytes > self._chunks.budget:
                         raise OutOfBuffers(self._shortage(nbytes))
@@ -197,27 +210,28 @@ class BufferPool:
                     following.wake.put(None)  # that this one waits may have made it that one's turn
                 with contextlib.suppress(queue.Empty):
                     waiter.wake.get(timeout=pause)
-        finally:
-            with self._lock:
-                self._leave(waiter)
             self._wake()
-        return self._lend(chunk, nbytes)
+            return self._lend(chunk, nbytes)
+        except BaseException:
+            waiter.left = True
+            self._give_up(claim)
+            with self._lock:
+                self._queue()
+            raise
 
     def _lend(self, chunk: Chunk, nbytes: int) -> Lease:
         import torch
 
-        try:
-            if chunk.memory is None:
-                chunk.memory = self._pin(chunk.nbytes)
-            view = memoryview(chunk.memory)
-            with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
-                buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
-            holder = chunk.holder = weakref.ref(view, lambda _: self._end(chunk))
-            return Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
-        except BaseException:
-            chunk.holder = nobody
-            self._end(chunk)
-            raise
+        if chunk.memory is None:
+            chunk.memory = self._pin(chunk.nbytes)
+        view = memoryview(chunk.memory)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
+        holder = Holder(view, self._ended.append)
+        holder.chunk = chunk
+        lease = Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
+        chunk.holder = holder  # in place of the claim; nothing is called from here on that could be interrupted
+        return lease
 
     def _pin(self, nbytes: int) -> Any:
         try:
@@ -246,8 +260,8 @@ class BufferPool:
                 if chunk.holder() is not None and not isinstance(after, _Lingering):
                     self._awaited[chunk] = _Lingering(chunk.holder)
                 else:
+                    self._ended.append(chunk.holder)
                     del self._awaited[chunk]
-                    self._ended.append(chunk)
         return bool(ended)
 
     # Without the lock, from anywhere.
@@ -256,12 +270,13 @@ class BufferPool:
         """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
         if after is not None:
             self._awaited[chunk] = after
-        elif holder() is not None:
+        elif chunk.holder is holder and holder() is not None:
             self._awaited.setdefault(chunk, _Lingering(holder))
         self._wake()
 
-    def _end(self, chunk: Chunk) -> None:
-        self._ended.append(chunk)
+    def _give_up(self, claim: Claim) -> None:
+        claim.given_up = True
+        self._ended.append(claim)
         self._wake()
 
     def _wake(self) -> None:
@@ -273,20 +288,23 @@ class BufferPool:
     def _take_back(self) -> None:
         """Let what has ended be free."""
         while self._ended:
-            chunk = self._ended.popleft()
-            if chunk.holder() is not None or chunk in self._awaited or chunk not in self._chunks.lent:
-                continue  # it is still to end otherwise, or has before, and may have been lent again
-            self._chunks.take_back(chunk)
+            holder = self._ended[0]
+            chunk = getattr(holder, "chunk", None)  # it may have been given up before it had one
+            if chunk in self._chunks.lent and chunk.holder is holder and holder() is None and chunk not in self._awaited:
+                self._chunks.take_back(chunk)
+            self._ended.popleft()  # otherwise it is still to end, or has before, and may have been lent again
 
-    def _leave(self, waiter: _Waiter) -> None:
-        self._waiting = tuple(other for other in self._waiting if other is not waiter)
+    def _queue(self) -> tuple[_Waiter, ...]:
+        if any(waiter.left for waiter in self._waiting):
+            self._waiting = tuple(waiter for waiter in self._waiting if not waiter.left)
+        return self._waiting
 
     def _stuck(self) -> bool:
         """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
         if self._awaited or not all(chunk.holder() for chunk in self._chunks.lent):
             return False
-        waiting = {waiter.thread for waiter in self._waiting}
-        kept = {chunk for waiter in self._waiting for chunk in waiter.kept}
+        waiting = {waiter.thread for waiter in self._queue()}
+        kept = {chunk for waiter in self._queue() for chunk in waiter.kept}
         owners = {chunk.owner for chunk in self._chunks.lent if chunk not in kept} - waiting
         if any(owner is not None and owner.is_alive() for owner in owners):
             return False
@@ -294,7 +312,7 @@ class BufferPool:
 
     def _following(self) -> _Waiter | None:
         """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
-        candidates = self._waiting if self._stuck() else self._waiting[:1]
+        candidates = self._queue() if self._stuck() else self._queue()[:1]
         return next((waiter for waiter in candidates if self._chunks.fits(waiter.nbytes)), None)
 
     def _shortage(self, nbytes: int, circumstances: str = "") -> str:

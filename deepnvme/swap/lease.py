@@ -39,10 +39,10 @@ class Lease:
     """As asked for."""
 
     def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None], chunk: object = None) -> None:
-        self.nbytes = buffer.nbytes
-        self._chunk = chunk  # by which its pool knows it
         self._buffer: torch.Tensor | None = buffer
         self._give_back = give_back
+        self._chunk = chunk  # by which its pool knows it
+        self.nbytes = buffer.nbytes
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -78,7 +78,8 @@ class Lease:
             self._give_back(None)
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_give_back"):  # its making was not interrupted before
+            self.release()
 
     def __enter__(self) -> Lease:
         return self
