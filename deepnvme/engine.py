@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -265,3 +265,14 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def without_python(start: Callable[..., Future]) -> Callable[..., Future]:
+    """What an engine's ``read`` or ``write`` calls, which is no Python code; anything else as it is.
+
+    A function of the interpreter can call it, and keep the future at once: Ctrl-C cannot come in between.
+    """
+    if getattr(start, "__func__", None) not in (Engine.read, Engine.write):
+        return start
+    native: Callable[..., Future] = getattr(start.__self__._native, start.__name__)  # type: ignore[attr-defined]
+    return native

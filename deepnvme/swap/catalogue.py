@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .contents import Entry, Version
+from .data_file import DataFile
 from .futures import Failure, Operation
 from .manifest import Stored
 from .space import Parts, Space
@@ -21,20 +22,27 @@ class Catalogue:
 
     Where tensors persist, a put writes to new space, and what was there before stays until it has ended well; and what the last
     commit refers to, until the next.
+
+    Ctrl-C may end any method anywhere. Each thing is changed in one step of the interpreter, in an order in which what was begun
+    is gone on with, or undone, when the operation that it belongs to is settled; the space follows (:class:`Space`).
     """
 
-    def __init__(self, space: Space, persist: bool) -> None:
+    def __init__(self, files: Sequence[DataFile], persist: bool) -> None:
         self.entries: dict[str, Entry] = {}
-        self._space = space
+        self.space = Space(files, self._held)
         self._persist = persist
-        self._retired: list[Parts] = []  # not the names' any more, but the last commit's
+        self._referred: frozenset[Version] = frozenset()  # what a manifest on the drive may refer to, named here or not any more
 
     def restore(self, name: str, stored: Stored) -> None:
         """Take a name over from a manifest. Raises ValueError for what cannot be."""
         entry = Entry(name)
         entry.version = Version.restored(stored)
-        self._space.take(entry.version.parts)
+        self.space.take(entry.version.parts)
         self.entries[name] = entry
+
+    def restored(self) -> None:
+        """All names have been taken over."""
+        self._referred = frozenset(self.snapshot().values())
 
     def entry(self, name: str) -> Entry:
         """Raises KeyError."""
@@ -66,90 +74,123 @@ class Catalogue:
     def remove(self, name: str) -> int:
         """Return the bytes that it had. Raises KeyError."""
         version = self.entry(name).newest
+        self.space.change()
         del self.entries[name]
         self._release(version)
+        self.space.changed()
         return version.info.nbytes
 
     # Putting.
 
-    def plan(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], checksums: Sequence[tuple[int, ...] | None]
+    def begin_put(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        checksums: Sequence[tuple[int, ...] | None],
+        operation: Operation,
     ) -> tuple[list[Entry], list[Version]]:
-        """What the names would hold: in place where that can be, else in new space. Raises OSError, and has taken none then."""
+        """What the names are to hold: in place where that can be, else in new space. Raises OSError, and nothing changes then.
+
+        Where it is interrupted, :meth:`end_put` undoes what there is of it.
+        """
         entries = [self.entries.get(name) or Entry(name) for name in names]
-        versions: list[Version | None] = []
+        found: list[Version | None] = []
         wanted = []
         for entry, tensor, sums in zip(entries, tensors, checksums, strict=True):
             size = tensor.nbytes
             old = None if self._persist else entry.version
             if old is None or old.info.nbytes != size:
-                versions.append(None)
+                found.append(None)
                 wanted.append(size)
                 continue
             shape, dtype, _, _ = old.info
             same = sums is None and dtype == tensor.dtype and shape == tensor.shape
-            versions.append(old if same else Version(tensor.shape, tensor.dtype, size, old.parts, sums))
-        places = iter(self._space.allocate(wanted))
-        planned = [
+            found.append(old if same else Version(tensor.shape, tensor.dtype, size, old.parts, sums))
+        self.space.change()
+        try:
+            places = iter(self.space.allocate(wanted))
+        except OSError:
+            self.space.mend()
+            raise
+        versions = [
             version or Version(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
-            for version, tensor, sums in zip(versions, tensors, checksums, strict=True)
+            for version, tensor, sums in zip(found, tensors, checksums, strict=True)
         ]
-        return entries, planned
-
-    def begin_put(self, entries: Sequence[Entry], versions: Sequence[Version], operation: Operation) -> None:
-        """Have what was planned be under way."""
+        operation.subjects = entries
         for entry, version in zip(entries, versions, strict=True):
-            self.entries[entry.name] = entry
             entry.put = operation
-            entry.damage = None
             if self._persist:
                 entry.coming = version
+                self.entries[entry.name] = entry
                 continue
-            if entry.version is not None and entry.version.parts is not version.parts:
-                self._release(entry.version)
-            entry.version = version
+            entry.damage = None
+            old, entry.version = entry.version, version
+            self.entries[entry.name] = entry
+            if old is not None and old.parts is not version.parts:
+                self._release(old)
+        self.space.changed()
+        return entries, versions
 
-    def end_put(self, entries: Sequence[Entry], failures: Sequence[Failure]) -> None:
-        """``failures``: each with the entries that it is for."""
-        failed = {entry: error for error, subjects in reversed(failures) for entry in subjects}
+    def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
+        """``failures``: each with the entries that it is for. Called again where it was interrupted."""
+        failed: dict[Entry, OSError] = {entry: error for error, subjects in reversed(failures) for entry in subjects}
+        subjects: Sequence[Entry] = operation.subjects
+        entries = [entry for entry in subjects if entry.put is operation and entry is self.entries.get(entry.name)]
         if not self._persist:
-            for entry, error in failed.items():
-                entry.damage = error
+            for entry in entries if failed else ():
+                entry.damage = failed.get(entry)
             return
+        self.space.change()
         for entry in entries:
-            coming, entry.coming = entry.coming, None
-            old = entry.version
+            coming, old = entry.coming, entry.version
             if coming is None:
                 continue
             if entry not in failed:
                 entry.version = coming
-                if old is not None:
+                entry.coming = None
+                if old is not None and old is not coming:
                     self._release(old)
                 continue
-            self._release(coming)
             if old is None:
                 del self.entries[entry.name]
+            else:
+                entry.coming = None
+            self._release(coming)
+        self.space.changed()
 
     # Committing.
 
-    def commit(self) -> dict[str, Stored]:
-        """What a manifest is to say, which from here on may refer to it."""
-        versions = {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
-        for version in versions.values():
-            version.committed = True
-        return {name: version.stored() for name, version in versions.items()}
+    def snapshot(self) -> dict[str, Version]:
+        """What the names hold, without what is under way."""
+        return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
-    def committed(self) -> None:
-        """The manifest says so: what it said before can go."""
-        for parts in self._retired:
-            self._space.give_back(parts)
-        self._retired.clear()
+    def refer(self, versions: Mapping[str, Version]) -> None:
+        """From here on a manifest may refer to these, too."""
+        self._referred = self._referred.union(versions.values())
+
+    def committed(self, versions: Mapping[str, Version]) -> None:
+        """The manifest says just these: what it said before can go."""
+        referred = frozenset(versions.values())
+        gone = self._referred - referred
+        self.space.change()
+        self._referred = referred
+        for version in gone:
+            self.space.give_back(version.parts)
+        self.space.changed()
 
     def _release(self, version: Version) -> None:
-        if version.committed:
-            self._retired.append(version.parts)
-        else:
-            self._space.give_back(version.parts)
+        """Within a change of the space."""
+        if version not in self._referred:
+            self.space.give_back(version.parts)
+
+    def _held(self) -> Iterator[Parts]:
+        for entry in self.entries.values():
+            if entry.version is not None:
+                yield entry.version.parts
+            if entry.coming is not None:
+                yield entry.coming.parts
+        for version in self._referred:
+            yield version.parts
 
 
 def note_gets(entries: Sequence[Entry], operation: Operation) -> None:

@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 class Version:
     """What was put under a name once."""
 
-    __slots__ = ("checksums", "committed", "info", "parts")
+    __slots__ = ("checksums", "info", "parts")
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, nbytes: int, parts: Parts, checksums: tuple[int, ...] | None
@@ -44,8 +44,6 @@ class Version:
         self.parts = parts
         self.checksums = checksums
         """After each part."""
-        self.committed = False
-        """Whether a manifest on the drive may refer to it."""
 
     def verify(self, name: str, tensor: torch.Tensor, paths: Sequence[Path]) -> None:
         """Raise CorruptTensor if the tensor, as it was read, does not have the checksums. ``paths``: of the store's files."""
@@ -71,9 +69,7 @@ class Version:
         parts = tuple(Part(*part) for part in stored.parts)
         if sum(part.nbytes for part in parts) != nbytes:
             raise ValueError(f"{parts} are not the {nbytes} bytes of {stored.dtype} {stored.shape}")
-        version = cls(stored.shape, dtype, nbytes, parts, stored.checksums)
-        version.committed = True
-        return version
+        return cls(stored.shape, dtype, nbytes, parts, stored.checksums)
 
 
 class Entry:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
-import weakref
 from pathlib import Path
 
 from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 
 from .extents import Extents, padded
-from .owner import StoreLocked, lock, locked
+from .owner import Inherited, StoreLocked, lock, locked, naming
 
 DATA_NAME = "deepnvme-store.data"
 _SMALLEST_STEP = 16 << 20
@@ -35,20 +35,20 @@ class DataFile:
         self.path = directory / DATA_NAME
         self.weight = weight
         self.extents = Extents()
-        self._descriptor = os.open(self.path, os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT), 0o666)
+        self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this
         try:
+            _inherited.note(self)
             self._lock(read_only)
-            self.capacity = os.fstat(self._descriptor).st_size
+            self.capacity = os.fstat(self.descriptor).st_size
             self.file: File = engine.open(str(self.path), "r" if read_only else "rw")
         except BaseException:
-            os.close(self._descriptor)
+            self._file.close()
             raise
-        _files.add(self)
 
     @property
     def descriptor(self) -> int:
         """For mappings, which work after the file has lost its name, too."""
-        return self._descriptor
+        return self._file.fileno()
 
     def grow_to(self, size: int) -> None:
         """Have ``size`` bytes preallocated, or more. Raises OSError (ENOSPC) and leaves the file as it was."""
@@ -63,41 +63,43 @@ class DataFile:
     def allocate(self, size: int) -> None:
         """Have ``size`` bytes preallocated, which is more than there are. Raises OSError, and leaves the file as it was then."""
         remedy = "make room, or give this directory a smaller weight or another disk"
-        preallocate(self._descriptor, self.capacity, size, str(self.directory), remedy)
+        preallocate(self.descriptor, self.capacity, size, str(self.directory), remedy)
         self.capacity = size
 
     def trim(self, size: int) -> None:
         """Give back what lies past ``size`` bytes."""
         if size < self.capacity:
-            os.ftruncate(self._descriptor, size)
+            with naming(self.path):
+                os.ftruncate(self.descriptor, size)
             self.capacity = size
 
     def free(self) -> int:
         """Bytes that the file system has left for this user."""
-        return free_bytes(self._descriptor)
+        return free_bytes(self.descriptor)
 
     def remove(self) -> None:
         """Unlink it, unless something else has its path by now. Transfers under way go on, into a file without a name."""
+        if self._file.closed:
+            return
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+            if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Raises OSError, and is closed then, too."""
         self.file.close()
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
-        self.leave_to_parent()
+        if not self._file.closed:
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+        with naming(self.path):
+            self._file.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close what it inherited, or the lock would outlive the parent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def _lock(self, read_only: bool) -> None:
         try:
-            lock(self._descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
+            lock(self.descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
         except BlockingIOError:
             if read_only:
                 raise locked(self.directory) from None
@@ -105,15 +107,7 @@ class DataFile:
             raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
 
 
-_files: weakref.WeakSet[DataFile] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    for file in list(_files):
-        file.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+_inherited = Inherited()
 
 
 def remove(directory: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
-import threading
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deepnvme.engine import Engine
@@ -51,8 +51,9 @@ class Directories:
     def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
         self._owners: list[Ownership] = []
         self.files: list[DataFile] = []
-        self._published = threading.Event()  # a flag that the finalizer can see
-        self.leave = weakref.finalize(self, _leave, os.getpid(), self._published, self._owners, self.files)
+        self._published: list[bool] = []  # empty until a manifest is
+        self._leaving = os.getpid(), self._published, self._owners, self.files
+        self._finalizer = weakref.finalize(self, _leave, *self._leaving)
         try:
             self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
@@ -62,11 +63,26 @@ class Directories:
             self.leave()
             raise
 
+    @property
+    def left(self) -> bool:
+        """Whether :meth:`leave` has done everything."""
+        return not self._finalizer.alive
+
+    def leave(self) -> None:
+        """Close and unlock everything; remove what was not published. Idempotent, also where it was interrupted.
+
+        Raises the first OSError from closing, when all is done.
+        """
+        errors = _leave(*self._leaving)
+        self._finalizer.detach()
+        if errors:
+            raise errors[0]
+
     def publish(self, tensors: Mapping[str, Stored]) -> None:
         """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
         for owner in self._owners:
             owner.check()
-        self._published.set()
+        self._published.append(True)
         manifest.publish(self._owners[0].directory, Manifest(self._identity, len(self._owners), tensors))
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
@@ -78,14 +94,14 @@ class Directories:
             self._owners.append(Ownership(directory))
         known = self._recognise(list(weights), persist)
         if known is not None:
-            self._published.set()
+            self._published.append(True)
         for owner in self._owners:
             self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
         return known
 
     def _find(self, weights: Mapping[Path, float], engine: Engine) -> Manifest:
         """The manifest is looked at when all files are locked: nobody replaces it any more."""
-        self._published.set()
+        self._published.append(True)
         for directory, weight in weights.items():
             try:
                 self.files.append(DataFile(directory, engine, weight, read_only=True))
@@ -117,16 +133,29 @@ class Directories:
             manifest.join(owner.directory, Membership(self._identity, index, first))
 
 
-def _leave(process: int, published: threading.Event, owners: Sequence[Ownership], files: Sequence[DataFile]) -> None:
-    """Close and unlock everything; remove what was not published. Nothing in a forked child: all is the parent's there."""
+def _leave(process: int, published: list[bool], owners: Sequence[Ownership], files: Sequence[DataFile]) -> list[OSError]:
+    """Return the errors of what could not be closed properly. Nothing in a forked child: all is the parent's there."""
+    errors: list[OSError] = []
     if os.getpid() != process:
-        return
+        return errors
     for owner, file in zip(owners, files, strict=False):  # as many, unless taking them failed half-way
-        if not published.is_set():
+        if not published:
             file.remove()
             if owner.intact():
-                manifest.remove(file.directory)
+                with _noted(errors):
+                    manifest.remove(file.directory)
     for file in files:
-        file.close()
+        with _noted(errors):
+            file.close()
     for owner in reversed(owners):
-        owner.release()
+        with _noted(errors):
+            owner.release()
+    return errors
+
+
+@contextlib.contextmanager
+def _noted(errors: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from deepnvme.engine import Future
@@ -13,38 +14,54 @@ Result = TypeVar("Result")
 Further = TypeVar("Further")
 Failure = tuple[OSError, Sequence[Any]]
 """An error, and whose transfers it has ended."""
+_POLL_SECONDS = 0.001
 
 
 class Operation:
     """The transfers of one call, each for some of its tensors, and what has to be done when all have ended.
 
-    ``finish`` is called once, by whoever looks first, with the errors and what each was for; ``lock``, the store's, is held.
-    No thread waits behind.
+    Whoever begins one holds ``starting`` until all transfers are started, and sets ``complete`` then. Ctrl-C and other exceptions
+    may come anywhere before: an operation that is not complete when ``starting`` is free has failed for all its tensors.
+
+    ``finish`` is called by whoever looks first, with the errors and what each was for; ``lock``, the store's, is held. It is
+    called again where it was interrupted. No thread waits behind.
     """
 
     def __init__(self, lock: threading.RLock, finish: Callable[[Operation, list[Failure]], None]) -> None:
+        self.starting = threading.Lock()
+        self._starter = threading.get_ident()
         self._lock = lock
         self._finish: Callable[[Operation, list[Failure]], None] | None = finish
         self._transfers: list[tuple[Future, Sequence[Any]]] = []
-        self._failures: list[Failure] = []
-        self.settled = False
+        self.complete = False
+        self.reason: OSError | None = None
+        """Why it is not complete, if that was an error of the system."""
+        self.subjects: Sequence[Any] = ()
+        """What a failure to start everything is to name."""
         self.error: OSError | None = None
         """The first, once settled."""
         self.seen = False
         """Whether the error has been raised to somebody."""
 
-    def add(self, transfer: Future, tensors: Sequence[Any]) -> None:
-        """``tensors``: whose bytes it moves."""
-        self._transfers.append((transfer, tensors))
+    @property
+    def settled(self) -> bool:
+        return self._finish is None
 
-    def fail(self, error: OSError, tensors: Sequence[Any]) -> None:
-        """Note a transfer that could not even be started."""
-        self._failures.append((error, tensors))
+    def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
+        """Start a transfer from each row of the columns, and return them. ``subjects``: whose bytes each moves.
+
+        Where ``start`` is no Python code, each is noted as soon as it is started: there is no moment for Ctrl-C between the two.
+        """
+        before = len(self._transfers)
+        self._transfers.extend(zip(map(start, *columns), subjects, strict=False))
+        return [transfer for transfer, _ in self._transfers[before:]]
 
     def ended(self) -> bool:
         """Whether all transfers have. Never blocks."""
         if self.settled:
             return True
+        if not self.complete and self.starting.locked():
+            return False
         transfers = list(self._transfers)
         if not all(transfer.done() for transfer, _ in transfers):
             return False
@@ -53,9 +70,13 @@ class Operation:
         return True
 
     def settle(self, timeout: float | None = None) -> OSError | None:
-        """Wait until all transfers have ended, finish, and return the first error. TimeoutError after ``timeout`` seconds."""
+        """Wait until all transfers have ended, finish, and return the first error. TimeoutError after ``timeout`` seconds.
+
+        RuntimeError in the midst of starting it, as in a signal handler that uses the store.
+        """
         if not self.settled:
             deadline = None if timeout is None else time.monotonic() + timeout
+            self._wait_for_start(deadline)
             for transfer, _ in list(self._transfers):
                 transfer.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             with self._lock:
@@ -63,16 +84,31 @@ class Operation:
                     self._end()
         return self.error
 
+    def _wait_for_start(self, deadline: float | None) -> None:
+        while not self.complete and self.starting.locked():
+            if self._starter == threading.get_ident():
+                raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
+            if deadline is None:
+                with self.starting:  # released at once: nobody can be interrupted while holding it for nothing
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError("the transfers have not all been started")
+            time.sleep(_POLL_SECONDS)
+
     def _end(self) -> None:
+        failures: list[Failure] = []
+        if not self.complete:
+            failures.append((self.reason or OSError(errno.ECANCELED, "the call was interrupted"), self.subjects))
+            self.seen = True  # whoever made the call was told
         for transfer, tensors in self._transfers:
             error = transfer.exception()
             if error is not None:
-                self._failures.append((error, tensors))
-        self.error = self._failures[0][0] if self._failures else None
+                failures.append((error, tensors))
+        self.error = failures[0][0] if failures else None
         if self._finish is not None:
-            self._finish(self, self._failures)
-        self.settled = True
-        self._transfers, self._failures, self._finish = [], [], None  # which hold tensors
+            self._finish(self, failures)
+        self._finish = None
+        self._transfers, self.subjects = [], ()  # which hold tensors
 
 
 class StoreFuture(Generic[Result]):

@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .interrupts import held_back
+from .owner import naming
+
 MANIFEST_NAME = "deepnvme-store.json"
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
 _FORMAT = "deepnvme tensor store"
@@ -139,18 +142,24 @@ def _parsed(path: Path, line: bytes) -> dict[str, Any]:
 
 def _replace(path: Path, data: bytes) -> None:
     new = path.with_name(path.name + ".new")
+    with naming(path):
+        try:
+            with open(new, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            raise
     try:
-        with open(new, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)  # the name is the directory's data
-    finally:
-        os.close(directory)
+        with held_back():  # a descriptor that nobody knew of would stay open
+            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)  # the name is the directory's data
+            finally:
+                os.close(directory)
+    except OSError as error:
+        text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
+        raise OSError(error.errno, text, str(path)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 LOCK_NAME = "deepnvme-store.lock"
 _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has the lock
@@ -52,26 +54,42 @@ class Ownership:
         self.directory = directory
         self._pid = os.getpid()
         self._made: list[Path] = []
-        self._descriptor = -1
-        while self._descriptor < 0:
-            self._made += _make(directory)
+        self._file: io.FileIO | None = None  # which closes itself, so that no lock outlives this
+        self._locked = False
+        try:
+            while not self._locked:
+                self._made += _make(directory)
+                with contextlib.suppress(FileNotFoundError):  # the last owner had made the directory, and has removed it since
+                    self._take()
+        except BaseException:
+            self.release()
+            self._remove_made()
+            raise
+
+    def _take(self) -> None:
+        path = self.directory / LOCK_NAME
+        while not self._locked:
+            self._file = io.FileIO(path, "a+")
+            _inherited.note(self)
+            descriptor = self._file.fileno()
             try:
-                self._descriptor = _lock(directory)
-            except FileNotFoundError:  # the last owner had made the directory, and has removed it since
-                continue
-            except BaseException:
-                self._remove_made()
-                raise
-        _owners.add(self)
+                lock(descriptor, fcntl.LOCK_EX, path)
+            except BlockingIOError:
+                raise _locked(self.directory, descriptor) from None
+            self._locked = _is(descriptor, path)
+            if not self._locked:
+                self._file.close()  # its owner has just removed it
+        with naming(path):
+            _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
 
     @property
     def held(self) -> bool:
         """Whether it has been neither released nor left to the parent of this process."""
-        return self._descriptor >= 0 and os.getpid() == self._pid
+        return self._locked and self._file is not None and not self._file.closed and os.getpid() == self._pid
 
     def intact(self) -> bool:
         """Whether the lock is held, and the directory and the lock in it have been neither removed nor replaced."""
-        return self.held and _is(self._descriptor, self.directory / LOCK_NAME)
+        return self.held and self._file is not None and _is(self._file.fileno(), self.directory / LOCK_NAME)
 
     def check(self) -> None:
         """Raise FileNotFoundError unless intact."""
@@ -82,22 +100,22 @@ class Ownership:
 
     def release(self) -> None:
         """Give the lock back and remove it, and the directory if this made it and it is empty. Idempotent; nothing in a child."""
-        if not self.held:
+        if self._file is None or self._file.closed or os.getpid() != self._pid:
             return
-        # Unlinked while it is still held: whoever waits at the old file sees that it is not the directory's any more.
-        if self.intact():
-            with contextlib.suppress(OSError):
-                os.unlink(self.directory / LOCK_NAME)
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._remove_made()
+        if self._locked:
+            # Unlinked while it is still held: whoever waits at the old file sees that it is not the directory's any more.
+            if self.intact():
+                with contextlib.suppress(OSError):
+                    os.unlink(self.directory / LOCK_NAME)
+            self._remove_made()
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+        with naming(self.directory / LOCK_NAME):
+            self._file.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close what it inherited, or the lock would outlive the parent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
 
     def _remove_made(self) -> None:
         for directory in reversed(self._made):
@@ -105,15 +123,34 @@ class Ownership:
                 os.rmdir(directory)
 
 
-_owners: weakref.WeakSet[Ownership] = weakref.WeakSet()
+class Inherited:
+    """Objects with locks that a forked child is to close, or they would outlive its parent."""
+
+    def __init__(self) -> None:
+        self._alive: set[weakref.ref[Any]] = set()
+        os.register_at_fork(after_in_child=self._leave_all_to_parent)
+
+    def note(self, holder: Any) -> None:
+        """``holder`` has a method ``leave_to_parent``."""
+        self._alive.add(weakref.ref(holder, self._alive.discard))
+
+    def _leave_all_to_parent(self) -> None:
+        for reference in self._alive.copy():
+            holder = reference()
+            if holder is not None:
+                holder.leave_to_parent()
 
 
-def _leave_all_to_parent() -> None:
-    for owner in list(_owners):
-        owner.leave_to_parent()
+_inherited = Inherited()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a system call on a descriptor, or on a file that is to take this one's name, is raised as one of ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _make(directory: Path) -> list[Path]:
@@ -121,24 +158,6 @@ def _make(directory: Path) -> list[Path]:
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
-
-
-def _lock(directory: Path) -> int:
-    """The descriptor that holds the lock, which goes with it."""
-    path = directory / LOCK_NAME
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            try:
-                lock(descriptor, fcntl.LOCK_EX, path)
-            except BlockingIOError:
-                raise _locked(directory, descriptor) from None
-            if not _is(descriptor, path):
-                continue  # its owner has just removed it
-            _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
-            undo.pop_all()
-            return descriptor
 
 
 def lock(descriptor: int, kind: int, path: Path) -> None:

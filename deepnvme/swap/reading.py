@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from deepnvme.engine import Engine, File
+from deepnvme.engine import Engine, File, without_python
 
 from .contents import Entry, Version
 from .extents import padded
@@ -26,7 +26,7 @@ def read_into(
 ) -> None:
     """Start reading a tensor over ``target``, contiguous and of its size, and add the transfers to the operation."""
     for part, piece in pieces(version.parts, target):
-        operation.add(engine.read(piece, files[part.file], part.offset), (entry,))
+        operation.submit(without_python(engine.read), [piece], [files[part.file]], [part.offset], subjects=[(entry,)])
 
 
 def read_new(
@@ -47,7 +47,8 @@ def read_new(
         members = [whole[index] for index in run]
         first, last = versions[members[0]].parts[0], versions[members[-1]].parts[0]
         buffer = Buffer(last.offset + padded(last.nbytes) - first.offset)
-        operation.add(engine.read(buffer.memory, files[first.file], first.offset), [entries[index] for index in members])
+        subjects = [entries[index] for index in members]
+        operation.submit(without_python(engine.read), [buffer.memory], [files[first.file]], [first.offset], subjects=[subjects])
         runs.append((buffer, first.offset, members))
     for buffer, start, members in runs:  # while the drive is busy
         for index in members:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .data_file import DataFile
-from .extents import padded
+from .extents import Extents, padded
 from .striping import STRIPED_FROM, emptiest, shares
 
 _RUN = 4 << 20
@@ -27,11 +27,36 @@ Parts = tuple[Part, ...]
 
 
 class Space:
-    """Not thread-safe."""
+    """Not thread-safe.
 
-    def __init__(self, files: Sequence[DataFile]) -> None:
+    What is taken follows from ``held``, which says what somebody holds; the extents are only a faster way to know. Whoever
+    changes both calls :meth:`change` before and :meth:`changed` after. Where Ctrl-C or another exception came in between, the
+    extents are made anew from what is held then, so that no byte is taken twice, and none stays taken.
+    """
+
+    def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
         self.files = files
         self._weights = [file.weight for file in files]
+        self._held = held
+        self._changing = False
+
+    def change(self) -> None:
+        self.mend()
+        self._changing = True
+
+    def changed(self) -> None:
+        self._changing = False
+
+    def mend(self) -> None:
+        """Have the extents be what they were to be, if a change of them was interrupted."""
+        if not self._changing:
+            return
+        extents = [Extents() for _ in self.files]
+        for part in sorted({part for parts in self._held() for part in parts}):
+            extents[part.file].take_at(part.offset, padded(part.nbytes))
+        for file, known in zip(self.files, extents, strict=True):
+            file.extents = known
+        self._changing = False
 
     def lengths(self, nbytes: int) -> list[int]:
         """Of the parts that a new tensor would have."""
@@ -40,27 +65,22 @@ class Space:
         return [nbytes] if nbytes else []
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
-        """Parts for a new tensor of each size, neighbours where possible. Raises OSError (ENOSPC), and has taken nothing then."""
+        """Parts for a new tensor of each size, neighbours where possible. Raises OSError (ENOSPC). Within a change."""
         placed: list[Parts] = [()] * len(sizes)
-        try:
-            run: list[int] = []
-            length = 0
-            for index, nbytes in enumerate(sizes):
-                if self._is_striped(nbytes):
-                    placed[index] = self._take_striped(nbytes)
-                elif nbytes:
-                    run.append(index)
-                    length += nbytes
-                    if length >= _RUN:
-                        self._take_run(run, sizes, placed)
-                        run, length = [], 0
-            self._take_run(run, sizes, placed)
-            for file in self.files:
-                file.grow_to(file.extents.end)
-        except BaseException:
-            for parts in placed:
-                self.give_back(parts)
-            raise
+        run: list[int] = []
+        length = 0
+        for index, nbytes in enumerate(sizes):
+            if self._is_striped(nbytes):
+                placed[index] = self._take_striped(nbytes)
+            elif nbytes:
+                run.append(index)
+                length += nbytes
+                if length >= _RUN:
+                    self._take_run(run, sizes, placed)
+                    run, length = [], 0
+        self._take_run(run, sizes, placed)
+        for file in self.files:
+            file.grow_to(file.extents.end)
         return placed
 
     def take(self, parts: Iterable[Part]) -> None:
@@ -73,6 +93,7 @@ class Space:
             self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[Part]) -> None:
+        """Within a change."""
         for part in parts:
             self.files[part.file].extents.give_back(part.offset, padded(part.nbytes))
 
@@ -83,7 +104,8 @@ class Space:
                 file.allocate(padded(share))
 
     def trim(self) -> None:
-        """Give back what lies past the last tensor of each file."""
+        """Give back what lies past the last tensor of each file. Raises OSError."""
+        self.mend()
         for file in self.files:
             file.trim(file.extents.end)
 

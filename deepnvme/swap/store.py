@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,11 +13,10 @@ from deepnvme.engine import Engine
 from . import memory
 from .buffers import BufferPool, buffer_pool
 from .catalogue import Catalogue, note_gets
-from .contents import CorruptTensor, Entry, TensorInfo
+from .contents import CorruptTensor, Entry, TensorInfo, Version
 from .directories import Directories, Directory, weights_of
 from .futures import Operation, StoreFuture
 from .reading import read_into, read_new
-from .space import Space
 from .turns import Turns
 from .writing import Writing
 
@@ -82,47 +79,62 @@ class TensorStore:
         self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
         self._turns = Turns()
-        with contextlib.ExitStack() as undo:
-            if self._own_engine:
-                undo.callback(self._engine.close)
+        self._committing: Operation | None = None
+        try:
             self._directories = Directories(weights, self._persist, self._engine, read_only)
-            undo.callback(self._directories.leave)
-            self._space = Space(self._directories.files)
-            self._catalogue = Catalogue(self._space, self._persist)
+            self._catalogue = Catalogue(self._directories.files, self._persist)
+            self._space = self._catalogue.space
+            self._paths = [file.path for file in self._directories.files]
+            self._handles = [file.file for file in self._directories.files]
             self._restore()
-            undo.pop_all()
-        self._paths = [file.path for file in self._directories.files]
-        self._handles = [file.file for file in self._directories.files]
+        except BaseException:
+            if hasattr(self, "_directories"):
+                self._directories.leave()
+            if self._own_engine:
+                self._engine.close()
+            raise
 
     # What is there.
 
     def __contains__(self, name: object) -> bool:
+        self._turns.settle_interrupted()
         return name in self._catalogue.entries
 
     def __len__(self) -> int:
+        self._turns.settle_interrupted()
         return len(self._catalogue.entries)
 
     def names(self) -> list[str]:
         """In the order in which they were first put."""
-        with self._turns.taken():
-            return list(self._catalogue.entries)
+        with self._turns.lock:
+            self._turns.check_open()
+            self._turns.settle_interrupted()
+            names = list(self._catalogue.entries)
+        return names
 
     def info(self, name: str) -> TensorInfo:
         """What the name holds once all that is under way has ended well. Raises KeyError."""
-        with self._turns.taken():
+        with self._turns.lock:
+            self._turns.check_open()
+            self._turns.settle_interrupted()
             return self._catalogue.entry(name).newest.info
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        with self._turns.taken():
-            return sum(entry.newest.info.nbytes for entry in self._catalogue.entries.values())
+        with self._turns.lock:
+            self._turns.check_open()
+            self._turns.settle_interrupted()
+            nbytes = sum(entry.newest.info.nbytes for entry in self._catalogue.entries.values())
+        return nbytes
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the files."""
-        with self._turns.taken():
-            return sum(file.capacity for file in self._space.files)
+        with self._turns.lock:
+            self._turns.check_open()
+            nbytes = sum(file.capacity for file in self._space.files)
+        return nbytes
 
     # Transfers.
 
@@ -153,7 +165,7 @@ class TensorStore:
         checksums: list[tuple[int, ...] | None] = [None] * len(names)
         if self._checksum:
             checksums = [memory.checksums(tensor, self._space.lengths(tensor.nbytes)) for tensor in dense]
-        return self._in_turn(names, lambda: self._put(names, dense, addresses, checksums), writing=True)
+        return self._put(names, dense, addresses, checksums)
 
     def get(self, name: str, out: torch.Tensor | None = None) -> StoreFuture[torch.Tensor]:
         """Start reading a tensor; return at once. The future's result: the tensor, in new memory on the CPU, or over ``out``.
@@ -163,9 +175,8 @@ class TensorStore:
         raised by ``Future.result``, CorruptTensor too.
         """
         if out is None:
-            return self._in_turn([name], lambda: self._get([name], lambda tensors: tensors[name]))
-        given = out
-        return self._in_turn([name], lambda: self._get_into(name, given))
+            return self._get([name], lambda tensors: tensors[name])
+        return self._get_into(name, out)
 
     def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
         """Like :meth:`get` for each, with one future, in few requests. Its result: the tensors by name, in the order given.
@@ -175,17 +186,16 @@ class TensorStore:
         if isinstance(names, str):
             raise TypeError(f"get_many needs several names, got one, '{names}': use get")
         wanted = list(dict.fromkeys(names))
-        return self._in_turn(wanted, lambda: self._get(wanted, lambda tensors: tensors))
+        return self._get(wanted, lambda tensors: tensors)
 
     def delete(self, name: str) -> StoreFuture[int]:
         """Remove a name, after all that is under way with it. The future's result: its bytes. Raises KeyError."""
 
-        def start() -> StoreFuture[int]:
-            nbytes = self._catalogue.remove(name)
-            return StoreFuture(self._turns.begin(), nbytes, lambda: nbytes)
-
         self._check_writable()
-        return self._in_turn([name], start, writing=True)
+        nbytes = self._in_turn([name], lambda: self._catalogue.remove(name), writing=True)
+        operation = self._turns.operation()
+        operation.complete = True
+        return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def map(self, name: str) -> torch.Tensor:
         """The tensor as a private mapping of the files: a page is read when it is touched, and copied when it is written to.
@@ -225,7 +235,9 @@ class TensorStore:
         self._check_writable()
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        with self._turns.taken():
+        with self._turns.lock:
+            self._turns.check_open()
+            self._space.mend()
             self._space.reserve(nbytes)
 
     # Ending.
@@ -234,18 +246,22 @@ class TensorStore:
         """Make what has been put, replaced and deleted so far what the directories hold from now on, whatever happens.
 
         Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
-        manifest: the last commit stands then. ValueError for a store that does not persist.
+        manifest: the last commit stands then, or this one. ValueError for a store that does not persist.
         """
         self._check_writable()
         if not self._persist:
             raise ValueError("this store's files go when it is closed: open it with persist=True to commit")
         self._turns.wait_for_all()
-        with self._turns.taken():
-            self._turns.raise_unseen()
+        operation = self._turns.operation()
+        with operation.starting:  # the next commit waits for that
+            versions = self._turns.after(self._commit_under_way, lambda: self._begin_commit(operation))
             for flush in [self._engine.fsync(handle) for handle in self._handles]:
                 flush.result()
-            self._directories.publish(self._catalogue.commit())
-            self._catalogue.committed()
+            self._directories.publish({name: version.stored() for name, version in versions.items()})
+            with self._turns.lock:
+                self._catalogue.committed(versions)
+            operation.complete = True
+        operation.settle()
 
     def close(self) -> None:
         """Wait for what is under way, remove the files unless they persist, and unlock the directories. Idempotent.
@@ -254,18 +270,20 @@ class TensorStore:
         waiting: call it again then. Leaving ``with`` does it too; after an exception there, without raising another.
         """
         self._turns.close()
-        if not self._directories.leave.alive:
-            return
-        self._turns.wait_for_all()
-        if self._persist and not self._read_only:
-            self._space.trim()
-        self._directories.leave()
-        if self._own_engine:
-            self._engine.close()
-        self._turns.raise_unseen()
+        if not self._directories.left:
+            self._turns.wait_for_all()
+            try:
+                if self._persist and not self._read_only:
+                    self._space.trim()
+            finally:
+                self._directories.leave()
+                self._end_engine()
+            self._turns.raise_unseen()
+        self._end_engine()
 
     def __enter__(self) -> TensorStore:
-        with self._turns.taken():
+        with self._turns.lock:
+            self._turns.check_open()
             return self
 
     def __exit__(
@@ -281,10 +299,14 @@ class TensorStore:
         if self._read_only:
             raise io.UnsupportedOperation("the store was opened to be read only: open it with persist=True to change it")
 
-    # Transfers, with the lock held.
+    def _end_engine(self) -> None:
+        if self._own_engine:
+            self._engine.close()
+
+    # Each call begins with the lock held, and goes on without it.
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
-        """``start()``, once nothing is under way that it conflicts with."""
+        """``start()``, with the lock held, once nothing is under way that it conflicts with."""
         return self._turns.after(lambda: self._catalogue.conflicts(names, writing), start)
 
     def _put(
@@ -294,27 +316,41 @@ class TensorStore:
         addresses: Sequence[int],
         checksums: Sequence[tuple[int, ...] | None],
     ) -> StoreFuture[int]:
-        entries, versions = self._catalogue.plan(names, tensors, checksums)
-        operation = self._turns.begin(functools.partial(self._catalogue.end_put, entries))
-        self._catalogue.begin_put(entries, versions, operation)
-        try:
-            pool = buffer_pool() if self._pool is None else self._pool
-            writing = Writing(self._engine, pool, self._handles, operation)
-            writing.start([version.parts for version in versions], tensors, addresses, entries)
-        except BaseException as error:
-            # Some may have been started, but none counts as put.
-            reason = error if isinstance(error, OSError) else OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
-            operation.fail(reason, entries)
-            operation.seen = True
-            raise
+        operation = self._turns.operation(self._catalogue.end_put)
+
+        def begin() -> tuple[list[Entry], list[Version]]:
+            self._turns.begin(operation)
+            return self._catalogue.begin_put(names, tensors, checksums, operation)
+
+        with operation.starting:
+            try:
+                entries, versions = self._in_turn(names, begin, writing=True)
+                pool = buffer_pool() if self._pool is None else self._pool
+                writing = Writing(self._engine, pool, self._handles, operation)
+                writing.start([version.parts for version in versions], tensors, addresses, entries)
+            except BaseException as error:  # some may have been started, but none counts as put
+                if isinstance(error, OSError):
+                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without the frames it came through
+                else:
+                    operation.reason = OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
+                raise
+            operation.complete = True
         nbytes = sum(version.info.nbytes for version in versions)
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
-        entries = self._catalogue.readable(names)
-        versions = [entry.newest for entry in entries]
-        with self._reading(entries) as operation:
+        operation = self._turns.operation()
+
+        def begin() -> tuple[list[Entry], list[Version]]:
+            entries = self._catalogue.readable(names)
+            self._turns.begin(operation)
+            note_gets(entries, operation)
+            return entries, [entry.newest for entry in entries]
+
+        with operation.starting:
+            entries, versions = self._in_turn(names, begin)
             tensors = read_new(self._engine, self._handles, operation, entries, versions)
+            operation.complete = True
 
         def conclude() -> Result:
             for name, version, tensor in zip(names, versions, tensors, strict=True) if self._checksum else ():
@@ -324,11 +360,20 @@ class TensorStore:
         return StoreFuture(operation, sum(version.info.nbytes for version in versions), conclude)
 
     def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        (entry,) = self._catalogue.readable([name])
-        version = entry.newest
-        target = memory.seen_as(out, version.info.dtype, version.info.shape)
-        with self._reading([entry]) as operation:
+        operation = self._turns.operation()
+
+        def begin() -> tuple[Entry, Version, torch.Tensor]:
+            (entry,) = self._catalogue.readable([name])
+            version = entry.newest
+            target = memory.seen_as(out, version.info.dtype, version.info.shape)
+            self._turns.begin(operation)
+            note_gets([entry], operation)
+            return entry, version, target
+
+        with operation.starting:
+            entry, version, target = self._in_turn([name], begin)
             read_into(self._engine, self._handles, operation, entry, version, out)
+            operation.complete = True
 
         def conclude() -> torch.Tensor:
             if self._checksum:
@@ -337,16 +382,16 @@ class TensorStore:
 
         return StoreFuture(operation, version.info.nbytes, conclude)
 
-    @contextlib.contextmanager
-    def _reading(self, entries: Sequence[Entry]) -> Iterator[Operation]:
-        """For transfers to be added to."""
-        operation = self._turns.begin()
-        note_gets(entries, operation)
-        try:
-            yield operation
-        except BaseException:
-            operation.seen = True
-            raise
+    def _commit_under_way(self) -> list[Operation]:
+        return [] if self._committing is None or self._committing.settled else [self._committing]
+
+    def _begin_commit(self, operation: Operation) -> dict[str, Version]:
+        self._turns.raise_unseen()
+        self._turns.begin(operation)
+        self._committing = operation
+        versions = self._catalogue.snapshot()
+        self._catalogue.refer(versions)
+        return versions
 
     # Opening.
 
@@ -357,3 +402,4 @@ class TensorStore:
                 self._catalogue.restore(name, stored)
             except ValueError as error:
                 raise self._directories.corrupt(f"tensor {name!r}: {error}") from error
+        self._catalogue.restored()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from .futures import Failure, Operation
@@ -19,7 +18,8 @@ _SWEPT_FROM = 64
 class Turns:
     """Operations begin one at a time, with the lock held, and are under way together. Thread-safe.
 
-    Nobody waits with the lock held. In a forked child every method raises RuntimeError.
+    Nobody waits with the lock held: not for the drive, nor for memory, nor for another lock. It is only ever taken by ``with``
+    itself, which Ctrl-C cannot come in between. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -30,47 +30,58 @@ class Turns:
         self._swept = _SWEPT_FROM
         self._failed: list[Operation] = []
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """With the lock held. Raises ValueError once closed."""
+    @property
+    def lock(self) -> threading.RLock:
         self._check_process()
-        with self._lock:
-            if self._closed:
-                raise ValueError("the store is closed")
-            yield
+        return self._lock
+
+    def check_open(self) -> None:
+        """Raises ValueError once closed. With the lock held."""
+        if self._closed:
+            raise ValueError("the store is closed")
 
     def after(self, conflicts: Callable[[], Iterable[Operation]], start: Callable[[], Result]) -> Result:
         """``start()``, with the lock held, once there are no conflicts. Waits without the lock."""
         while True:
-            with self.taken():
+            with self.lock:
+                self.check_open()
                 before = list(conflicts())
                 if not before:
-                    return start()
+                    result = start()
+            if not before:
+                return result
             for operation in before:
                 operation.settle()
 
-    def begin(self, finish: Callable[[list[Failure]], None] | None = None) -> Operation:
-        """An operation that is under way from here on. With the lock held, as ``finish`` is called in the end."""
+    def operation(self, finish: Callable[[Operation, list[Failure]], None] | None = None) -> Operation:
+        """One that is about to begin. ``finish`` is called in the end, with the lock held; again, where it was interrupted."""
 
         def end(operation: Operation, failures: list[Failure]) -> None:
-            self.under_way.discard(operation)
-            if failures:
-                self._failed = [*(other for other in self._failed if not other.seen), operation]
             if finish is not None:
-                finish(failures)
+                finish(operation, failures)
+            if failures and not operation.seen:
+                self._failed = [*(other for other in self._failed if not other.seen and other is not operation), operation]
+            self.under_way.discard(operation)
 
-        operation = Operation(self._lock, end)
+        return Operation(self._lock, end)
+
+    def begin(self, operation: Operation) -> None:
+        """It is under way from here on. With the lock held."""
         self.under_way.add(operation)
         if len(self.under_way) > self._swept:  # futures that were dropped would keep their tensors
             for other in [other for other in self.under_way if other is not operation and other.ended()]:
                 other.settle()
             self._swept = max(_SWEPT_FROM, 2 * len(self.under_way))
-        return operation
+
+    def settle_interrupted(self) -> None:
+        """Undo what was interrupted while it was being started, as far as its transfers have ended. Never blocks."""
+        for operation in [operation for operation in self.under_way.copy() if not operation.complete]:
+            if operation.ended():
+                operation.settle()
 
     def wait_for_all(self) -> None:
         """Until what is under way now has ended."""
-        self._check_process()
-        with self._lock:
+        with self.lock:
             under_way = list(self.under_way)
         for operation in under_way:
             operation.settle()
@@ -78,14 +89,15 @@ class Turns:
     def raise_unseen(self) -> None:
         """Raise the first error that nobody was told of, and forget the others."""
         unseen = [operation.error for operation in self._failed if not operation.seen]
-        self._failed.clear()
-        if unseen and unseen[0] is not None:
-            raise unseen[0]
+        try:
+            if unseen and unseen[0] is not None:
+                raise unseen[0]
+        finally:
+            self._failed = []
 
     def close(self) -> None:
         """Nothing begins any more."""
-        self._check_process()
-        with self._lock:
+        with self.lock:
             self._closed = True
 
     def _check_process(self) -> None:

@@ -7,12 +7,11 @@ import itertools
 import operator
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepnvme._tensor_memory import copy_many
-from deepnvme.engine import Engine, File, Future
+from deepnvme.engine import Engine, File, Future, without_python
 
 from .buffers import BufferPool, Lease
 from .extents import ALIGNMENT, padded
@@ -55,11 +54,12 @@ class Writing:
     """
 
     def __init__(self, engine: Engine, pool: BufferPool, files: Sequence[File], operation: Operation) -> None:
-        self._engine = engine
+        self._start_write = without_python(engine.write)
         self._pool = pool
         self._files = files
         self._operation = operation
-        self._under_way: deque[tuple[Lease, Transfers]] = deque()
+        self._slots: list[_Slot] = []
+        self._next = 0  # of the slots, to be filled again: the one that was filled first
 
     def start(
         self,
@@ -90,14 +90,23 @@ class Writing:
         )
         try:
             self._gather(self._write_large(columns))
-        finally:
-            for lease, sent in self._under_way:
-                lease.release(after=sent)
+            self._release()
+        except BaseException:
+            self._release()
+            raise
 
-    def _write(self, tensor: torch.Tensor, part: Part, subjects: Sequence[Any]) -> Future:
-        transfer = self._engine.write(tensor, self._files[part.file], part.offset)
-        self._operation.add(transfer, subjects)
-        return transfer
+    def _release(self) -> None:
+        for slot in self._slots:
+            if slot.lease is not None:
+                slot.lease.release(after=slot.sent)
+
+    def _write(self, tensor: torch.Tensor, part: Part, subjects: Sequence[Any]) -> None:
+        self._write_all([tensor], [part], [subjects])
+
+    def _write_all(self, tensors: Sequence[torch.Tensor], parts: Sequence[Part], subjects: Iterable[Sequence[Any]]) -> Transfers:
+        files = [self._files[part.file] for part in parts]
+        offsets = [part.offset for part in parts]
+        return Transfers(self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects))
 
     def _write_large(self, columns: _Columns) -> _Columns:
         """Write what is not small, neighbours in the file and in memory together; return what is."""
@@ -128,28 +137,37 @@ class Writing:
         size = min(_CHUNK, sum(lengths))
         begin = 0
         while begin < len(parts):
-            lease = self._lease(size) if len(parts) > 1 else None
-            if lease is None:
-                for tensor, part, subject in zip(tensors[begin:], parts[begin:], subjects[begin:], strict=True):
-                    self._write(tensor, part, (subject,))
+            slot = self._free_slot(size) if len(parts) > 1 else None
+            if slot is None or slot.lease is None:
+                self._write_all(tensors[begin:], parts[begin:], zip(subjects[begin:], strict=True))
                 return
-            sent = Transfers()
-            self._under_way.append((lease, sent))
+            buffer = slot.lease.buffer
             start = ends[begin] - lengths[begin]
             end = bisect_right(ends, start + size, begin)
-            _fill(lease.buffer.data_ptr(), addresses[begin:end], sizes[begin:end], lengths[begin:end])
-            for first, last in itertools.pairwise((begin, *gaps[bisect_right(gaps, begin) : bisect_left(gaps, end)], end)):
-                run = lease.buffer[ends[first] - lengths[first] - start : ends[last - 1] - start]
-                sent.add(self._write(run, parts[first], subjects[first:last]))
+            _fill(buffer.data_ptr(), addresses[begin:end], sizes[begin:end], lengths[begin:end])
+            runs = list(itertools.pairwise((begin, *gaps[bisect_right(gaps, begin) : bisect_left(gaps, end)], end)))
+            slot.sent = self._write_all(
+                [buffer[ends[first] - lengths[first] - start : ends[last - 1] - start] for first, last in runs],
+                [parts[first] for first, _ in runs],
+                [subjects[first:last] for first, last in runs],
+            )
             begin = end
 
-    def _lease(self, size: int) -> Lease | None:
+    def _free_slot(self, size: int) -> _Slot | None:
         """Waits for nobody but the drive: who else holds buffers may wait for this thread."""
-        lease = self._pool.try_lease(size) if len(self._under_way) < _CHUNKS else None
-        if lease is None and self._under_way:
-            lease, sent = self._under_way.popleft()
-            sent.exception()
-        return lease
+        if len(self._slots) < _CHUNKS:
+            slot = _Slot()
+            self._slots.append(slot)  # so that what it comes to lease is released
+            slot.lease = self._pool.try_lease(size)
+            if slot.lease is not None:
+                return slot
+            self._slots.remove(slot)
+        if not self._slots:
+            return None
+        slot = self._slots[self._next % len(self._slots)]
+        self._next += 1
+        slot.sent.exception()
+        return slot
 
 
 def _joined(columns: _Columns) -> set[int]:
@@ -186,11 +204,8 @@ def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int])
 class Transfers:
     """Several futures as one, as far as a lease asks."""
 
-    def __init__(self) -> None:
-        self._futures: list[Future] = []
-
-    def add(self, future: Future) -> None:
-        self._futures.append(future)
+    def __init__(self, futures: Sequence[Future]) -> None:
+        self._futures = futures
 
     def done(self) -> bool:
         return all(future.done() for future in self._futures)
@@ -198,3 +213,11 @@ class Transfers:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         errors = [future.exception(timeout) for future in self._futures]
         return next((error for error in errors if error is not None), None)
+
+
+class _Slot:
+    """A leased chunk, and what is being written from it."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.sent = Transfers([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import threading
 import time
 import warnings
@@ -545,6 +547,107 @@ class TestRemoved:
         manifest.publish(drive / "store", manifest.Manifest("store", 1, {"one": one, "two": two}))
         with pytest.raises(CorruptManifest, match=r"'two'.*are taken"):
             TensorStore(drive / "store", persist=True)
+
+
+class TestWaiting:
+    """Nobody waits for the drive with the store's lock held: who holds another store's lock may wait for this one's."""
+
+    def in_time(self, call):
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            return other.submit(call).result(10)
+
+    def test_others_use_the_store_while_a_put_waits_for_the_drive(self, drive, faulty, gate):
+        pool = BufferPool(32 * MIB)
+        with TensorStore(drive / "store", engine=faulty("threads", gate=gate, block_size=MIB), pool=pool) as store:
+            tensors = {str(index): numbered(64 << 10, index) for index in range(400)}  # more than four buffers
+            thread = threading.Thread(target=lambda: store.put_many(tensors))
+            thread.start()
+            threading.Timer(8, gate.release).start()  # or a store that does not let others in would hang the test
+            try:
+                while pool.in_use < 16 * MIB:
+                    time.sleep(0.001)
+                begin = time.monotonic()
+                assert len(self.in_time(store.names)) == 400
+                other = self.in_time(lambda: store.put("other", numbered(MIB)))
+                assert time.monotonic() - begin < 4
+                assert not other.done()
+            finally:
+                gate.release()
+                thread.join()
+            assert torch.equal(store.get("399").result(), tensors["399"])
+
+    def test_others_use_the_store_while_a_commit_waits_for_the_drive(self, drive, faulty, testing):
+        gate = testing.Gate()
+        with TensorStore(drive / "store", persist=True, engine=faulty("threads", gate=gate)) as store:
+            store.put("name", numbered(MIB)).result()
+            gate.hold()
+            commits = [threading.Thread(target=store.commit) for _ in range(2)]
+            threading.Timer(8, gate.release).start()
+            try:
+                for commit in commits:
+                    commit.start()
+                time.sleep(0.2)
+                begin = time.monotonic()
+                assert self.in_time(store.names) == ["name"]
+                self.in_time(lambda: store.put("later", numbered(MIB)))
+                assert time.monotonic() - begin < 4
+            finally:
+                gate.release()
+                for commit in commits:
+                    commit.join()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+
+
+class TestSystemErrors:
+    """They name the file that they are about, and leave nothing locked."""
+
+    def failing(self, monkeypatch, function, wanted=lambda descriptor: True):
+        real = getattr(os, function)
+
+        def fail(descriptor, *arguments):
+            if wanted(descriptor):
+                raise OSError(errno.EIO, "Input/output error")
+            return real(descriptor, *arguments)
+
+        monkeypatch.setattr(os, function, fail)
+
+    def test_a_close_that_fails_unlocks_the_directories(self, drive, monkeypatch):
+        for _ in range(3):
+            store = TensorStore(drive / "store", persist=True)
+            store.put("name", numbered(MIB))
+            store.commit()
+            with monkeypatch.context() as patch:
+                self.failing(patch, "ftruncate")
+                with pytest.raises(OSError, match="Input/output") as failed:
+                    store.close()
+            assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / DATA_NAME))
+            store.close()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert torch.equal(store.get("name").result(), numbered(MIB))
+
+    def test_a_directory_that_cannot_be_taken_is_not_kept_locked(self, drive, monkeypatch):
+        with monkeypatch.context() as patch:
+            self.failing(patch, "ftruncate")
+            with pytest.raises(OSError, match="Input/output") as failed:
+                TensorStore(drive / "store")
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
+        TensorStore(drive / "store").close()  # the error, and what its traceback keeps, is still there
+
+    @pytest.mark.parametrize(("directory", "match"), [(False, "Input/output"), (True, "it was replaced, but")])
+    def test_a_manifest_that_cannot_be_flushed(self, drive, monkeypatch, directory, match):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            with monkeypatch.context() as patch:
+                self.failing(patch, "fsync", lambda descriptor: stat.S_ISDIR(os.fstat(descriptor).st_mode) == directory)
+                with pytest.raises(OSError, match=match) as failed:
+                    store.commit()
+            assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / manifest.MANIFEST_NAME))
+            assert (manifest.load(drive / "store") is not None) == directory
+            store.put("name", numbered(MIB, 1))
+            store.commit()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert torch.equal(store.get("name").result(), numbered(MIB, 1))
 
 
 WRITER = """
