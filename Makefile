@@ -70,6 +70,7 @@ $(VENV)/installed: $(VENV)/with-torch pyproject.toml setup.py
 	touch $@
 
 $(VENV)/installed-for-tests: $(VENV)/with-torch pyproject.toml setup.py
+	@PYTHON="$(PYTHON)" bash .ci/install_system_packages for-tests
 	$(pip) install --editable ".[test]"
 	touch $@ $(VENV)/installed
 
