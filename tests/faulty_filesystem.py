@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-# libfuse itself and a small C program, rather than a Python binding of it: requests of many threads are answered side by side, none
-# waits for an interpreter, and it outlives the process under test to unmount behind it.
+# libfuse itself and a small C program, rather than a Python binding of it: requests of several threads are answered at a time,
+# none waits for an interpreter, and it outlives the process under test to unmount behind it.
 _SOURCE = Path(__file__).with_name("native") / "faulty_filesystem.c"
 
 Mode = Literal["direct", "cached", "writeback"]
@@ -49,11 +49,11 @@ class FaultyFilesystem:
     ) -> None:
         """Have operations fail from here on. Of several faults the one that was set first holds.
 
-        ``operations``: names with commas between, of lookup, getattr, setattr, ftruncate, mkdir, unlink, rmdir, rename, link, open,
-        create, read, write, flush, release, fsync, opendir, readdir, fsyncdir, statfs, fallocate.
-        ``effect``: "error", with ``error``; "short": at most ``value`` bytes are moved, in mode direct (an asynchronous write is EIO
-        then, says the kernel); "hang": it waits for ``value`` ms, or until :meth:`heal` if that is 0, two minutes at most; "lie": a
-        write is dropped, and is said to be done.
+        ``operations``: names with commas between, of lookup, getattr, setattr, ftruncate, mkdir, unlink, rmdir, rename, link,
+        open, create, read, write, flush, release, fsync, opendir, readdir, fsyncdir, statfs, fallocate.
+        ``effect``: "error", with ``error``; "short": at most ``value`` bytes are moved, in mode direct (an asynchronous write is
+        EIO then, says the kernel); "hang": it waits for ``value`` ms, or until :meth:`heal` if that is 0, two minutes at most;
+        "lie": a write is dropped, and is said to be done.
         ``skip``: so many are left out. ``times``: how many fail at most; -1 is all. ``probability``: of each, by ``seed``.
         ``name``: a shell pattern for the last part of the path.
         """
