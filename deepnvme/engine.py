@@ -64,7 +64,10 @@ class File(Protocol):
         """Bytes in the file now."""
 
     def close(self) -> None:
-        """Refuse further transfers. Never blocks: the descriptors close when those under way have ended. Idempotent."""
+        """Refuse further transfers. Never blocks: the descriptors close when those under way have ended. Idempotent.
+
+        What a network file system writes only then may fail unheard: :meth:`Engine.fsync` before tells.
+        """
 
     def __enter__(self) -> File: ...
 

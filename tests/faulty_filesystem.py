@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -125,12 +126,34 @@ def faulty_filesystem(directory: Path, mode: Mode = "direct") -> Iterator[Faulty
             yield made
         finally:
             made.heal()
-            command = ["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]
-            unmounted = subprocess.run([*command, str(path)], capture_output=True, text=True)
+            left = _unmount(path)
             process.communicate()  # closes its input: it unmounts in any case, and ends
     shutil.rmtree(behind)
     path.rmdir()
-    assert unmounted.returncode == 0, f"a descriptor was left open: {unmounted.stderr}"
+    assert not left, f"what was opened in it is open still: {left}"
+
+
+def _unmount(path: Path) -> str:
+    """Why it cannot be unmounted; empty if it is. Requests that have ended may be let go of a moment later."""
+    command = ["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]
+    deadline = time.monotonic() + 3.0
+    while True:
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+        if done.returncode == 0:
+            return ""
+        if time.monotonic() > deadline:
+            return f"{done.stderr.strip()} {_opened_in(path)}"
+        time.sleep(0.05)
+
+
+def _opened_in(path: Path) -> list[str]:
+    """What this process has open or mapped there."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    mapped = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [name for name in (*links, *mapped) if name.startswith(f"{path}/")]
 
 
 @functools.cache

@@ -18,6 +18,9 @@ public:
     }
     ~Fd();
 
+    // Close it now. 0, or errno: some file systems say only here what they could not write (NFS, FUSE). It is closed all the same.
+    int close() noexcept;
+
     int get() const noexcept { return fd_; }
     explicit operator bool() const noexcept { return fd_ >= 0; }
 

@@ -243,6 +243,14 @@ std::uint64_t File::size() {
     return static_cast<std::uint64_t>(now.st_size);
 }
 
+int File::close() noexcept {
+    std::lock_guard lock(mutex_);
+    attachment_.reset();
+    const int direct = direct_.close();
+    const int buffered = buffered_.close();
+    return direct ? direct : buffered;
+}
+
 bool File::covers(std::uint64_t end) {
     if (end <= known_size_.load(std::memory_order_relaxed)) return true;
     const std::uint64_t now = size();

@@ -67,6 +67,9 @@ public:
     // the descriptors are. Null where there is no direct I/O.
     std::shared_ptr<void> attachment(const std::function<std::shared_ptr<void>(int fd)>& make);
 
+    // Close it before the object goes: nobody may use it any more. 0, or errno of what the system could not write.
+    int close() noexcept;
+
     // The file system's device number: fallbacks are warned about once for each.
     std::uint64_t device() const noexcept { return device_; }
 

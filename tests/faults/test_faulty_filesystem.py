@@ -8,36 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import deepnvme
 
-from ..faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
+from ..faulty_filesystem import FaultyFilesystem
 from ..interpreters import REPOSITORY
 from ..memory import page_aligned, pattern, zeros
 
 CONTENT = pattern(100_001)
-
-
-@pytest.fixture(params=MODES)
-def faulty_disk(request: pytest.FixtureRequest, drive: Path) -> Iterator[FaultyFilesystem]:
-    yield from made(drive, request.param)
-
-
-@pytest.fixture
-def direct_disk(drive: Path) -> Iterator[FaultyFilesystem]:
-    yield from made(drive, "direct")
-
-
-def made(drive: Path, mode: Mode) -> Iterator[FaultyFilesystem]:
-    missing = obstacle()
-    if missing is not None:
-        pytest.skip(missing)
-    with faulty_filesystem(drive, mode) as disk:
-        yield disk
 
 
 def test_without_a_fault_it_is_a_directory_like_others(faulty_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:

@@ -389,7 +389,7 @@ def weights(drive: FailingDrive, random: randoms.Random) -> None:
     made.close()
     reopened = drive.tries("open", lambda: WeightStore.open(path), drive.path)
     with WeightStore.open(path) if isinstance(reopened, Failed) else reopened as opened:
-        options: dict[str, Any] = {"prefetch": random.randrange(4), "memory_budget": random.choice((0, 5 * width * width))}
+        options: dict[str, Any] = {"prefetch": random.randrange(4), "memory_budget": random.choice((0, 100_000))}
         begun = drive.tries("stream", lambda: stream(streamed, opened, **options), path)
         with stream(streamed, opened, **options) if isinstance(begun, Failed) else begun, torch.no_grad():
             for _ in range(random.randrange(2, 8)):

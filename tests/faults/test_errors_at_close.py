@@ -1,0 +1,53 @@
+"""What a file system could not write it may say when the file is closed, and only then: NFS and FUSE do."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+import deepnvme
+
+from ..faulty_filesystem import FaultyFilesystem
+from ..memory import page_aligned, pattern
+
+CONTENT = pattern(100_001)
+
+
+def test_a_write_whose_file_cannot_be_closed_has_failed(faulty_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:
+    faulty_disk.fail("flush", errno.EDQUOT)
+    with pytest.raises(OSError, match=r"write of 100001 bytes at offset 0: close") as caught:
+        engine.write(page_aligned(CONTENT), faulty_disk / "file").result()
+    assert (caught.value.errno, caught.value.filename) == (errno.EDQUOT, str(faulty_disk / "file"))
+    assert engine.stats().failed_requests == 1
+    engine.write(page_aligned(CONTENT), faulty_disk / "file").result()
+
+
+def test_what_the_page_cache_could_not_write_is_not_called_written(
+    writeback_disk: FaultyFilesystem, engine: deepnvme.Engine
+) -> None:
+    """Without that, the fsync that opens the file again would succeed, and the end of the file be lost unheard."""
+    writeback_disk.fail("write", errno.EIO, skip=1)  # the first is the direct body, the second the tail
+    with pytest.raises(OSError, match="close") as caught:
+        engine.write(page_aligned(CONTENT), writeback_disk / "file").result()
+    assert writeback_disk.heal() == ["write:EIO"]
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
+    direct_disk: FaultyFilesystem, engine: deepnvme.Engine
+) -> None:
+    file = engine.open(direct_disk / "file", "rw")
+    direct_disk.fail("write", effect="hang", times=-1)
+    future = engine.write(page_aligned(CONTENT), file)
+    file.close()
+    direct_disk.heal()
+    direct_disk.fail("flush")
+    with pytest.raises(OSError, match="close"):
+        future.result(30)
+
+
+def test_a_read_does_not_mind(direct_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:
+    engine.write(page_aligned(CONTENT), direct_disk / "file").result()
+    direct_disk.fail("flush", times=-1)
+    assert engine.read(page_aligned(bytes(len(CONTENT))), direct_disk / "file").result() == len(CONTENT)
