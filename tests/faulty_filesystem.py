@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ class FaultyFilesystem:
         self.path = path
         self.behind = behind
         self._process = process
+        self._lock = threading.Lock()
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -77,9 +79,10 @@ class FaultyFilesystem:
     def _ask(self, command: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with self._lock:
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the faulty file system has ended with {self._process.wait()}")
         return answer.strip()

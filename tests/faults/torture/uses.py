@@ -109,7 +109,7 @@ def transfers(drive: FailingDrive, random: randoms.Random) -> None:
                 data = _bytes(random, random.choice((1, 4096, random.randrange(1, _LARGEST))))
                 offset = random.choice((0, 4096, random.randrange(len(file.content) + 1)))
                 what = f"write {len(data)} bytes at {offset} of {name}{' by file' if name in handles else ''}"
-                done = drive.tries(what, lambda: engine.write(data, target, offset).result(), path)
+                done = drive.tries(what, lambda given=(data, target, offset): engine.write(*given).result(), path)
                 file.write(offset, data, not isinstance(done, Failed))
                 unsynced.setdefault(name, []).append((offset, offset + len(data)))
                 if drive.mode == "writeback" and isinstance(done, Failed):
@@ -118,12 +118,13 @@ def transfers(drive: FailingDrive, random: randoms.Random) -> None:
             elif action == "read" and len(file.content):
                 begin = random.randrange(len(file.content))
                 out = torch.zeros(random.randrange(1, len(file.content) - begin + 1), dtype=torch.uint8)
-                done = drive.tries(f"read {len(out)} bytes at {begin} of {name}", lambda: engine.read(out, target, begin).result(), path)
+                what = f"read {len(out)} bytes at {begin} of {name}"
+                done = drive.tries(what, lambda given=(out, target, begin): engine.read(*given).result(), path)
                 span = slice(begin, begin + len(out))
                 if not isinstance(done, Failed) and not torch.equal(out[file.known[span]], file.content[span][file.known[span]]):
                     raise Wrong(f"read other bytes than were written to {name}")
             elif action == "fsync" and len(file.content):
-                done = drive.tries(f"fsync {name}", lambda: engine.fsync(target).result(), path)
+                done = drive.tries(f"fsync {name}", lambda target=target: engine.fsync(target).result(), path)
                 ranges = unsynced.pop(name, [])
                 if isinstance(done, Failed):
                     for begin, end in ranges:  # what fsync failed for, no promise is made of
@@ -239,11 +240,11 @@ def checkpoint(drive: FailingDrive, random: randoms.Random) -> None:
         if action == "save":
             new = _state(random)
             options: dict[str, Any] = {"fsync": random.random() < 0.8, "checksum": random.random() < 0.3}
-            done = drive.tries(f"save {options}", lambda: deepnvme.save(new, path, **options), path)
+            done = drive.tries(f"save {options}", lambda new=new, options=options: deepnvme.save(new, path, **options), path)
             candidates = [*candidates, new] if isinstance(done, Failed) else [new]
         elif action == "async_save":
             new = _state(random)
-            done = drive.tries("async_save", lambda: deepnvme.async_save(new, path).result(), path)
+            done = drive.tries("async_save", lambda new=new: deepnvme.async_save(new, path).result(), path)
             candidates = [*candidates, new] if isinstance(done, Failed) else [new]
         elif action == "load" and None not in candidates:
             loaded = drive.tries("load", lambda: deepnvme.load(path), path)
@@ -434,13 +435,13 @@ def optimizer(drive: FailingDrive, random: randoms.Random) -> None:
             _train(drive, random, offloaded, reference, mine, plain, gradients)
             action = random.random()
             if action < 0.2:
-                state = drive.tries("state_dict", lambda: copy.deepcopy(offloaded.state_dict()), drive.path)
+                state = drive.tries("state_dict", offloaded.state_dict, drive.path)  # mapped, and looked at healed
                 if not isinstance(state, Failed) and not same(state["state"], reference.state_dict()["state"]):
                     raise Wrong("the state_dict is not that of the optimizer in memory")
+                del state
             elif action < 0.3:
                 saved = copy.deepcopy(reference.state_dict())
-                done = drive.tries("load_state_dict", lambda: offloaded.load_state_dict(saved), drive.path)
-                assert isinstance(done, Failed) or done is None
+                drive.tries("load_state_dict", lambda saved=saved: offloaded.load_state_dict(saved), drive.path)
     except BaseException:
         with contextlib.suppress(OSError):
             offloaded.close()
@@ -455,27 +456,32 @@ def _train(
     drive: FailingDrive, random: randoms.Random, offloaded: deepnvme.OffloadedOptimizer, reference: torch.optim.Optimizer,
     mine: list[nn.Parameter], plain: list[nn.Parameter], gradients: list[torch.Tensor],
 ) -> None:  # fmt: skip
-    def backward() -> None:
-        sum((param * gradient).sum() for param, gradient in zip(mine, gradients, strict=True)).backward()  # type: ignore[union-attr]
+    """One step, of as many attempts as it takes."""
 
-    while isinstance(drive.tries("backward", backward, drive.path), Failed):
-        drive.history.append("zero_grad, healed")
+    def attempt() -> None:
         offloaded.zero_grad()
+        sum((param * gradient).sum() for param, gradient in zip(mine, gradients, strict=True)).backward()  # type: ignore[union-attr]
+        offloaded.step()
+
     for param, gradient in zip(plain, gradients, strict=True):
         param.grad = gradient.clone()
     before = offloaded.steps
-    attempts = 0
-    while isinstance(drive.tries("step", offloaded.step, drive.path) if attempts < 4 else offloaded.step(), Failed):
-        attempts += 1
-        if offloaded.steps != before:
+    for _ in range(4):
+        if not isinstance(drive.tries("backward and step", attempt, drive.path), Failed) or offloaded.steps != before:
             break
         drive.history.append("the step was not made")
         if not all(map(same, mine, plain)):
             raise Wrong("a step that was not made has changed parameters")
+        if random.random() < 0.3 and all(param.grad is not None for param in mine):  # they stay, to try again
+            drive.history.append("step again, healed")
+            offloaded.step()
+            break
+    else:
+        drive.history.append("again, healed")
+        attempt()
     reference.step()
     if not all(map(same, mine, plain)):
         raise Wrong("the step's parameters are not those of the optimizer in memory")
-    offloaded.zero_grad()
     reference.zero_grad()
 
 

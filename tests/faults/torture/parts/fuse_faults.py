@@ -1,7 +1,7 @@
 """Whatever users do, on a drive whose operations fail: EIO, ENOSPC, EDQUOT, short reads, delays; by FUSE.
 
-After each fault the same object goes on with what it held before, or with what it was given; a file under its name is the old or the new
-one; what fails is an OSError with the errno of the fault and a path that the user knows.
+After each fault the same object goes on with what it held before, or with what it was given; a file under its name is the old or
+the new one; what fails is an OSError with the errno of the fault and a path that the user knows.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class FailingDrive:
             if options["value"] == 1:
                 options["times"] = 10
         else:
-            options["error"] = random.choice((errno.ENOSPC, errno.EDQUOT)) if chosen <= FULL and random.random() < 0.5 else errno.EIO
+            full = chosen <= FULL and random.random() < 0.5
+            options["error"] = random.choice((errno.ENOSPC, errno.EDQUOT)) if full else errno.EIO
         self.history.append(f"   {','.join(sorted(chosen))} {options} {name}")
         self.disk.fail(",".join(sorted(chosen)), name=name, **options)
 
