@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -146,6 +147,7 @@ def _unmount(path: Path) -> str:
             return ""
         if time.monotonic() > deadline:
             return f"{done.stderr.strip()} {_opened_in(path)}"
+        gc.collect()  # the frames of an exception that is not needed any more have what they opened
         time.sleep(0.05)
 
 

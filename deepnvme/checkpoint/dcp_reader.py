@@ -25,7 +25,7 @@ from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
-from .one_version import Version, of_one_version, unless_replaced, version_of
+from .one_version import Version, naming, of_one_version, unless_replaced, version_of
 from .reading import in_chunks, scatter
 from .tensor_archive import HEAD, Elements, KnownArchives
 
@@ -110,7 +110,7 @@ class NVMeReader(FileSystemReader):
                 by_file.setdefault(info.relative_path, []).append(request)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with opened(path, requests[0]) as file:
+            with naming(path), opened(path, requests[0]) as file:
                 others += self._read(file, path, requests, planner)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path

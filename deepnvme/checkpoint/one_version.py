@@ -15,11 +15,12 @@ Version = tuple[int, ...]
 
 
 def of_one_version(path: Path, load: Callable[[], T]) -> T:
-    """What ``load`` returns, or raises, of a file that was not replaced meanwhile: called again until then."""
+    """What ``load`` returns, or raises, of a file that was not replaced meanwhile: called again until then. Errors name it."""
     while True:
         version = version_of(path)
         try:
-            loaded = load()
+            with naming(path):
+                loaded = load()
         except Exception:
             if not _replaced(path, version):
                 raise
@@ -27,6 +28,17 @@ def of_one_version(path: Path, load: Callable[[], T]) -> T:
             if not _replaced(path, version):
                 return loaded
             del loaded  # the memory is for the next one
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError that names no file name this one: what is read from a descriptor fails without one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 @contextlib.contextmanager

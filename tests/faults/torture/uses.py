@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import random as randoms
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -354,11 +355,15 @@ def distributed(drive: FailingDrive, random: randoms.Random) -> None:
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """What torch wraps into a CheckpointException."""
+    """What torch wraps into a CheckpointException; and into an AssertionError before, where the metadata cannot be read."""
     try:
         yield
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        inner = next(iter(error.failures.values()))[0]
+        said = re.search(r"metadata read failed: \[Errno (\d+)\][^:]*: '([^']*)'", str(inner))
+        if isinstance(inner, AssertionError) and said is not None:
+            raise OSError(int(said[1]), "metadata", said[2]) from error
+        raise inner from error
 
 
 # Weights. -------------------------------------------------------------------------------------------------------------------

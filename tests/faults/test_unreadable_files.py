@@ -1,0 +1,87 @@
+"""Whichever operation fails while a file is read: the error names the file, and reading it again afterwards succeeds."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+import deepnvme.safetensors
+from deepnvme.checkpoint import NVMeReader, NVMeWriter
+
+from ..faulty_filesystem import FaultyFilesystem
+
+STATE = {"large": torch.arange(100_000), "small": torch.arange(3), "step": torch.tensor(7)}
+
+
+def save_distributed(path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(STATE, storage_writer=NVMeWriter(path), no_dist=True)
+
+
+def load_distributed(path: Path) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    dcp.load(found, storage_reader=NVMeReader(path), no_dist=True)
+    return found
+
+
+FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path], dict[str, Any]]]] = {
+    "pt": (lambda path: deepnvme.save(STATE, path), lambda path: deepnvme.load(path)),
+    "safetensors": (lambda path: deepnvme.safetensors.save_file(STATE, path), lambda path: deepnvme.safetensors.load_file(path)),
+}
+
+
+def failures(disk: FaultyFilesystem, operation: str, load: Callable[[], object]) -> list[OSError]:
+    """What each operation of this kind that ``load`` needs leads to if it fails."""
+    before = disk.counts()[operation]
+    load()
+    found = []
+    for number in range(disk.counts()[operation] - before):
+        disk.fail(operation, skip=number, times=2)  # the kernel looks a name up again
+        try:
+            load()
+        except OSError as error:
+            found.append(error)
+        disk.heal()
+        load()
+    return found
+
+
+@pytest.mark.parametrize("operation", ["read", "open", "lookup"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, format: str, operation: str) -> None:
+    save, load = FORMATS[format]
+    path = direct_disk / "model"
+    save(path)
+
+    def check() -> None:
+        loaded = load(path)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
+
+    found = failures(direct_disk, operation, check)
+    assert found
+    assert {(error.errno, error.filename) for error in found} <= {(errno.EIO, str(path))}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_distributed_checkpoints_file_is_named(direct_disk: FaultyFilesystem) -> None:
+    path = direct_disk / "run"
+    save_distributed(path)
+    for number in range(1, 20):
+        direct_disk.fail("read", skip=number, name="__0_0.distcp")
+        try:
+            load_distributed(path)
+        except torch.distributed.checkpoint.CheckpointException as error:
+            (inner, _) = error.failures[0]
+            assert isinstance(inner, OSError)
+            assert (inner.errno, inner.filename) == (errno.EIO, str(path / "__0_0.distcp"))
+        direct_disk.heal()
+    assert torch.equal(load_distributed(path)["large"], STATE["large"])
