@@ -21,22 +21,29 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
     if nbytes <= 0:
         return
     error = errno.ENOSPC
-    if nbytes <= free_bytes(descriptor):  # ext4 takes a while to find out, and all that is left meanwhile
+    if nbytes <= free_bytes(descriptor, path):  # ext4 takes a while to find out, and all that is left meanwhile
         error = errno.EINTR
         while error == errno.EINTR:
             error = 0 if _libc.fallocate(descriptor, 0, begin, nbytes) == 0 else ctypes.get_errno()
     if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # nfs before 4.2, zfs: written to where there is room then
-        os.ftruncate(descriptor, end)
         error = 0
+        try:
+            os.ftruncate(descriptor, end)
+        except OSError as failed:
+            error = failed.errno or errno.EIO
     if error:
-        free = free_bytes(descriptor)
+        free = free_bytes(descriptor, path)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, begin)  # what was allocated before it failed
         text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free} free"
         raise OSError(error, f"{text}; {remedy}" if error == errno.ENOSPC else text, path)
 
 
-def free_bytes(descriptor: int) -> int:
-    """That the file's file system has left for this user."""
-    status = os.fstatvfs(descriptor)
+def free_bytes(descriptor: int, path: str) -> int:
+    """That the file's file system has left for this user. Raises OSError naming ``path``."""
+    try:
+        status = os.fstatvfs(descriptor)
+    except OSError as error:
+        error.filename = path
+        raise
     return status.f_bavail * status.f_frsize

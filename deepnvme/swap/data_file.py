@@ -75,7 +75,7 @@ class DataFile:
 
     def free(self) -> int:
         """Bytes that the file system has left for this user."""
-        return free_bytes(self.descriptor)
+        return free_bytes(self.descriptor, str(self.directory))
 
     def remove(self) -> None:
         """Unlink it, unless something else has its path by now. Transfers under way go on, into a file without a name."""
