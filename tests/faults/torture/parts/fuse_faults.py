@@ -18,7 +18,7 @@ from tests.faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesy
 
 from .. import Leaked, Wrong
 
-SHORT, SECONDS = 20, 120
+SHORT, SECONDS = 12, 120
 
 Result = TypeVar("Result")
 
