@@ -222,7 +222,10 @@ class OpBuilder(ABC):
 
     def _load_earlier_build(self) -> ModuleType:
         failure = f"{self.name} {self.error_log}"
-        library = jit.newest(self.absolute_name(), self.source_hash()) if sys.platform == "linux" else None
+        try:
+            library = jit.newest(self.absolute_name(), self.source_hash()) if sys.platform == "linux" else None
+        except OSError as error:
+            raise RuntimeError(f"{failure}; and the cache cannot be used: {error}") from error
         if library is None:
             raise RuntimeError(failure)
         try:

@@ -1,4 +1,10 @@
-"""Where compiled ops are kept, and the lock under which they are made."""
+"""Where compiled ops are kept, and the lock under which they are made.
+
+A compiled op is code that runs with the user's rights, so it is loaded only from where nobody else can have put it: every
+directory on the way belongs to the user or to root, and neither its group nor others can write to it. (In a sticky directory,
+such as /tmp, others can make entries, but not replace those of the user or of root.) The way is followed from the root directory
+downwards, link by link, so nobody else can change what has been looked at, and the path can be used afterwards.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +12,92 @@ import contextlib
 import errno
 import os
 import socket
+import stat
+import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 _POLL = 0.05  # seconds between two tries for the lock; flock itself cannot time out
+_MOST_LINKS = 40  # on the way to a directory, as the kernel's own limit
+
+_told: set[str] = set()
+
+
+class Unusable(PermissionError):
+    """Others could have put something there, or nothing there can be executed. ``strerror`` says why, of ``filename``."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EACCES, why, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename!r} {self.strerror}"
 
 
 def root() -> Path:
     """``$TORCH_EXTENSIONS_DIR/deepnvme`` if that variable is set, else ``deepnvme`` in the user's cache directory
-    (``$XDG_CACHE_HOME`` or ``~/.cache``). It need not exist yet."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
+    (``$XDG_CACHE_HOME`` or ``~/.cache``). It need not exist yet, and may be unusable: see :func:`directory`."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute() / "deepnvme"
-    home = os.path.expanduser("~")
     # A user without a home (in a container, say) gets a place that cannot be written, and the error that says what to set.
-    return Path("/" if home == "~" else home).absolute() / ".cache" / "deepnvme"
+    return _of_the_user() or Path("/.cache/deepnvme")
+
+
+def directory(name: str, make: bool = False) -> Path:
+    """The cache's directory ``name``, without symbolic links in its path. Only the user and root can change it and what is above
+    it, and what is in it can be executed. It need not exist, unless ``make`` is true.
+
+    It lies in :func:`root` or, where that is unusable, in the first usable one of the user's cache directory, /var/tmp and the
+    directory for temporary files. A warning then says so, once.
+
+    Raises:
+        Unusable: If none of them is usable.
+        OSError: If the directory cannot be made.
+    """
+    chosen = root()
+    if sys.platform != "linux":  # nothing is compiled
+        return chosen / name
+    try:
+        return _usable(chosen / name, make)
+    except Unusable as error:
+        problem = error
+    for place in _private_places():
+        try:
+            usable = _usable(place / name, make)
+        except OSError:
+            continue
+        if str(chosen) not in _told:
+            _told.add(str(chosen))
+            warnings.warn(
+                f"compiled ops are not kept in {str(chosen)!r}: {problem}. They are kept in {str(place)!r} instead. "
+                "Mend that, or set TORCH_EXTENSIONS_DIR to one that only you can write to and whose files can be executed",
+                stacklevel=2,
+            )
+        return usable
+    raise problem
+
+
+def read(file: Path) -> bytes:
+    """The content of a file in a directory of the cache. Raises Unusable where another user could have written it."""
+    found, missing = _follow(file.parent)
+    if missing:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+    _check_mode(found, os.lstat(found))
+    try:
+        # O_NONBLOCK: of anything but a regular file, opening could wait for somebody.
+        descriptor = os.open(found / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Unusable(file, "is a symbolic link") if error.errno == errno.ELOOP else error from None
+    with open(descriptor, "rb") as content:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Unusable(file, "is not a regular file")
+        _check_owner(file, status, _owners())
+        _check_mode(file, status)
+        return content.read()
 
 
 def build_timeout() -> float:
@@ -45,7 +121,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
     """
     import fcntl  # absent on Windows, where this module must still import
 
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         deadline = time.monotonic() + timeout
         while True:
@@ -67,3 +143,99 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _of_the_user() -> Path | None:
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen).expanduser().absolute() / "deepnvme"
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home).absolute() / ".cache" / "deepnvme"
+
+
+def _private_places() -> Iterator[Path]:
+    """For where the place that was chosen is unusable."""
+    own = _of_the_user()
+    if own is not None:
+        yield own
+    for shared in ("/var/tmp", tempfile.gettempdir()):
+        yield Path(shared, f"deepnvme-{os.geteuid()}")
+
+
+def _usable(path: Path, make: bool) -> Path:
+    found, missing = _follow(path)
+    if os.statvfs(found).f_flag & os.ST_NOEXEC:
+        raise Unusable(found, "is on a file system that is mounted noexec, from which no compiled op can be loaded")
+    if missing and make:
+        for name in missing:
+            found /= name
+            with contextlib.suppress(FileExistsError):  # made by another process of the user, or by somebody else
+                found.mkdir(mode=0o755)
+        return _usable(path, make=False)
+    if not missing:
+        _check_mode(found, os.lstat(found))
+    return found.joinpath(*missing)
+
+
+def _owners() -> tuple[int, ...]:
+    # The owner of the root directory controls this process anyway. In a user namespace without root that is "nobody".
+    return 0, os.geteuid(), os.lstat("/").st_uid
+
+
+def _follow(path: Path) -> tuple[Path, list[str]]:
+    """Of an absolute path, the part that exists, without symbolic links, and the names of what does not.
+
+    Raises Unusable where another user could change the way.
+    """
+    owners = _owners()
+    found = Path("/")
+    status = os.lstat(found)
+    _check_mode_of_parent(found, status)
+    names = [*reversed(path.parts[1:])]
+    links = 0
+    while names:
+        name = names.pop()
+        if name == "..":
+            found = found.parent
+            status = os.lstat(found)
+            continue
+        there = found / name
+        shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        try:
+            entry = os.lstat(there)
+        except FileNotFoundError:
+            return found, [name, *reversed(names)]
+        # "nobody" may be any user without a number in this namespace, also one who has made an entry in /tmp.
+        _check_owner(there, entry, owners[:2] if shared else owners)
+        if stat.S_ISLNK(entry.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = Path(os.readlink(there))
+            if target.is_absolute():
+                found = Path("/")
+                status = os.lstat(found)
+            names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            continue
+        if not stat.S_ISDIR(entry.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        _check_mode_of_parent(there, entry)
+        found, status = there, entry
+    return found, []
+
+
+def _check_owner(path: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
+    if status.st_uid not in owners:
+        raise Unusable(path, f"belongs to another user ({status.st_uid})")
+
+
+def _check_mode_of_parent(path: Path, status: os.stat_result) -> None:
+    if not status.st_mode & stat.S_ISVTX:
+        _check_mode(path, status)
+
+
+def _check_mode(path: Path, status: os.stat_result) -> None:
+    writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if writers:
+        whose = "everybody" if writers & stat.S_IWOTH else f"its group ({status.st_gid})"
+        raise Unusable(path, f"can be written to by {whose} (mode {stat.S_IMODE(status.st_mode):o})")

@@ -3,7 +3,7 @@
 ``<cache>/<op>/<key>/`` holds one build: the extension module and ``build.json``, which records how it was made and its
 digest. The key covers everything that could make two builds differ. A directory under that name is complete: it was
 made under another name and renamed. Whatever else is there is what a killed build left; the next builder removes it,
-which is safe because building happens under the lock.
+which is safe because building happens under the lock. That nobody else has put a library there is for ``cache`` to see to.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
     result does not load; TimeoutError if another process holds the build lock for longer than DEEPNVME_BUILD_TIMEOUT.
     """
     home = cache.root() / recipe.extension
-    result = home / recipe.key()
     try:
-        if (module := _load_published(recipe, result)) is not None:
+        home = cache.directory(recipe.extension)
+        if (module := _load_published(recipe, home / recipe.key())) is not None:
             return module
         timeout = cache.build_timeout()
-        home.mkdir(parents=True, exist_ok=True)
+        home = cache.directory(recipe.extension, make=True)
+        result = home / recipe.key()
         with cache.exclusive(home / "lock", timeout):
             # Another process may have built it while this one waited; a damaged build was reported above and goes.
             if (module := _load_published(recipe, result, report=False)) is not None:
@@ -89,17 +90,18 @@ def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
 
 
 def cached(recipe: Recipe) -> Path | None:
-    """The module in the cache that ``load`` would take; None if it would compile one."""
-    library = cache.root() / recipe.extension / recipe.key() / (recipe.extension + _SUFFIX)
+    """The module in the cache that ``load`` would take; None if it would compile one. Raises OSError if no cache can be used."""
+    library = cache.directory(recipe.extension) / recipe.key() / (recipe.extension + _SUFFIX)
     return library if _is_intact(library) else None
 
 
 def newest(name: str, source_hash: str) -> Path | None:
     """The newest module ``name`` in the cache that was made of these sources for this Python, by whatever compiler; for
-    where there is none, so that a build's key cannot be known. Never one made for a single machine's processor."""
+    where there is none, so that a build's key cannot be known. Never one made for a single machine's processor. Raises OSError
+    if no cache can be used."""
     extension = name.rpartition(".")[2]
     found = []
-    for library in (cache.root() / extension).glob(f"*/{extension}{_SUFFIX}"):
+    for library in cache.directory(extension).glob(f"*/{extension}{_SUFFIX}"):
         made = record(library)
         portable = not any(str(flag).endswith("=native") for flag in made.get("compile_flags", ()))
         if made.get("source_hash") == source_hash and portable and _is_intact(library):
@@ -110,7 +112,7 @@ def newest(name: str, source_hash: str) -> Path | None:
 def record(library: Path) -> dict[str, Any]:
     """What ``build.json`` says of a module in the cache; empty if there is none that can be read. Never raises."""
     try:
-        found = json.loads(library.with_name("build.json").read_text())
+        found = json.loads(cache.read(library.with_name("build.json")))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -119,7 +121,7 @@ def record(library: Path) -> dict[str, Any]:
 def _is_intact(library: Path) -> bool:
     # Loading a truncated library would kill the process (SIGBUS) rather than raise.
     try:
-        return hashlib.sha256(library.read_bytes()).hexdigest() == record(library).get("sha256")
+        return hashlib.sha256(cache.read(library)).hexdigest() == record(library).get("sha256")
     except OSError:
         return False
 
@@ -148,12 +150,13 @@ def ninja() -> str | None:
 
 
 def _load_published(recipe: Recipe, result: Path, report: bool = True) -> ModuleType | None:
-    """The module in ``result``, or None (after a warning) if it is damaged or does not load, or (without) if absent."""
+    """The module in ``result``, or None: without a warning if it is absent, with one if it is damaged, does not load, or could be
+    another user's."""
     library = result / (recipe.extension + _SUFFIX)
     try:
-        recorded = json.loads((result / "build.json").read_text())
+        recorded = json.loads(cache.read(result / "build.json"))
         # Loading a truncated library would kill the process (SIGBUS) rather than raise.
-        intact = hashlib.sha256(library.read_bytes()).hexdigest() == recorded["sha256"]
+        intact = hashlib.sha256(cache.read(library)).hexdigest() == recorded["sha256"]
         if intact:
             return import_extension(recipe.name, library)
         reason = "its digest is not the one recorded when it was built"
@@ -161,10 +164,13 @@ def _load_published(recipe: Recipe, result: Path, report: bool = True) -> Module
         if not result.exists():
             return None
         reason = str(error)
+    except cache.Unusable as error:
+        reason = str(error)
     except (ImportError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if report:
-        warnings.warn(f"the compiled op {str(library)!r} is damaged ({reason}); it is built again", stacklevel=5)
+        what = f"the compiled op {str(library)!r} is damaged or not to be trusted"
+        warnings.warn(f"{what} ({reason}); it is built again", stacklevel=5)
     return None
 
 
@@ -207,7 +213,8 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
             "seconds": round(time.monotonic() - started, 2),
         }
         (output / "build.json").write_text(json.dumps(record, indent=1))
-        os.chmod(output, 0o755)
+        for made in (library, output / "build.json", output):  # whatever the umask allows to others
+            made.chmod(0o644 if made.suffix == ".json" else 0o755)
         if result.exists():
             os.rename(result, work / "damaged")
         os.rename(output, result)

@@ -7,6 +7,7 @@ in the meantime is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -91,13 +92,12 @@ class Toolchain:
         states = [(str(path), _state(path)) for path in watched]
         key = hashlib.sha256(repr((self.identity, source, libraries, states)).encode()).hexdigest()[:32]
         if key not in _attempts:
-            memory = cache.root() / "probes" / key
-            if memory.exists():
+            if _is_remembered(key):
                 _attempts[key] = Attempt(True)
             else:
                 _attempts[key] = self.try_program(source, libraries)
                 if _attempts[key]:
-                    _remember(memory)
+                    _remember(key)
         return _attempts[key]
 
 
@@ -190,9 +190,13 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _remember(memory: Path) -> None:
+def _is_remembered(key: str) -> bool:
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        memory.touch()
+        return (cache.directory("probes") / key).exists()
     except OSError:
-        pass  # a cache that cannot be written costs a probe next time; building reports it properly
+        return False
+
+
+def _remember(key: str) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a probe next time; building reports it properly
+        (cache.directory("probes", make=True) / key).touch()
