@@ -9,6 +9,7 @@ from pathlib import Path
 from ._meminfo import meminfo
 
 _PROCESS = Path("/proc/self")
+_GROUPS = Path("/sys/fs/cgroup")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 """How mountinfo writes blanks and backslashes."""
 
@@ -30,7 +31,10 @@ def _memory_groups(process: Path) -> Iterator[Path]:
         _, controllers, name = line.split(":", 2)
         memberships[controllers] = name  # no controllers: version 2
     group: str | None
-    for line in _lines(process / "mountinfo"):
+    mounts = _lines(process / "mountinfo")
+    if not mounts:  # no /proc here; in a container the group of the process is what is mounted in the usual place
+        yield from (_GROUPS, _GROUPS / "memory")
+    for line in mounts:
         before, _, after = line.partition(" - ")
         root, mount_point = (_ESCAPED.sub(_character, field) for field in before.split()[3:5])
         filesystem, _, options = after.split(maxsplit=2)

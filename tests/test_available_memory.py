@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme import _available_memory
+from deepnvme import _available_memory, _meminfo
 from deepnvme._available_memory import available_memory
 
 GIB = 2**30
@@ -53,6 +53,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     directory = tmp_path / "a prøcess"
     directory.mkdir()
     monkeypatch.setattr(_available_memory, "_PROCESS", directory)
+    monkeypatch.setattr(_available_memory, "_GROUPS", directory / "groups")
     monkeypatch.setattr(_available_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)
     return System(directory)
 
@@ -105,6 +106,36 @@ def test_in_a_container_the_mount_is_the_group(system: System, root: str) -> Non
     system.member_of("4:memory:/docker/abc")
     group_1(system.mount("cgroup", "rw,memory", root=root), 8 * GIB, usage=GIB)
     assert available_memory() == 7 * GIB
+
+
+def test_without_proc_the_groups_mounted_in_the_usual_place_count(system: System) -> None:
+    group(system.directory / "groups", 8 * GIB, usage=5 * GIB)
+    assert available_memory() == 3 * GIB
+    group_1(system.directory / "groups" / "memory", 8 * GIB, usage=6 * GIB)
+    assert available_memory() == 2 * GIB
+
+
+def test_without_proc_the_machines_memory_is_that_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_meminfo, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_meminfo, "_NODES", tmp_path)
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
+        lines = {"MemTotal": "900 kB", "MemFree": "100 kB", "Active(file)": "20 kB", "Inactive(file)": "3 kB"}
+        text = "".join(f"Node {node} {name}: {value}\n" for name, value in {**lines, "HugePages_Free": "7"}.items())
+        (tmp_path / f"node{node}" / "meminfo").write_text(text)
+    assert _meminfo.meminfo("MemAvailable") == 2 * 123 * 1024
+    assert _meminfo.meminfo("MemTotal") == 2 * 900 * 1024
+    assert _meminfo.meminfo("HugePages_Free") == 14
+    assert _meminfo.meminfo("Hugepagesize") == 0
+
+
+def test_without_proc_and_sys_it_is_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = _meminfo.meminfo("MemTotal")
+    monkeypatch.setattr(_meminfo, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_meminfo, "_NODES", tmp_path)
+    assert 0 < _meminfo.meminfo("MemAvailable") < _meminfo.meminfo("MemTotal")
+    assert abs(_meminfo.meminfo("MemTotal") - total) < total // 20
+    assert _meminfo.meminfo("HugePages_Free") == 0
 
 
 def test_the_group_of_this_process_can_be_read() -> None:

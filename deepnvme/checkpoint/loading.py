@@ -29,7 +29,7 @@ from .contents import (
 )
 from .one_version import of_one_version
 from .pickled import pickled
-from .placing import MapLocation, Placed, memory_for, placing
+from .placing import MapLocation, Placed, memory_for, name_of, placing
 from .reading import read
 from .verifying import verify_records
 
@@ -143,7 +143,7 @@ def _any(offset: int) -> bool:
 def _mapped(path: str | os.PathLike[str], found: Contents, options: Mapping[str, Any]) -> Any:
     with open(path, "rb") as file:  # torch maps only what has a name in UTF-8
         try:
-            return torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, **options)
+            return torch.load(name_of(file, path), mmap=True, **options)
         except Exception:
             check_storages(path, found)
             raise

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.serialization import default_restore_location
@@ -134,6 +134,13 @@ def placing(path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> Iter
         _asked.placing = before
 
 
+def name_of(file: IO[bytes], path: str | os.PathLike[str]) -> str:
+    """Of an open file, for torch.load to map it by: torch maps only what has a name in UTF-8, as the descriptor's link has. Where
+    /proc is not mounted it is the path."""
+    link = f"/proc/self/fd/{file.fileno()}"
+    return link if os.path.exists(link) else os.fspath(path)
+
+
 def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
     """New memory, where a direct transfer from ``offset`` of a file needs no copy: as far behind a page's boundary as that."""
     if nbytes < DIRECT_FROM:
@@ -161,13 +168,13 @@ class _Mapping(NamedTuple):
 
 
 def _mapped_at(address: int) -> _Mapping | None:
-    with open("/proc/self/maps", "rb") as maps:  # whose names may be of any bytes
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:  # whose names may be of any bytes
         for line in maps:
             bounds, _, offset, device, inode = line.split(maxsplit=5)[:5]
             begin, end = (int(number, 16) for number in bounds.split(b"-"))
             if begin <= address < end:
                 return _Mapping(begin, end, int(offset, 16), (device, inode))
-    return None
+    return None  # or nothing is known, where /proc is not mounted
 
 
 def _file_of(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ from torch import nn
 from deepnvme._listed import listed
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
 from deepnvme.checkpoint.one_version import of_one_version, version_of
-from deepnvme.checkpoint.placing import placing
+from deepnvme.checkpoint.placing import name_of, placing
 from deepnvme.checkpoint.safetensors_format import indexed, read_header, shards_of
 from deepnvme.engine import Engine, File
 from deepnvme.swap.memory import check_storable
@@ -166,7 +166,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
     with placing(path, lambda offset: False) as now, open(path, "rb") as file:
         try:
-            loaded = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, weights_only=True, map_location="cpu")
+            loaded = torch.load(name_of(file, path), mmap=True, weights_only=True, map_location="cpu")
         except RuntimeError as error:  # a tensor that is larger than its storage, a record that is not there
             raise CorruptCheckpoint(path, f"torch finds not all of its tensors: {error}") from error
         weights: dict[str, torch.Tensor | Location] = {}

@@ -1,0 +1,48 @@
+"""The package on machines that lack something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .torture.parts.machines import MACHINES, requires
+
+PROGRAM = """
+import json, tempfile
+from pathlib import Path
+from tests.faults.torture.parts.machines import MACHINES, Impossible, run, warm_up
+warm_up()
+outcomes = {{}}
+for name in MACHINES:
+    with tempfile.TemporaryDirectory(dir={directory!r}) as directory:
+        try:
+            run(name, Path(directory))
+            outcomes[name] = "works", ""
+        except Impossible as error:
+            outcomes[name] = "impossible", str(error)
+        except AssertionError as error:
+            outcomes[name] = "wrong", str(error)
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(interpreters: Any, io_dir: Path) -> dict[str, tuple[str, str]]:
+    """On each: what came of it, and what there is to say."""
+    missing = requires()
+    if missing is not None:
+        pytest.skip(missing)
+    found: dict[str, tuple[str, str]] = json.loads(interpreters.run(PROGRAM.format(directory=str(io_dir)), timeout=250).check())
+    return found
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", MACHINES)
+def test_all_works_or_is_refused_naming_the_file(outcomes: dict[str, tuple[str, str]], name: str) -> None:
+    outcome, text = outcomes[name]
+    if outcome == "impossible":
+        pytest.skip(text)
+    assert outcome == "works", text

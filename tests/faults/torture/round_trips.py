@@ -1,0 +1,138 @@
+"""What the package does, once each, with all that is read compared: the engine, DeepSpeed's handle, a store, checkpoints, an
+optimizer, a model's weights. For machines on which something is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import deepnvme
+import deepnvme.safetensors
+from deepnvme.checkpoint import verify
+from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.swap import StoreLocked, TensorStore
+
+from . import Torn, Wrong
+
+
+class RoundTrips:
+    """``allowed``: error numbers with which an operation may refuse here, naming a file; what was there before is to be whole."""
+
+    def __init__(self, directory: Path, allowed: tuple[int, ...] = (), elements: int = 300_000) -> None:
+        self.directory = directory
+        self.allowed = allowed
+        self.refused: list[str] = []
+        self._tensor = torch.arange(elements, dtype=torch.float32)
+
+    def run(self) -> None:
+        """All of them. Raises Wrong or Torn, or an error that is not allowed."""
+        for operation in (self.engine, self.handle, self.store, self.checkpoints, self.optimizer, self.weights):
+            self._try(operation)
+
+    def _try(self, operation: Callable[[], object]) -> bool:
+        try:
+            operation()
+            return True
+        except OSError as error:
+            if error.errno not in self.allowed:
+                raise
+            if not error.filename:
+                raise Wrong(f"{operation.__name__}: an error that names no file: {error!r}") from error
+            self.refused.append(f"{operation.__name__}: {errno.errorcode[error.errno]}")
+            return False
+
+    def engine(self) -> None:
+        back = torch.empty_like(self._tensor)
+        with deepnvme.Engine(block_size=64 << 10) as engine:
+            pinned = engine.empty_pinned(self._tensor.numel())
+            for offset in (0, 7):
+                engine.write(self._tensor, self.directory / "file", offset).result()
+                for out in (back, pinned):
+                    out.zero_()
+                    engine.read(out, self.directory / "file", offset).result()
+                    _same(out, self._tensor, "the engine")
+
+    def handle(self) -> None:
+        handle = AsyncIOBuilder().load().aio_handle()
+        back = torch.empty_like(self._tensor)
+        path = str(self.directory / "handle")
+        handle.async_pwrite(self._tensor, path)
+        handle.wait()
+        handle.sync_pread(back, path)
+        _same(back, self._tensor, "the handle")
+        with open(path, "wb") as file:
+            handle.async_pwrite(self._tensor[7:], file.fileno())
+            handle.wait()
+        handle.sync_pread(back[7:], path)
+        _same(back[7:], self._tensor[7:], "the handle")
+
+    def store(self) -> None:
+        with TensorStore(self.directory / "store") as store:
+            store.put_many({"a": self._tensor, "b": self._tensor[:77]}).result()
+            store.put("a", self._tensor[1:]).result()
+            _same(store.get("a").result(), self._tensor[1:], "the store")
+            _same(store.get("b").result(), self._tensor[:77], "the store")
+            try:
+                TensorStore(self.directory / "store")
+            except StoreLocked:
+                return
+            raise Wrong("a directory was opened by two stores at a time")
+
+    def checkpoints(self) -> None:
+        """Each replaces an older one, which stays where it cannot be."""
+        path, large = self.directory / "checkpoint.pt", self.directory / "checkpoint.safetensors"
+        old = {"tensor": self._tensor[:1000], "step": 1}
+        new = {"tensor": torch.cat([self._tensor] * 3), "step": 2}
+        if not self._try(lambda: deepnvme.save(old, path)):
+            return
+        replaced = self._try(lambda: deepnvme.save(new, path))
+        found = deepnvme.load(path)
+        expected = new if replaced else old
+        if found["step"] != expected["step"] or not torch.equal(found["tensor"], expected["tensor"]):
+            raise Torn(f"the checkpoint is neither the {'new' if replaced else 'old'} one nor whole")
+        _same(torch.load(path)["tensor"], expected["tensor"], "torch")
+        verify(path)
+        if self._try(lambda: deepnvme.safetensors.save_file({"tensor": self._tensor}, large)):
+            _same(deepnvme.safetensors.load_file(large)["tensor"], self._tensor, "safetensors")
+        left = [entry.name for entry in self.directory.iterdir() if "checkpoint" in entry.name and entry not in (path, large)]
+        if left:
+            raise Wrong(f"a save has left {left}")
+
+    def optimizer(self) -> None:
+        def parameters() -> list[torch.nn.Parameter]:
+            return [torch.nn.Parameter(self._tensor[:50_000].clone()), torch.nn.Parameter(self._tensor[:7].clone())]
+
+        in_memory, offloaded = parameters(), parameters()
+        expected = torch.optim.AdamW(in_memory, lr=1e-2)
+        optimizer = deepnvme.OffloadedOptimizer(
+            offloaded, torch.optim.AdamW, nvme_path=self.directory / "states", sub_group_size=4096, lr=1e-2
+        )
+        try:
+            for step in range(3):
+                for mine, theirs in zip(in_memory, offloaded, strict=True):
+                    mine.grad = torch.full_like(mine, step + 0.5)
+                    theirs.grad = mine.grad.clone()
+                expected.step()
+                optimizer.step()
+            for mine, theirs in zip(in_memory, offloaded, strict=True):
+                _same(theirs.detach(), mine.detach(), "the optimizer")
+        finally:
+            optimizer.close()
+
+    def weights(self) -> None:
+        from deepnvme.streaming import WeightStore
+
+        model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 7))
+        checkpoint = self.directory / "model.pt"
+        deepnvme.save(model.state_dict(), checkpoint)
+        with WeightStore.build(checkpoint, self.directory / "weights", model=model) as store:
+            store.verify()
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor, whose: str) -> None:
+    if not torch.equal(found, expected):
+        raise Wrong(f"{whose} gives other values")
