@@ -20,7 +20,7 @@ from deepnvme.swap import StoreLocked, TensorStore
 
 from .. import Leaked, Wrong
 
-SHORT = 4
+SHORT = 3
 SECONDS = 120
 
 _MOST_MAPPINGS = 20
