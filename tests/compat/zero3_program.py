@@ -32,6 +32,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepnvme.integrations import deepspeed as integration
 from deepnvme.swap import zero
 
+from .accesses import ACCESSES
 from .training import train
 
 WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
@@ -107,7 +108,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
     with deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init") else contextlib.nullcontext():
         layers: list[torch.nn.Module] = []
         for _ in range(LAYERS):
-            layers += [torch.nn.Linear(width, width, bias="resume" not in case), torch.nn.GELU()]
+            layers += [torch.nn.Linear(width, width, bias=case.get("bias", "resume" not in case)), torch.nn.GELU()]
         model = torch.nn.Sequential(*layers)
     optimizers = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -122,13 +123,18 @@ def digests(folder: str) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()[: WIDTH * WIDTH * 4]).hexdigest() for file in sorted(files)}
 
 
-def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str) -> list[str]:
-    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from."""
+def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str, seen: list[str] | None = None) -> list[str]:
+    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from. ``seen``: gets what accesses
+    see, "before step" and "after step"."""
     losses = []
+    before_step, after_step = (ACCESSES[case.get(when, "nothing")] for when in ("before step", "after step"))
+    seen = [] if seen is None else seen
     for number in batches:
         if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
             shutil.rmtree(directory)
-        losses += train(trained, case.get("width", WIDTH), range(number, number + 1))
+        only = range(number, number + 1)
+        losses += train(trained, case.get("width", WIDTH), only, lambda number=number: seen.extend(before_step(trained, number)))
+        seen += after_step(trained, number)
     return losses
 
 
@@ -150,7 +156,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     try:
         with world(case["world"], case.get("checkpoint", False)):
             trained = engine(case, directory)
-            result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory)}
+            seen: list[str] = []
+            result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory, seen), "seen": seen}
             if case.get("device", "nvme") == "cpu":
                 return result
             if "resume" in case:  # without biases, the last of which is too small to be swapped, and DeepSpeed loads only what is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -51,15 +52,17 @@ class OptimizerSwapper:
     taken, as far as ``pool`` allows, only where the sub-group at hand does not fit, and OutOfBuffers says what to set if even
     that is not enough. What of it a step does not need to pass through holds a fixed set of sub-groups, whose files are
     outdated until :attr:`swap_folder` is asked for, :meth:`flush` is called, or the swapper ends.
-    ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to its ``optimizer/rank<N>``. ``optimizer``: has
-    ``state``. ``device``: not looked at, as the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine`` and
-    ``pool``: one of its own, and the process's, by default.
+    ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to its ``optimizer/rank<N>``. ``optimizer``: its
+    step uses up the gradients of the parameters that it steps; until then they wait, whatever is swapped in and out meanwhile.
+    ``device``: not looked at, as the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine`` and ``pool``: one of
+    its own, and the process's, by default.
 
     Errors are OSError, with the path. Nothing is lost by one: the call that raised it can be repeated. A write that failed is
     raised by the call after, before that does anything; its data stay in memory and are written again.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: a part of a gradient that has not come since
-    the last step is zero; there it is the step's before, or undefined. Not thread-safe.
+    the last step is zero; there it is the step's before, or undefined, as is a small one after states were set before the step.
+    Not thread-safe.
     """
 
     SWAP_IN_TIMER = "swap_in_state"
@@ -75,7 +78,7 @@ class OptimizerSwapper:
         swap_config: Any,
         aio_config: Mapping[str, Any],
         base_folder: str | os.PathLike[str],
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         largest_numel: int,
         device: Any,
         dtype: torch.dtype,
@@ -107,6 +110,8 @@ class OptimizerSwapper:
         self._order: list[OptimizerStateSwapInfo] = []  # as a step takes them
         self._gradient_bytes = 0  # of the gradients that wait in memory
         self._to_restore: set[Any] = set()  # parameters whose files may be another checkpoint's by now
+        step_hook = optimizer.register_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, step_hook.remove).atexit = False
         self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
         self._end.atexit = False  # that would be after the engine's
         atexit.register(self._end)
@@ -254,7 +259,10 @@ class OptimizerSwapper:
             self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
-        """Take the values of a parameter and its states, which are empty then, and be done with its gradient.
+        """Take the values of a parameter and its states, which are empty then.
+
+        If the optimizer has stepped the parameter since it was swapped in, the gradient is used up and forgotten. Otherwise it
+        waits for the step as it came: see :meth:`writeback_optimizer_state_and_gradients` for one that was changed.
 
         ``async_swap`` makes no difference: writing always goes on while this returns. Nothing for an unknown parameter. Raises
         RuntimeError for one that is not swapped in.
@@ -264,10 +272,7 @@ class OptimizerSwapper:
             return
         with self._timers.measure(self.SWAP_OUT_TIMER):
             self._states.adopt(info, self.is_swappable_tensor)
-            with held_back():
-                info.detach()
-                self._consume_gradient(info)
-                self._cache.release(info.tiles(), changed=True)
+            self._let_go(info, write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -295,6 +300,13 @@ class OptimizerSwapper:
         self._timers.names.clear()
 
     def log_timers(self) -> None:
+        """Log the timers, and forget gradients that no step has used.
+
+        Stage 3 calls this at the end of each step, also of one that it skips because gradients overflowed.
+        """
+        for info in self._order:
+            if info.has_gradients() and not info.active:
+                self._consume_gradient(info)
         self._timers.log()
 
     def pre_backward(self) -> None:
@@ -344,14 +356,21 @@ class OptimizerSwapper:
 
     def _let_go(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
         gradient = info.parameter.grad
-        if write_gradients and info.has_gradients() and gradient is not None:
+        write_gradients = write_gradients and info.has_gradients() and gradient is not None
+        if write_gradients and gradient is not None:
             memory = info.gradient_memory()
             if gradient.data_ptr() != memory.data_ptr():
                 memory.copy_(gradient.detach().reshape(-1))
         with held_back():
+            used_up = info.stepped and write_opt_state
             info.detach()
+            if used_up:
+                self._consume_gradient(info)
+            elif write_gradients:
+                info.gradient_ranges = {0: info.numel()}  # also where none had come, and one was set
             self._cache.release(info.tiles(), changed=write_opt_state)
-            self._cache.release([info.gradient], changed=write_gradients and info.has_gradients())
+            if not used_up:
+                self._cache.release([info.gradient], changed=write_gradients)
 
     def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
         info.gradient_ranges.clear()
@@ -382,6 +401,18 @@ class OptimizerSwapper:
                     ahead += [(tile, limit - self._gradient_bytes) for tile in other.tiles()]
                     break
         self._cache.read_ahead(ahead)
+
+
+def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """After each step of the optimizer: what of its parameters is swapped in has had its gradient used."""
+    alive = swapper()
+    if alive is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            info = alive.swap_params_info.get(getattr(parameter, "ds_id", None))
+            if info is not None and info.active:
+                info.stepped = True
 
 
 def _engine(aio_config: Mapping[str, Any]) -> Engine:

@@ -51,6 +51,8 @@ class OptimizerStateSwapInfo:
         self.turn = turn
         self.active = False
         """Whether the tensors are in memory, between swapping in and out."""
+        self.stepped = False
+        """Whether the optimizer has stepped since they are, so that the gradient is used up."""
         self._numel = numel
         self._folder = folder
         self._aligned_bytes = aligned_bytes
@@ -119,7 +121,7 @@ class OptimizerStateSwapInfo:
         for swapped in self.swapped():
             swapped.detach()
         self.parameter.grad = None
-        self.active = False
+        self.active = self.stepped = False
 
     def gradient_memory(self) -> torch.Tensor:
         """The gradient, flat. Its tile is in memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,91 @@ def test_a_gradient_can_be_looked_at_and_changed_before_the_step(drive: Path, bu
         training.swapper.writeback_optimizer_state_and_gradients(parameter, write_opt_state=True, write_gradients=True)
     training.step()
     training.assert_same_as_in_memory()
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("buffer_count", [1, 4, 64])
+def test_values_set_between_backward_and_step_leave_the_gradient(drive: Path, buffer_count: int, pipelined: bool) -> None:
+    training = Training(drive, buffer_count=buffer_count, pipelined=pipelined)
+    training.train(1)
+    training.backward()
+    for _ in range(2):
+        for number, parameter in enumerate(training.parameters):
+            copy = training.copies[number]
+            training.swapper.swap_in_optimizer_state(parameter)
+            assert torch.equal(parameter.grad, copy.grad)
+            kept, swapped = training.in_memory.state[copy]["exp_avg"], training.optimizer.state[parameter]["exp_avg"]
+            for mine, theirs in ((copy, parameter), (kept, swapped)):
+                value = training.random(1000)
+                mine.data[77:1077] = value
+                theirs.data[77:1077] = value
+            training.swapper.swap_out_optimizer_state(parameter, async_swap=number + 1 < GROUPS)
+            assert parameter.grad is None
+    training.step()
+    training.assert_same_as_in_memory()
+    training.train(1)
+    training.assert_same_as_in_memory()
+
+
+def test_a_checkpoint_between_backward_and_step_leaves_the_gradient(drive: Path) -> None:
+    training = Training(drive, buffer_count=4)
+    training.train(1)
+    training.backward()
+    _ = training.swapper.swap_folder
+    training.step()
+    training.assert_same_as_in_memory()
+
+
+def test_the_optimizers_step_uses_up_the_gradient(drive: Path) -> None:
+    training = Training(drive, buffer_count=64)
+    training.train(1)
+    for parameter in training.parameters:
+        training.swapper.swap_in_optimizer_state(parameter)
+        assert parameter.grad is None
+        training.swapper.swap_out_optimizer_state(parameter)
+
+
+@pytest.mark.parametrize("buffer_count", [4, 64])
+def test_a_gradient_can_be_set_where_none_had_come(drive: Path, buffer_count: int) -> None:
+    training = Training(drive, buffer_count=buffer_count)
+    training.train(1)
+    for number, parameter in enumerate(training.parameters):
+        part = training.random(1000)
+        training.swapper.swap_out_gradients(parameter, [500], [part])
+        training.swapper.swap_in_optimizer_state(parameter)
+        parameter.grad[7:107] = 3
+        training.swapper.writeback_optimizer_state_and_gradients(parameter, write_opt_state=False, write_gradients=True)
+        wanted = torch.zeros(NUMEL)
+        wanted[500:1500], wanted[7:107] = part, 3
+        training.copies[number].grad = wanted
+    training.step()
+    training.assert_same_as_in_memory()
+
+
+@pytest.mark.parametrize("buffer_count", [4, 64])
+def test_gradients_of_a_step_that_is_skipped_are_forgotten(drive: Path, buffer_count: int) -> None:
+    training = Training(drive, buffer_count=buffer_count)
+    training.train(1)
+    for parameter in training.parameters:
+        training.swapper.swap_out_gradients(parameter, [0], [torch.full((NUMEL,), float("inf"))])
+    training.swapper.log_timers()  # as stage 3 does at the end of a step, and where gradients have overflowed
+    for number, parameter in enumerate(training.parameters):
+        part = training.random(1000)
+        training.swapper.swap_out_gradients(parameter, [500], [part])
+        training.copies[number].grad = torch.zeros(NUMEL)
+        training.copies[number].grad[500:1500] = part
+    training.step()
+    training.assert_same_as_in_memory()
+
+
+def test_a_swapper_that_has_gone_leaves_no_hook_in_the_optimizer(drive: Path) -> None:
+    training = Training(drive)
+    optimizer, swapper = training.optimizer, weakref.ref(training.swapper)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    del training
+    gc.collect()
+    assert swapper() is None
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize("buffer_count", [4, 64])
