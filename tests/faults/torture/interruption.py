@@ -62,7 +62,7 @@ class Interruption:
             if now in _JUMPS_BACK or self._before.get(frame) in _CALLS:
                 self._point(frame)
             self._before[frame] = now
-        elif event == "return":
+        elif event in ("return", "exception"):  # after a call that raised, the interpreter does not look for signals
             self._before.pop(frame, None)
         return self._trace
 
