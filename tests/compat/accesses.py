@@ -1,6 +1,6 @@
 """What programs do with an engine's weights, states and gradients between backward and step, and between steps.
 
-Each takes the engine and the batch's number, and returns what it has seen: numbers, exactly, or nothing.
+Each takes the engine and the batch's number, and returns digests of what it has seen, or nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def set_whole(engine: Any, number: int) -> list[str]:
     for parameter, value in _values(engine, number):
         seen += [digest(utils.safe_get_full_fp32_param(parameter)), digest(utils.safe_get_full_grad(parameter))]
         utils.safe_set_full_fp32_param(parameter, value)
-        if number:
+        if engine.global_steps:
             seen.append(digest(utils.safe_get_full_optimizer_state(parameter, "exp_avg")))
             utils.safe_set_full_optimizer_state(parameter, value.abs(), "exp_avg_sq")
         seen += [digest(utils.safe_get_full_fp32_param(parameter)), digest(utils.safe_get_full_grad(parameter))]
@@ -42,7 +42,7 @@ def set_local(engine: Any, number: int) -> list[str]:
     for parameter, value in _values(engine, number):
         part = value.flatten()[: parameter.ds_tensor.ds_numel].clone()
         utils.safe_set_local_fp32_param(parameter, part)
-        if number:
+        if engine.global_steps:
             utils.safe_set_local_optimizer_state(parameter, part, "exp_avg")
             seen.append(digest(utils.safe_get_local_optimizer_state(parameter, "exp_avg_sq")))
         seen += [digest(utils.safe_get_local_fp32_param(parameter)), digest(utils.safe_get_local_grad(parameter))]
@@ -60,6 +60,14 @@ def set_gradients(engine: Any, number: int) -> list[str]:
         else:
             utils.safe_update_full_grad_vectorized([parameter], lambda gradient, _: gradient * 2)
     return [digest(utils.safe_get_full_grad(parameter)) for parameter in engine.module.parameters()]
+
+
+def set_weights(engine: Any, number: int) -> list[str]:
+    """And states, where there are no gradients."""
+    for parameter, value in _values(engine, number):
+        utils.safe_set_full_fp32_param(parameter, value)
+        utils.safe_set_full_optimizer_state(parameter, value.abs(), "exp_avg_sq")
+    return [digest(utils.safe_get_full_fp32_param(parameter)) for parameter in engine.module.parameters()]
 
 
 def evaluate(engine: Any, number: int) -> list[str]:
@@ -106,6 +114,7 @@ ACCESSES: dict[str, Callable[[Any, int], list[str]]] = {
         set_whole,
         set_local,
         set_gradients,
+        set_weights,
         evaluate,
         gather_and_change,
         consolidate,

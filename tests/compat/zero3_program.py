@@ -124,17 +124,20 @@ def digests(folder: str) -> dict[str, str]:
 
 
 def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str, seen: list[str] | None = None) -> list[str]:
-    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from. ``seen``: gets what accesses
-    see, "before step" and "after step"."""
+    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from. ``seen``: gets what the case's
+    accesses, "before step" and "after step", see."""
     losses = []
-    before_step, after_step = (ACCESSES[case.get(when, "nothing")] for when in ("before step", "after step"))
     seen = [] if seen is None else seen
+
+    def access(when: str) -> None:
+        if trained.is_gradient_accumulation_boundary() or when == "after step":
+            seen.extend(ACCESSES[case.get(when, "nothing")](trained, number))
+
     for number in batches:
         if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
             shutil.rmtree(directory)
-        only = range(number, number + 1)
-        losses += train(trained, case.get("width", WIDTH), only, lambda number=number: seen.extend(before_step(trained, number)))
-        seen += after_step(trained, number)
+        losses += train(trained, case.get("width", WIDTH), range(number, number + 1), lambda: access("before step"))
+        access("after step")
     return losses
 
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 3's optimizer swappers, with transfers that fail and Ctrl-C at any point: repeated calls end as in memory, bit for bit."""
+"""ZeRO stage 3's optimizer swappers, with transfers that fail and Ctrl-C at any point: all ends as in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import deepnvme
 import torch
+
+import deepnvme
 from deepnvme.swap import buffer_pool
 
 from ....swap.failed_transfer import FailedTransfer
@@ -83,7 +84,7 @@ class _Attack:
     def run(self) -> None:
         for _ in range(self._random.choice((2, 3))):
             self._backward()
-            for _ in range(self._random.randrange(4)):
+            for _ in range(self._random.randrange(1, 5)):
                 self._random.choice((self._set_states, self._set_gradient, self._look, self._flush, self._copy_files))()
             self._step()
         self._engine.chance = 0.0
