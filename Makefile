@@ -34,7 +34,7 @@ test: $(VENV)/installed-for-tests
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py tests/examples
 
 test-deepspeed: $(VENV)/with-deepspeed
-	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs $(with-deepspeed) --deepspeed-python $(abspath $(python))
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .

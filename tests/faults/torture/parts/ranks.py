@@ -122,7 +122,8 @@ class _Saving:
         deepnvme.save(state, self._directory / "a.pt", group=dist.group.WORLD)
 
     def check(self, new: bool) -> None:
-        """That the state saved last is what is there, or that before it; all ranks look before any goes on."""
+        """That the state saved last is what is there, or that before it."""
+        dist.barrier()  # a rank may have its error before another has removed what it had begun
         self._saved = self._value if new else self._saved
         found = self._load()
         if (found is None) != (self._saved is None) or any(not torch.equal(each, self._saved) for each in found or ()):
