@@ -30,8 +30,9 @@ from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
 from deepnvme.streaming.built_once import opened_or_built
 from deepnvme.streaming.offload_index import OffloadIndex
+from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
-from deepnvme.streaming.streaming import check_not_streamed, stream
+from deepnvme.streaming.streaming import Streaming, check_not_streamed, stream, streaming_of
 from deepnvme.streaming.weight_store import WeightStore
 
 STORE = "deepnvme"
@@ -85,6 +86,7 @@ def disable() -> None:
 def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
     """As ``accelerate.disk_offload``: ``offload_dir`` may hold weights that accelerate has put there before."""
     enabled = _options()
+    check_not_streamed(model)
     if enabled is None:
         own: nn.Module = _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
         return own
@@ -107,6 +109,7 @@ def dispatch_model(
 ) -> nn.Module:
     """As ``accelerate.dispatch_model``."""
     enabled = _options()
+    check_not_streamed(model)
     placed = {str(device) for device in device_map.values()}
     obstacle = None
     if placed - {"disk", "cpu"}:
@@ -142,7 +145,34 @@ def _streamed(
 ) -> nn.Module:
     """The model, on a store in the folder. ``kept``: weights that count, where they are in memory, whatever the index has.
     ``on_cpu``: those that may stay in memory."""
-    check_not_streamed(model)
+    given: list[Mapping[str, torch.Tensor]] = [kept]
+    names = tuple(kept)
+
+    def offload(model: nn.Module) -> Streaming:
+        # Those given count once: the hook keeps no weights, and the model itself has them after it was undone.
+        found = given.pop() if given else {name: weight for name, weight in weights_of(model).items() if name in names}
+        return _offloaded(model, index, folder, found, device, options, on_cpu)
+
+    hook = _Hook(model, offload, torch.device("cpu" if device is None else device))
+    try:
+        hook.init_hook(model)
+        model._hf_hook = hook  # type: ignore[assignment]  # not before: accelerate's own hooks stay where ours fails
+    except BaseException:
+        hook.detach_hook(model)
+        raise
+    return model
+
+
+def _offloaded(
+    model: nn.Module,
+    index: Mapping[str, Any],
+    folder: Any,
+    kept: Mapping[str, torch.Tensor],
+    device: Any,
+    options: _Options,
+    on_cpu: Sequence[str],
+) -> Streaming:
+    """See :func:`_streamed`, whose hook is still to be attached."""
     if hasattr(model, "_get_dtype_plan"):  # it is of transformers
         index = with_dtypes_kept(model, index)
     if callable(tie := getattr(model, "tie_weights", None)):
@@ -175,23 +205,86 @@ def _streamed(
         budget = max(options.memory_budget, staying)
         _remove_hooks(model)
         streaming = stream(model, store, prefetch=options.prefetch, memory_budget=budget, device=device)
+        streaming.owns_store = True
     except BaseException:
-        store.close()
+        if streaming_of(model) is None:  # else whoever undoes the offload closes it
+            store.close()
         raise
-    streaming.owns_store = True
-    model.streaming = streaming  # type: ignore[assignment]  # which is no module and no tensor
-    return model
+    return streaming
+
+
+class _Hook:
+    """By which ``accelerate.hooks.remove_hook_from_submodules`` undoes the offload; one for a model, at its root.
+
+    It has the methods of an ``accelerate.hooks.ModelHook``, and leaves calls of the model as they are.
+    """
+
+    no_grad = False
+
+    def __init__(self, model: nn.Module, offload: Callable[[nn.Module], Streaming], device: torch.device) -> None:
+        """``offload``: streams the model, which has its own weights then; called again for each offload after one was undone."""
+        self.execution_device = device  # which transformers asks the hooks of some models
+        self._offload = offload
+        self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
+        self._streaming: Streaming | None = None
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Stream the model. accelerate detaches a hook and attaches it again when it puts another beside it."""
+        if self._streaming is None:
+            self._streaming = self._offload(module)
+            module.streaming = self._streaming  # type: ignore[assignment]  # which is no module and no tensor
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """End the stream and close the store. The weights that were in memory before are there again, where they were, and
+        require grad if they did; the others are on the meta device.
+
+        Raises OSError from reading: the model is streamed still, and has its hook. May be repeated after an interrupt.
+        """
+        streaming = self._streaming or streaming_of(module)  # that of an offload which was interrupted
+        if streaming is None:
+            return module
+        streaming.owns_store = True
+        streaming.close(restore=[name for name, (device, _) in self._before.items() if device.type != "meta"])
+        absent: dict[int, torch.Tensor] = {}
+        for name, tensor in _tensors(module).items():
+            device, requires_grad = self._before.get(name, (tensor.device, False))
+            if not isinstance(tensor, Placeholder):
+                tensor.data = tensor.data.to(device)
+            elif device.type == "meta":
+                path, _, key = name.rpartition(".")
+                owner = module.get_submodule(path)
+                among: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                weight = nn.Parameter(empty, requires_grad) if among is owner._parameters else empty
+                among[key] = absent.setdefault(id(tensor), weight)
+        module.__dict__.pop("streaming", None)
+        self._streaming = None
+        return module
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers, by all of their names."""
+    return {**weights_of(model), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _remove_hooks(model: nn.Module) -> None:
     """Of a model that accelerate has offloaded itself, whose weights stay where they are: on the meta device."""
-    from accelerate.hooks import remove_hook_from_submodules
+    from accelerate.hooks import remove_hook_from_module
 
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
+        if hook is None:
+            continue
         for each in getattr(hook, "hooks", (hook,)):
             getattr(each, "original_devices", {}).clear()  # to which it would read them
-    remove_hook_from_submodules(model)
+        remove_hook_from_module(module)
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:

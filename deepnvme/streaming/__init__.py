@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .pretrained import from_pretrained
     from .sources import Location, Source
     from .stream_report import StreamReport
-    from .streaming import Streaming, stream
+    from .streaming import Streaming, stream, streaming_of
     from .weight_store import CorruptExtent, WeightStore
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "offload_kv",
     "offloaded_cache",
     "stream",
+    "streaming_of",
 ]
 
 _WHERE = {
@@ -52,6 +53,7 @@ _WHERE = {
     "offload_kv": "kv.cache",
     "offloaded_cache": "kv.cache",
     "stream": "streaming",
+    "streaming_of": "streaming",
 }
 
 __getattr__ = from_modules(__name__, _WHERE)

@@ -64,7 +64,9 @@ class Fetcher:
     - Where more is in use at a time than there is room for, there is more until it is given back; and one slot more where
       somebody keeps another.
     - A read that fails leaves nothing behind: the extent is read again when it is next taken. An error is raised only where that
-      extent is taken, and only that of a read which ended after that.
+      extent is taken, and only that of a read which began there: what failed while it was read ahead is read once more, since the
+      fault may have been told of, and mended, before.
+    - KeyboardInterrupt may come anywhere. After one, :meth:`recover` comes before anything else.
 
     Not thread-safe: whoever shares one takes turns.
     """
@@ -82,7 +84,6 @@ class Fetcher:
         self._extents: dict[str, _Extent] = {}
         self._expected: dict[str, None] = {}  # in order; those in use or in memory already among them
         self._dropped: list[Reading] = []  # of extents that nobody wants any more, in slots that are not free before they end
-        self._loaded = 0  # residents that are there
         self._residents = frozenset(residents)
         self.bytes_read = 0
         """By reads begun so far, in vain too."""
@@ -99,13 +100,15 @@ class Fetcher:
         taken then. Blocks; Ctrl-C interrupts the waiting.
         """
         taken: list[str] = []
+        begun: set[str] = set()
         try:
             self._expect(then, keys)
             for key in keys:
-                self._demand(key)
+                if self._demand(key):
+                    begun.add(key)
                 taken.append(key)
             self._advance()
-            return [self._arrived(key) for key in keys]
+            return [self._arrived(key, key in begun) for key in keys]
         except BaseException:
             self.give_back(taken)
             raise
@@ -119,10 +122,10 @@ class Fetcher:
         """End a use of each. Memory of one that nobody uses any more is read into again, unless the extent is expected next.
         Never blocks. ``changed``: its memory is not what was read; it is read again for its next use."""
         for key in keys:
-            extent = self._extents[key]
-            extent.users -= 1
-            if extent.users == 0 and (changed or not self._stays(key)):
+            if self._extents[key].users == 1 and (changed or not self._stays(key)):
                 self._forget(key)
+            else:
+                self._extents[key].users -= 1
         self._advance()
 
     def is_resident(self, key: str) -> bool:
@@ -132,9 +135,8 @@ class Fetcher:
     def keep(self, residents: Collection[str]) -> None:
         """Have these stay, once they are read, and no others. Nothing may be in use."""
         self._residents = frozenset(residents)
-        for key in list(self._extents):
-            if (self._extents[key].slot is None) != (key in self._residents):
-                self._forget(key)
+        for key in filter(self._is_misplaced, list(self._extents)):
+            self._forget(key)
 
     def drain(self) -> None:
         """Read nothing ahead any more, and wait for what was begun for nothing."""
@@ -148,20 +150,29 @@ class Fetcher:
             self._forget(key)
         self._wait_for_dropped()
 
-    def give_back_all(self) -> None:
-        """End all uses, after something has interrupted who would have."""
-        for key in [key for key, extent in self._extents.items() if extent.users]:
-            self._extents[key].users = 1
-            self.give_back([key])
+    def recover(self) -> list[str]:
+        """End all uses, and finish a :meth:`keep`, after something has interrupted who would have. Returns the extents whose
+        memory was let go for that: it may have been changed."""
+        left = [key for key, extent in self._extents.items() if extent.users or self._is_misplaced(key)]
+        for key in left:
+            self._forget(key)
+        if left:
+            self._advance()
+        return left
 
     # What is in memory.
+
+    def _is_misplaced(self, key: str) -> bool:
+        """Whether it is in a slot and should stay, or the other way round."""
+        return (self._extents[key].slot is None) != (key in self._residents)
 
     def _expect(self, keys: Iterable[str], now: Collection[str]) -> None:
         """Of ``keys`` what there is room for beside ``now``; let go of the others that are read ahead."""
         room = self._slots.nbytes - sum(self._sizes[key] for key in now if key not in self._residents)
         kept_free = room == self._slots.nbytes  # as much as the first of those takes
         expected: dict[str, None] = {}
-        if self._loaded < len(self._sizes):
+        loaded = sum(extent.slot is None and extent.reading is None for extent in self._extents.values())
+        if loaded < len(self._sizes):
             for key in itertools.islice(keys, 2 * len(self._sizes)):
                 extent = self._extents.get(key)
                 if key in expected or (extent is not None and extent.slot is None and extent.reading is None):
@@ -217,9 +228,7 @@ class Fetcher:
 
     def _forget(self, key: str) -> None:
         extent = self._extents.pop(key)
-        if extent.reading is None:
-            self._loaded -= extent.slot is None
-        else:
+        if extent.reading is not None:
             self._dropped.append(extent.reading)
             self._reap()
         if extent.slot is not None:
@@ -227,12 +236,14 @@ class Fetcher:
 
     # Waiting. No frame that an error passes through may hold an extent: its traceback would keep the slot.
 
-    def _demand(self, key: str) -> None:
-        """Use it from now on, and have a read of it under way, if need be after waiting for a slot."""
+    def _demand(self, key: str) -> bool:
+        """Use it from now on, and have a read of it under way, if need be after waiting for a slot. Whether it begins here."""
         if key in self._extents and self._extents[key].failed():  # perhaps long ago
             self._forget(key)
-        extent = self._extents.get(key) or self._demanded(key)
+        begins = key not in self._extents
+        extent = self._demanded(key) if begins else self._extents[key]
         extent.users += 1
+        return begins
 
     def _demanded(self, key: str) -> _Extent:
         while True:
@@ -263,18 +274,28 @@ class Fetcher:
             extent = self._begin(key, limit)
         return extent
 
-    def _arrived(self, key: str) -> torch.Tensor:
+    def _arrived(self, key: str, begun_here: bool) -> torch.Tensor:
+        """Its memory, when it has been read. Of a read that began earlier, for nobody yet, an error is old: it is repeated."""
         extent = self._extents[key]
-        if extent.reading is not None:
-            error = extent.reading.exception() if extent.reading.done() else self._waited_for(extent.reading)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error, extent  # which the traceback would keep in memory
-            extent.reading = None
-            self._loaded += extent.slot is None
-        return extent.memory
+        try:
+            if extent.reading is not None:
+                error = self._outcome(extent.reading)
+                if error is not None and not begun_here:
+                    extent.reading = self._read(key, extent.memory)
+                    self.bytes_read += self._stored[key]
+                    error = self._outcome(extent.reading)
+                if error is not None:
+                    try:
+                        raise error
+                    finally:
+                        del error
+                extent.reading = None
+            return extent.memory
+        finally:
+            del extent  # which an error's traceback would keep in memory
+
+    def _outcome(self, reading: Reading) -> BaseException | None:
+        return reading.exception() if reading.done() else self._waited_for(reading)
 
     def _starved(self) -> bool:
         """Whether something expected has no slot yet, and a read that was dropped may leave it one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ class _Place:
 
     among: dict[str, torch.Tensor | None]
     name: str
+    own: torch.Tensor | None
+    """What the model had there."""
 
 
 @dataclass
@@ -33,6 +36,8 @@ class _Weight:
     present: torch.Tensor | None = None
     version: int = 0
     address: int = 0
+    requires_grad: bool = False
+    """As it was before the model was streamed."""
 
     def put(self, tensor: torch.Tensor | None) -> None:
         for place in self.places:
@@ -83,7 +88,8 @@ class ModuleWeights:
                 module = modules[path]
                 among = module._parameters if key in module._parameters else module._buffers
                 if all(place.among is not among or place.name != key for place in by_name[stored].places):
-                    by_name[stored].places.append(_Place(among, key))
+                    by_name[stored].places.append(_Place(among, key, found[name]))
+                    by_name[stored].requires_grad |= found[name].requires_grad
         users: dict[str, str] = {}
         for block, needed in store.blocks.items():
             for extent in needed:
@@ -92,6 +98,18 @@ class ModuleWeights:
             for weight in weights:
                 name, info = weight.facts.name, weight.facts.info
                 weight.absent = Placeholder(name, users.get(extent, ""), info.shape, info.dtype, device)
+
+    def undo(self) -> None:
+        """Give the model back what it had, before :meth:`forget_own`."""
+        for weight in self._all():
+            for place in weight.places:
+                place.among[place.name] = place.own
+
+    def forget_own(self) -> None:
+        """Let go of what the model had."""
+        for weight in self._all():
+            for place in weight.places:
+                place.own = None
 
     def remove(self, extent: str) -> None:
         """Put placeholders in place of its weights."""
@@ -108,6 +126,24 @@ class ModuleWeights:
                 weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
                 weight.version, weight.address = weight.present._version, weight.present.data_ptr()
                 weight.put(weight.present)
+
+    def _all(self) -> Iterator[_Weight]:
+        return itertools.chain.from_iterable(self._extents.values())
+
+    def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | None) -> None:
+        """Put its weights in their places to stay, as they were before the model was streamed: they require grad if they did.
+
+        ``memory``: what :meth:`put` takes; None where the weights are in their places already. ``names``: of the weights to be
+        put, None for all. The others become placeholders.
+        """
+        if memory is not None:
+            self.put(extent, memory)
+        for weight in self._extents[extent]:
+            if names is not None and weight.facts.name not in names:
+                weight.put(weight.absent)
+                weight.present = None
+            elif weight.requires_grad and weight.present is not None:
+                weight.present.requires_grad_()
 
     def changed(self, extent: str) -> list[str]:
         """The names of those that are not as they were put there."""

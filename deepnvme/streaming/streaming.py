@@ -8,7 +8,8 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -63,10 +64,17 @@ def stream(
     return Streaming(model, store, prefetch, memory_budget, torch.device("cpu" if device is None else device))
 
 
+def streaming_of(model: nn.Module) -> Streaming | None:
+    """The stream of a model or of a part of it, for whoever has not kept what :func:`stream` returned; None if there is none."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return next((forward.streaming for forward in forwards if isinstance(forward, _Forward)), None)
+
+
 def check_not_streamed(model: nn.Module) -> None:
     """Raise RuntimeError for a model that is streamed already."""
-    if any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules()):
-        raise RuntimeError(f"this {type(model).__name__} is streamed already: close() that stream first")
+    if streaming_of(model) is not None:
+        kind = type(model).__name__
+        raise RuntimeError(f"this {kind} is streamed already: close() that stream, deepnvme.streaming.streaming_of(model), first")
 
 
 class Streaming:
@@ -97,22 +105,29 @@ class Streaming:
         self._stack: list[tuple[str, ...]] = []  # what those that are running need, the innermost last
         self._in_use: dict[str, None] = {}  # extents, since when: between a take and a give_back
         self._there: set[str] = set()  # residents whose weights are in their places
-        self._closed = False
+        self._restored: _Restored | None = None  # none before close()
+        self._ended = False
         self.owns_store = False
         """Whether :meth:`close` closes the store, too: of who has made both, and shows only this."""
         self._limit: float | None = None
         self._tally = Tally()
         self._wrapped: list[tuple[nn.Module, Any]] = []
+        before = _not_persistent(model)
         try:
             self._read_rest(device)
-        except BaseException:
+            for extent in self._sizes:
+                self._weights.remove(extent)
+            for name, extents in store.blocks.items():
+                self._wrap(model.get_submodule(name), functools.partial(self._block, name, extents))
+            self._wrap(model, self._root)
+        except BaseException:  # the model is as it was
+            self._unwrap()
+            self._weights.undo()
+            for buffers, key, buffer in before:
+                buffers[key] = buffer
             self._arrivals.close()
             raise
-        for extent in self._sizes:
-            self._weights.remove(extent)
-        for name, extents in store.blocks.items():
-            self._wrap(model.get_submodule(name), functools.partial(self._block, name, extents))
-        self._wrap(model, self._root)
+        self._weights.forget_own()
         self._fetcher.expect(self._order.predict())
 
     # For users.
@@ -151,36 +166,36 @@ class Streaming:
         limit: float | None = self._in_turn(self._measured, nbytes)
         return limit
 
-    def close(self, restore: bool = False) -> None:
+    def close(self, restore: bool | Collection[str] = False) -> None:
         """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
 
         ``restore``: read all weights into memory of their own, which has to hold them, and leave the model as one that never was
-        streamed. Otherwise its weights stay placeholders; what was in no block is there. The store stays open, but where
+        streamed; or only weights of these names (tied ones by their first), and the others are placeholders, those in no block
+        too. Otherwise its weights stay placeholders; what was in no block is there. The store stays open, but where
         ``owns_store`` says otherwise.
 
         Raises RuntimeError within a call of the model; OSError from reading, and the model is streamed still.
         """
         self._check_outside("close()")
         with self._turn:
-            if self._closed:
+            if self._ended:
                 return
-            memories = self._read_all() if restore else {}
-            self._closed = True
-            while self._wrapped:
-                module, own = self._wrapped.pop()
-                if own is None:
-                    del module.forward
-                else:
-                    module.forward = own
+            if self._restored is None:
+                names = frozenset(restore) if isinstance(restore, Collection) else None
+                self._restored = self._read_all(names) if restore else _Restored()
+            # After an interrupt another close() goes on from here: each step may be repeated.
+            self._unwrap()
             for name in self._sizes:
-                if name in memories:
-                    self._weights.put(name, memories[name])
-                else:
+                if name not in self._restored.memories:
                     self._weights.remove(name)
+            for name, memory in self._restored.memories.items():
+                self._weights.restore(name, memory, self._restored.names)
             self._fetcher.close()
             self._arrivals.close()
             if self.owns_store:
                 self._store.close()
+            self._restored = _Restored()
+            self._ended = True
 
     def __enter__(self) -> Streaming:
         return self
@@ -226,15 +241,20 @@ class Streaming:
             if error is not None:
                 raise error
             self._weights.put(REST, memory)
-        for module in self._model.modules():
-            for key in module._non_persistent_buffers_set:
-                buffer = module._buffers.get(key)
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(device)
+        for buffers, key, buffer in _not_persistent(self._model):
+            buffers[key] = buffer.to(device)
 
     def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._wrapped.append((module, module.__dict__.get("forward")))
         module.forward = _Forward(self, module.forward, call)
+
+    def _unwrap(self) -> None:
+        """Give all modules their own forward. May be repeated."""
+        for module, own in self._wrapped:
+            if own is not None:
+                module.forward = own
+            elif "forward" in module.__dict__:
+                del module.forward
 
     # Calls.
 
@@ -247,7 +267,7 @@ class Streaming:
         with self._turn:  # itself: no interrupt comes between its being taken and what releases it
             try:
                 self._owner = threading.get_ident()
-                if self._closed:
+                if self._restored is not None:
                     raise RuntimeError("the stream of this model's weights was closed")
                 self._recover()
                 return call(*args)
@@ -350,8 +370,8 @@ class Streaming:
             for extent in [extent for extent in self._in_use if extent not in needed]:
                 found = self._weights.changed(extent)
                 if found or extent not in self._there:
+                    self._there.discard(extent)  # first: of one that is there, weights that are not would count as changed
                     self._weights.remove(extent)
-                    self._there.discard(extent)
                 del self._in_use[extent]
                 self._fetcher.give_back([extent], changed=bool(found))
                 changed += found
@@ -361,7 +381,9 @@ class Streaming:
         """From an interrupt that came at the wrong moment."""
         if self._stack or self._in_use:
             self._leave(0)
-        self._fetcher.give_back_all()
+        for extent in self._fetcher.recover():
+            self._there.discard(extent)
+            self._weights.remove(extent)
 
     def _reconsider(self) -> None:
         """Which are to stay, when it has become known how often each is used: after 1, 2, 4, 8, ... passes."""
@@ -375,20 +397,34 @@ class Streaming:
         better |= residents(rest, uses, self._budget - sum(self._sizes[extent] for extent in better))
         if saved_bytes(better, self._sizes, uses) > _WORTH_IT * saved_bytes(before, self._sizes, uses):
             for extent in self._there - better:
+                self._there.discard(extent)
                 self._weights.remove(extent)
-            self._there &= better
             self._fetcher.keep(better)
 
-    def _read_all(self) -> dict[str, torch.Tensor]:
-        """All extents, each in memory of its own."""
-        memories = {}
+    def _read_all(self, names: frozenset[str] | None) -> _Restored:
+        """All extents, or those of these weights, each in memory of its own."""
+        memories: dict[str, torch.Tensor | None] = {}
         self._fetcher.expect(())
         for extent, nbytes in self._sizes.items():
-            memories[extent] = self._slots.memory(nbytes)
-            error = self._arrivals.read(extent, memories[extent]).exception()
+            if names is not None and names.isdisjoint(weight.name for weight in self._store.extents[extent].weights):
+                continue
+            memory = memories[extent] = self._slots.memory(nbytes)
+            error = self._arrivals.read(extent, memory).exception()
             if error is not None:
                 raise error
-        return memories
+        if REST in self._store.extents:
+            memories[REST] = None
+        return _Restored(memories, names)
+
+
+@dataclass
+class _Restored:
+    """What becomes of a model's weights when its stream ends."""
+
+    memories: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    """By extent; None for one whose weights are in their places."""
+    names: frozenset[str] | None = None
+    """Of the weights that stay in these; None for all."""
 
 
 _FIRST = "close(restore=True) its stream first"
@@ -399,14 +435,14 @@ class _Forward:
 
     def __init__(self, streaming: Streaming, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)  # whose signature others look at
-        self._streaming, self._forward, self._call = streaming, forward, call
+        self.streaming, self._forward, self._call = streaming, forward, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._is_tracing():  # what it has recorded it does not let go of, when it fails either
             raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {_FIRST}")
-        return self._streaming._called(self._call, self._forward, args, kwargs)
+        return self.streaming._called(self._call, self._forward, args, kwargs)
 
     def __getattr__(self, name: str) -> NoReturn:
         """As any object without it, but for what whoever wants a function's code is told: torch.jit.script, torch.export."""
@@ -414,6 +450,16 @@ class _Forward:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
+
+
+def _not_persistent(model: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Buffers that no store has: among which, by which name, and each."""
+    return [
+        (module._buffers, key, buffer)
+        for module in model.modules()
+        for key in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(key)) is not None
+    ]
 
 
 def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Arrivals, Callable[[int], Slots]]:

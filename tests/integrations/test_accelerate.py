@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from deepnvme.integrations import accelerate as integration
+from deepnvme.streaming import streaming_of
 from deepnvme.swap import TensorStore
 
 from . import models
@@ -116,7 +119,7 @@ def test_a_model_that_accelerate_has_offloaded_is_streamed_without_its_hooks(dri
     integration.enable()
     accelerate.disk_offload(model, drive / "folder")
     assert torch.equal(models.tokens(model), models.tokens(known))
-    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert not any(isinstance(getattr(module, "_hf_hook", None), accelerate.hooks.ModelHook) for module in model.modules())
 
 
 def test_what_is_streamed_already_is_refused_and_goes_on(drive: Path) -> None:
@@ -126,6 +129,123 @@ def test_what_is_streamed_already_is_refused_and_goes_on(drive: Path) -> None:
         with pytest.raises(RuntimeError, match="streamed already"):
             accelerate.disk_offload(model, drive / folder)
     assert torch.equal(models.tokens(model), models.tokens(known))
+
+
+class Block(torch.nn.Module):
+    """Weights that require grad and such that do not, a tie, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) * self.scale
+
+
+def blocks() -> torch.nn.Module:
+    torch.manual_seed(4)
+    return torch.nn.Sequential(Block(), Block(), Block()).eval()
+
+
+def weights(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool, str]]:
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: (weight.detach().clone(), weight.requires_grad, weight.device.type) for name, weight in named.items()}
+
+
+def assert_same(found: dict[str, tuple[torch.Tensor, bool, str]], wanted: dict[str, tuple[torch.Tensor, bool, str]]) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name][1:] == wanted[name][1:], name
+        if wanted[name][2] != "meta":
+            assert torch.equal(found[name][0], wanted[name][0]), name
+
+
+def on_disk(model: torch.nn.Module, folder: Path) -> None:
+    accelerate.disk_offload(model, folder)
+
+
+def dispatched(model: torch.nn.Module, folder: Path) -> None:
+    accelerate.dispatch_model(model, {"0": "cpu", "1": "disk", "2": "disk"}, offload_dir=folder)
+
+
+def on_cpu(model: torch.nn.Module, folder: Path) -> None:
+    accelerate.cpu_offload(model)
+
+
+@pytest.mark.parametrize("second", [on_disk, dispatched, on_cpu])
+@pytest.mark.parametrize("first", [on_disk, dispatched, on_cpu])
+def test_who_undoes_an_offload_offloads_again(first: Any, second: Any, drive: Path) -> None:
+    model, x = blocks(), torch.randn(3, 8)
+    with torch.no_grad():
+        wanted = model(x)
+    own, threads = weights(model), threading.active_count()
+    for number, offload in enumerate([first, second, first]):
+        offload(model, drive / str(number))
+        with torch.no_grad():
+            assert torch.equal(model(x), wanted)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert streaming_of(model) is None
+        assert not hasattr(model, "streaming")
+        assert not hasattr(model, "_hf_hook")
+        assert_same(weights(model), own)
+        assert torch.equal(model(x), wanted)
+        model(x).sum().backward()
+        store = drive / str(number) / integration.STORE
+        if store.exists():
+            TensorStore(store, persist=True).close()  # nobody has it open any more
+        assert threading.active_count() <= threads
+    # accelerate itself parts what is tied when it is undone.
+    assert on_cpu in (first, second) or model[0].first.weight is model[0].last.weight
+
+
+def test_weights_that_were_on_the_meta_device_are_there_again_when_the_offload_is_undone(drive: Path) -> None:
+    known = models.checkpoint("llama-tied", drive / "checkpoint")
+    device_map = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
+    device_map |= {f"model.layers.{layer}": "disk" for layer in range(4)}
+    model = offloaded("llama-tied", drive, device_map)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    devices = {name: weight.device.type for name, weight in model.named_parameters()}
+    assert devices == {name: "cpu" if "embed" in name else "meta" for name, _ in known.named_parameters()}
+    assert torch.equal(model.model.embed_tokens.weight, known.model.embed_tokens.weight)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(type(weight) is torch.nn.Parameter for weight in model.parameters())
+
+
+def test_an_undo_that_cannot_read_leaves_the_model_streamed_and_may_be_repeated(drive: Path) -> None:
+    model, x = blocks(), torch.randn(3, 8)
+    own, wanted = weights(model), model(x)
+    on_disk(model, drive / "folder")
+    model(x)
+    store = model.streaming._store
+    read = store.read
+
+    def failing(extent: str, out: torch.Tensor) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(drive))
+
+    store.read = failing
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        accelerate.hooks.remove_hook_from_submodules(model)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(drive))
+    store.read = read
+    assert torch.equal(model(x), wanted)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert_same(weights(model), own)
+
+
+def test_a_hook_that_is_put_beside_leaves_the_model_streamed(drive: Path) -> None:
+    model, x = blocks(), torch.randn(3, 8)
+    own, wanted = weights(model), model(x)
+    on_disk(model, drive / "folder")
+    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.AlignDevicesHook(io_same_device=True), append=True)
+    assert type(model[0].first.weight) is not torch.nn.Parameter
+    assert torch.equal(model(x), wanted)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert_same(weights(model), own)
+    on_disk(model, drive / "folder")
+    assert torch.equal(model(x), wanted)
 
 
 def test_a_checkpoint_is_loaded_and_dispatched(drive: Path) -> None:

@@ -71,6 +71,20 @@ def test_an_error_that_ended_a_read_before_it_was_wanted_is_old(fake: FakeDrive)
     assert is_right("c", fetcher.take(["c"])[0])
 
 
+@pytest.mark.parametrize("residents", ["", "b"])
+def test_an_error_of_reading_ahead_is_not_raised_once_the_fault_is_mended(fake: FakeDrive, residents: str) -> None:
+    fetcher = fetcher_of(fake, residents=residents)
+    fake.failing = {"b", "c"}
+    fetcher.take(["a"], "bc")
+    fake.failing = {"c"}
+    assert is_right("b", fetcher.take(["b"], "c")[0])  # whose read, begun before, ends with its error only now
+    with pytest.raises(OSError, match="failed c"):
+        fetcher.take(["c"])
+    fake.failing = set()
+    assert is_right("c", fetcher.take(["c"])[0])
+    assert fake.begun == [*"abcbccc"]
+
+
 def test_a_failure_among_several_takes_none(fake: FakeDrive) -> None:
     fetcher = fetcher_of(fake, slots=2)
     fake.failing = {"b"}
