@@ -82,7 +82,7 @@ def test_an_error_of_reading_ahead_is_not_raised_once_the_fault_is_mended(fake: 
         fetcher.take(["c"])
     fake.failing = set()
     assert is_right("c", fetcher.take(["c"])[0])
-    assert fake.begun == [*"abcbccc"]
+    assert fake.begun == [*"abcbcc"]
 
 
 def test_a_failure_among_several_takes_none(fake: FakeDrive) -> None:
