@@ -69,8 +69,9 @@ class OffloadedCache(DynamicCache):
     not, 16 MiB of writes, and up to 2 MiB of newest positions a layer.
 
     Beam search, selecting and repeating rows of the batch rewrite nothing on the drive: rows are put in order as they are read.
-    ``crop`` and assisted generation work, too. One cache is for one sequence of forwards, not for several threads at once. An
-    error leaves the cache unusable until :meth:`reset`. For encoder-decoder models see :func:`offloaded_cache`.
+    ``crop`` and assisted generation work, too. One cache is for one sequence of forwards, not for several threads at once. After
+    an error or an interrupt in it, or between the layers of a forward, it holds nothing that can be used: what would use it
+    raises RuntimeError, with the error as its cause, until :meth:`reset`. For encoder-decoder models see :func:`offloaded_cache`.
 
     Raises ValueError for an argument out of range and for a model with layers of another kind, OSError from making the files.
     """
@@ -98,6 +99,8 @@ class OffloadedCache(DynamicCache):
             else OffloadedLayer(self._drive, index, given.get("sliding_window"), streamed=self._budget == 0)
             for index, (kind, given) in enumerate(zip(kinds, arguments, strict=True))
         ]
+        self._begun: tuple[int, int] | None = None  # what the layers of the forward under way were like before it
+        self._updated: set[int] = set()  # which of them are past it
         Cache.__init__(self, layers=layers)
 
     def update(
@@ -105,13 +108,18 @@ class OffloadedCache(DynamicCache):
     ) -> Pair:
         """Append to a layer: see :meth:`OffloadedLayer.update`."""
         layer: Any = self.layers[layer_idx]
+        if isinstance(layer, OffloadedLayer):
+            if layer.state != self._begun or layer_idx in self._updated:
+                self._begin_forward(layer)
+            self._updated.add(layer_idx)
         if self._budget is not None and isinstance(layer, OffloadedLayer) and not layer.streamed:
             self._make_room(layer_idx, self._budget, key_states, value_states)
         states: Pair = layer.update(key_states, value_states, *args, **kwargs)
         return states
 
     def reset(self) -> None:
-        """Forget all positions; after an error too."""
+        """Forget all positions; after an error too. May be repeated after an interrupt."""
+        self._begun = None
         super().reset()  # type: ignore[no-untyped-call]
         self._drive.mend()
 
@@ -144,6 +152,17 @@ class OffloadedCache(DynamicCache):
 
     def _offloaded(self) -> dict[int, OffloadedLayer]:
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)}
+
+    def _begin_forward(self, first: OffloadedLayer) -> None:
+        """Raises RuntimeError where some layers have positions of a forward that others have not, because it was broken off."""
+        self._drive.check()
+        states = {index: layer.state for index, layer in self._offloaded().items() if layer.state[0]}
+        other = next((index for index in states if states[index] != first.state), None)
+        if other is not None:
+            text = "a forward, or a change of all layers, was broken off between two of them: reset() the cache, or make another"
+            counts = f"layer {other} has {states[other][0]} positions, another {first.state[0]}"
+            self._drive.break_off(RuntimeError(f"{counts}: {text}"))
+        self._begun, self._updated = first.state, set()
 
     def _make_room(self, index: int, budget: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layers = self._offloaded()

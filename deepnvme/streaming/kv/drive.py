@@ -8,10 +8,12 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 
@@ -76,7 +78,6 @@ class Drive:
         self._pool = BufferPool(0)
         self._names = itertools.count()
         self._reading: dict[Chunk, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
-        self._read_bytes = 0
         self._most_reading = 0
         self._ahead: deque[Chunk] = deque()
         self._writing: deque[StoreFuture[int]] = deque()
@@ -84,28 +85,44 @@ class Drive:
         self.shown: tuple[int, Pair] | None = None
         """Which layer :meth:`whole` has been made for, and filled with."""
         self._closed = False
-        self._broken = ""
+        self._broken: BaseException | None = None
         self._store = None if path is None else _open(Path(path), self.engine)
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around what changes layers: after an error in it they may not fit each other any more, and nothing uses them.
+    def changing(self, layer: int | None = None) -> AbstractContextManager[None]:
+        """Around what changes a layer: after an error in it layers may not fit each other any more, and nothing uses them.
 
-        Raises RuntimeError then, until :meth:`mend`; ValueError once closed.
+        ``layer``: whose :meth:`whole` is let go of. Raises RuntimeError on entering after an error, which is its cause, until
+        :meth:`mend`; ValueError once closed.
         """
+        return _Changing(self, layer)
+
+    def check(self) -> None:
+        """Raise what :meth:`changing` raises on entering."""
         if self._closed:
             raise ValueError("the cache is closed")
-        if self._broken:
-            raise RuntimeError(f"the cache is not whole any more, since {self._broken}: reset() it, or make another")
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+        broken = self._broken
+        if broken is not None:
+            text = f"the cache is not whole any more, since {type(broken).__name__}: {broken}: reset() it, or make another"
+            raise RuntimeError(text) from broken
+
+    def break_off(self, error: BaseException) -> NoReturn:
+        """Raise an error, after which nothing uses the layers until :meth:`mend`."""
+        self._broken = error
+        raise error
 
     def mend(self) -> None:
-        """All layers are empty."""
-        self._broken = ""
+        """All layers are empty. What is on the drive for none of them, after an interrupt say, goes."""
+        self._ahead.clear()
+        for chunk in list(self._reading):
+            self._forget(chunk)
+        if self._store is not None:
+            kept = {chunk.name for chunks in self.chunks for chunk in chunks}
+            for name in self._store.names():
+                if name not in kept:
+                    self._store.delete(name)
+        self._writing.clear()  # whose errors, if any, were of what is not there any more
+        self.let_go()
+        self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Start writing positions from ``start`` on, as the layer's last chunk. They may change afterwards.
@@ -138,21 +155,21 @@ class Drive:
             self._forget(chunk)
         self._read_on()
 
-    @contextlib.contextmanager
-    def read(self, chunk: Chunk, device: torch.device) -> Iterator[Pair]:
-        """The chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes next.
+    def read(self, chunk: Chunk, device: torch.device, use: Callable[[Pair], None]) -> None:
+        """Have ``use`` see the chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes
+        next.
 
         ``device``: where they are copied to; a copy that its current stream has been given may go on afterwards. Raises OSError
         naming the file.
         """
         if chunk not in self._reading:
             self._start(chunk)
-        lease, future = self._reading[chunk]
-        began = time.perf_counter()
         try:
+            lease, future = self._reading[chunk]
+            began = time.perf_counter()
             _raise_error(future)
             self.seconds_waited += time.perf_counter() - began
-            yield chunk.form.pair(lease.buffer, chunk.end - chunk.start)
+            use(chunk.form.pair(lease.buffer, chunk.end - chunk.start))
         finally:
             self._forget(chunk, device)
         self._read_on()
@@ -160,10 +177,9 @@ class Drive:
     def delete(self, layer: int, index: int) -> None:
         """Give the place of the layer's chunk on the drive back."""
         assert self._store is not None
-        chunk = self.chunks[layer].pop(index)
-        if chunk in self._reading:
-            self._forget(chunk)
         self._ahead.clear()
+        chunk = self.chunks[layer].pop(index)
+        self._forget(chunk)
         self._store.delete(chunk.name)
 
     def whole(self, form: Form, positions: int, device: torch.device) -> Pair:
@@ -205,7 +221,8 @@ class Drive:
 
     def _read_on(self) -> None:
         while self._ahead and (
-            self._ahead[0] in self._reading or self._read_bytes + self._ahead[0].nbytes <= self._most_reading
+            self._ahead[0] in self._reading
+            or sum(chunk.nbytes for chunk in self._reading) + self._ahead[0].nbytes <= self._most_reading
         ):
             chunk = self._ahead.popleft()
             if chunk not in self._reading:
@@ -215,13 +232,14 @@ class Drive:
         assert self._store is not None
         lease = self._lease(chunk.nbytes)
         self._reading[chunk] = (lease, self._store.get(chunk.name, out=lease.buffer))
-        self._read_bytes += chunk.nbytes
         self.bytes_read += chunk.nbytes
 
     def _forget(self, chunk: Chunk, device: torch.device | None = None) -> None:
         """Let go of what was read of it, or is being read, or copied to a device."""
-        lease, future = self._reading.pop(chunk)
-        self._read_bytes -= chunk.nbytes
+        found = self._reading.pop(chunk, None)
+        if found is None:
+            return
+        lease, future = found
         after: Ending = future
         if device is not None and device.type == "cuda" and future.done():
             after = Computed(device)
@@ -233,6 +251,34 @@ class Drive:
             self._pool.set_budget(self._pool.in_use + 2 * padded(nbytes))
             lease = self._pool.lease(nbytes)
         return lease
+
+
+class _Changing(AbstractContextManager[None]):
+    """See :meth:`Drive.changing`. A change counts as broken off from its beginning to its end, whatever interrupts it."""
+
+    def __init__(self, drive: Drive, layer: int | None) -> None:
+        self._drive = drive
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        drive = self._drive
+        drive.check()
+        drive._broken = _INTERRUPTED
+        if drive.shown is not None and drive.shown[0] == self._layer:
+            drive.let_go()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._drive._broken = None if error is None else _without_traceback(error)
+
+
+_INTERRUPTED = KeyboardInterrupt("a change was interrupted")
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """Another like it: its traceback would keep the memory of all callers."""
+    return copy.copy(error) if isinstance(error, OSError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _raise_error(future: StoreFuture[Any]) -> None:

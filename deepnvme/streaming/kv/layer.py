@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .drive import CHUNK_BYTES, Chunk, Drive
-from .memory import Form, Pair, Strip, one_thread
+from .memory import Form, Pair, Strip, in_one_thread
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -33,6 +32,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._newest: Strip | None = None
         self._first = 0
         self._length = 0
+        self._changes = 0
         self.is_sliding = window is not None
         self.record_past = False
         if window is not None:
@@ -67,10 +67,17 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Positions that leave the window stay until :meth:`crop`."""
         self.record_past = True
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """Of which all layers have the same between two forwards, if they hold anything: how many positions there are, and how
+        often positions and rows were removed or put in another order."""
+        return self._length, self._changes
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._form = Form.of(key_states, value_states)
+        form = Form.of(key_states, value_states)
         self._device = key_states.device
-        self._newest = self._strip(self._length)
+        self._newest = Strip(form, self._memory, self._length)
+        self._form = form
 
     # What changes it.
 
@@ -87,7 +94,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._length == 0:
             self.lazy_initialization(key_states, value_states)
         newest = self._fitting(key_states, value_states)
-        with self._changing():
+        with self._drive.changing(self._index):
             seen, new = self._seen_from(), key_states.shape[2]
             end = self._length + new
             keep_from = self._first if self.record_past or not self.is_sliding else max(end - self.sliding_window + 1, 0)
@@ -118,12 +125,13 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"position {first} left the sliding window of {self.sliding_window} before position {self._length - 1} came: "
                 "call activate_past_recording() before what is to be cropped"
             )
-        with self._changing():
+        with self._drive.changing(self._index):
             self._keep(max(first, self._first), end)
+            self._changes += 1
 
     def reset(self) -> None:
-        for index in reversed(range(len(self._chunks))):
-            self._drive.delete(self._index, index)
+        while self._chunks:
+            self._drive.delete(self._index, -1)
         self._drive.let_go()
         self.drop()
         self.streamed = self._always_streamed
@@ -131,7 +139,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def drop(self) -> None:
         """Let go of memory: the layer holds nothing."""
         self._form = self._newest = None
-        self._first = self._length = 0
+        self._first = self._length = self._changes = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -147,11 +155,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows = torch.arange(self._form.batch)[indices.cpu()]
         if torch.equal(rows, torch.arange(self._form.batch)):
             return
-        with self._changing():
+        with self._drive.changing(self._index):
             self._form = self._form.with_batch(len(rows))
             self._newest.select(rows)
             for chunk in self._chunks:
                 chunk.rows = rows if chunk.rows is None else chunk.rows[rows]
+            self._changes += 1
 
     # Memory.
 
@@ -171,13 +180,6 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._newest is not None:
             with self._drive.changing():
                 self._store_newest(self._newest)
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        with self._drive.changing():
-            if self._drive.shown is not None and self._drive.shown[0] == self._index:
-                self._drive.let_go()
-            yield
 
     @property
     def _chunks(self) -> list[Chunk]:
@@ -231,12 +233,13 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self._newest is not None
         states = self._drive.whole(self._form, end - begin, self._device)
         self._drive.expect(self._index)
-        with one_thread():
+
+        def bring() -> None:
             for chunk in self._chunks:
-                if chunk.end <= begin:  # it has left the window, and may be cropped back into it
-                    continue
-                with self._drive.read(chunk, self._device) as stored:
-                    _place(stored, chunk, states, begin)
+                if chunk.end > begin:  # else it has left the window, and may be cropped back into it
+                    self._drive.read(chunk, self._device, functools.partial(_place, chunk, states, begin))
+
+        in_one_thread(bring)
         start = max(self._newest.start, begin)
         for mine, theirs in zip(states, self._newest.view(start, self._length), strict=True):
             mine[:, :, start - begin : self._length - begin].copy_(theirs)
@@ -299,13 +302,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self._form is not None
         positions = chunk.end - chunk.start
         states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
-        with self._drive.read(chunk, states[0].device) as stored:
-            _place(stored, chunk, states, chunk.start)
+        self._drive.read(chunk, states[0].device, functools.partial(_place, chunk, states, chunk.start))
         return states
 
 
-def _place(stored: Pair, chunk: Chunk, states: Pair, begin: int) -> None:
-    """Copy a chunk to where it belongs in ``states``, which begin at a position."""
+def _place(chunk: Chunk, states: Pair, begin: int, stored: Pair) -> None:
+    """Copy what was read of a chunk to where it belongs in ``states``, which begin at a position."""
     start = max(chunk.start, begin)
     for mine, theirs in zip(states, stored, strict=True):
         rows = theirs if chunk.rows is None else theirs.index_select(0, chunk.rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import functools
 import gc
 import itertools
 import weakref
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from tests.disks import MIB, Disk
+from tests.faults.torture.interruption import interrupted
 from tests.swap.failed_transfer import FailedTransfer
 
 from .states import states
@@ -174,6 +177,118 @@ def test_a_read_that_fails_names_the_file_and_leaves_no_memory_behind(
     gc.collect()
     assert cache._drive._pool.in_use == 0
     assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
+
+
+class Failing:
+    """An engine's reads and writes, of which those of the numbers given fail, each by its future."""
+
+    def __init__(self, engine: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.numbers: set[int] = set()
+        self._path = str(path)
+        for name in ("read", "write"):
+            monkeypatch.setattr(engine, name, functools.partial(self._transfer, getattr(engine, name)))
+
+    def _transfer(self, own: Callable[..., Any], *arguments: Any) -> Any:
+        self.count += 1
+        if self.count in self.numbers:
+            return FailedTransfer(OSError(errno.EIO, f"fault {self.count}", self._path))
+        return own(*arguments)
+
+
+def test_any_transfer_that_fails_is_told_of_once_and_no_token_is_wrong(
+    llama: Any, cache: OffloadedCache, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generated(llama, prompt())
+    failing = Failing(cache._drive.engine, drive, monkeypatch)
+    assert torch.equal(generated(llama, prompt(), cache), expected)
+    for number in range(1, failing.count + 1, 5):
+        cache.reset()
+        failing.count, failing.numbers = 0, {number}
+        raised: list[OSError] = []
+        try:
+            assert torch.equal(generated(llama, prompt(), cache), expected)  # what was written in vain is not read
+        except OSError as error:
+            raised.append(copy.copy(error))
+        for error in raised:
+            assert (error.errno, error.strerror, error.filename) == (errno.EIO, f"fault {number}", str(drive))
+            with pytest.raises(RuntimeError, match=f"fault {number}: '{drive}'.*reset"):
+                cache.update(*states(), layer_idx=0)
+        cache.reset()
+        assert torch.equal(generated(llama, prompt(), cache), expected)  # without an error that was told of before
+
+
+def test_a_forward_that_is_broken_off_between_two_layers_is_not_gone_on_with(llama: Any, cache: OffloadedCache) -> None:
+    ids = prompt()
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for before in ([], [ids]):  # in the first forward, and in a later one
+            for each in before:
+                llama(each, past_key_values=cache)
+            handle = llama.model.layers[1].register_forward_pre_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                llama(ids[:, :1], past_key_values=cache)
+            handle.remove()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="reset"):
+                    llama(ids[:, :1], past_key_values=cache)
+            cache.reset()
+            assert torch.equal(generated(llama, ids, cache), generated(llama, ids))
+            cache.reset()
+
+
+@pytest.mark.parametrize("change", [lambda cache: cache.reorder_cache(torch.tensor([1, 0])), lambda cache: cache.crop(-3)])
+def test_a_change_that_reaches_some_layers_only_is_not_gone_on_with(
+    llama: Any, cache: OffloadedCache, change: Callable[[OffloadedCache], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        llama(prompt(), past_key_values=cache)
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            for name in ("crop", "batch_select_indices"):
+                patch.setattr(cache.layers[1], name, stop)
+            with pytest.raises(KeyboardInterrupt):
+                change(cache)
+        with pytest.raises(RuntimeError, match="reset"):
+            llama(prompt(positions=1), past_key_values=cache)
+
+
+# Python prints one that comes in a finalizer, of a lease say, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_point_of_generating_leaves_a_cache_that_works_or_says_what_to_do(
+    llama: Any, cache: OffloadedCache
+) -> None:
+    expected = generated(llama, prompt())
+    outside = (str(Path(transformers.__file__).parent), str(Path(torch.__file__).parent))
+
+    def generate() -> None:
+        generated(llama, prompt(), cache, max_new_tokens=4)
+
+    generate()
+    cache.reset()
+    points = interrupted(0, generate, outside).passed
+    for number in range(1, points, max(points // 60, 1)):
+        cache.reset()
+        assert interrupted(number, generate, outside).where
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            # Whatever it holds: the whole of some forwards, or nothing that is used.
+            there = cache.get_seq_length()
+            if there:
+                reference = transformers.DynamicCache(config=llama.config)
+                begin = prompt().shape[1]
+                for start, end in [(0, begin), *((at, at + 1) for at in range(begin, there))]:
+                    llama(expected[:, start:end], past_key_values=reference)
+                logits = llama(expected[:, there : there + 1], past_key_values=cache).logits
+                assert torch.equal(logits, llama(expected[:, there : there + 1], past_key_values=reference).logits)
+        cache.reset()
+        assert cache.report().bytes_on_drive == 0
+        assert torch.equal(generated(llama, prompt(), cache), expected)
 
 
 def test_a_model_that_fails_leaves_a_cache_that_can_be_closed(llama: Any, drive: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepnvme.streaming.kv.memory import Form, Pair, Strip, one_thread
+from deepnvme.streaming.kv.memory import Form, Pair, Strip, in_one_thread
+from tests.faults.torture.interruption import interrupted
 
 from .states import states
 
@@ -89,8 +90,20 @@ def test_rows_are_selected_in_their_order() -> None:
 
 def test_threads_are_given_back_after_an_error() -> None:
     torch.set_num_threads(2)
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    with pytest.raises(ZeroDivisionError), one_thread():
-        _ = 1 / 0
+    counts: list[int] = []
+
+    def copying() -> None:
+        counts.append(torch.get_num_threads())
+
+    in_one_thread(copying)
+    with pytest.raises(ZeroDivisionError):
+        in_one_thread(lambda: 1 / 0)
+    assert counts == [1]
     assert torch.get_num_threads() == 2
+
+
+def test_threads_are_given_back_after_an_interrupt_at_any_point() -> None:
+    torch.set_num_threads(2)
+    for number in range(1, interrupted(0, lambda: in_one_thread(lambda: None)).passed + 1):
+        assert interrupted(number, lambda: in_one_thread(lambda: None)).where
+        assert torch.get_num_threads() == 2
