@@ -7,7 +7,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ def opened_or_built(
             store = opened(where, origin)
             if store is not None:
                 return store
-    with _alone_in(first / BUILDING):
+    owner = _alone_in(first / BUILDING)
+    try:
         return opened(where, origin) or build(first / BUILDING)
+    finally:
+        owner.release()
 
 
 def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
@@ -70,14 +73,13 @@ def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore
     return store
 
 
-@contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
+def _alone_in(directory: Path) -> Ownership:
+    """Waits until nobody else has it."""
     began = time.monotonic()
     said = False
     while True:
         try:
-            owner = Ownership(directory)
-            break
+            return Ownership(directory)
         except StoreLocked as error:
             if time.monotonic() - began > _PATIENCE:
                 text = f"waited {_PATIENCE:.0f} s for {error.holder} to build the store; end that, or choose another directory"
@@ -86,7 +88,3 @@ def _alone_in(directory: Path) -> Iterator[None]:
                 _logger.warning("waiting for %s to build the store in '%s'", error.holder, directory.parent)
                 said = True
         time.sleep(_BETWEEN_LOOKS)
-    try:
-        yield
-    finally:
-        owner.release()

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,14 +190,20 @@ def _build(
     import safetensors
 
     with _empty(directory / "converted") as converted, Engine() as engine:
-        with _quiet("accelerate.big_modeling"):  # which says that weights are on the meta device, and that is not for long
-            before = as_accelerate_does.set(True)
-            try:
-                model = kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
-            except safetensors.SafetensorError as error:
-                raise _of_writing(error, converted) from error
-            finally:
-                as_accelerate_does.reset(before)
+
+        def offloaded() -> Any:
+            as_accelerate_does.set(True)
+            return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
+
+        logger = logging.getLogger("accelerate.big_modeling")
+        before = logger.disabled
+        try:
+            logger.disabled = True  # it says that weights are on the meta device, and that is not for long
+            model = copy_context().run(offloaded)  # what is set in there is gone afterwards, whatever interrupts it
+        except safetensors.SafetensorError as error:
+            raise _of_writing(error, converted) from error
+        finally:
+            logger.disabled = before
         index, folder = offload_index_of(model)
         index = with_dtypes_kept(model, index)
         model.tie_weights()
@@ -246,17 +252,6 @@ def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
                 if name in weights:
                     weights[name].data = weights[name].data.to(dtype)
     return found
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | None]:
