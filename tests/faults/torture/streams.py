@@ -1,0 +1,86 @@
+"""Small models and their stores, and drives that fail, for the parts that attack streaming."""
+
+from __future__ import annotations
+
+import random as randoms
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.streaming import WeightStore
+from tests.native import EngineTestingBuilder
+
+from . import Wrong
+from .interruption import Interruption
+
+BLOCKS = 5
+BLOCK_BYTES = 8192
+"""Of memory, for the weights of one."""
+TORCH = str(Path(torch.__file__).parent)
+
+
+def model() -> nn.Module:
+    """Always the same; its blocks are "0" to "4"."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(BLOCKS))).eval()
+
+
+def built(path: Path, quantize: Any = None) -> WeightStore:
+    return WeightStore.build(model(), path, blocks=[str(block) for block in range(BLOCKS)], quantize=quantize)
+
+
+def output(streamed: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        result: torch.Tensor = streamed(torch.linspace(-1, 1, 64).view(2, 32))
+        return result
+
+
+def check_output(streamed: nn.Module, wanted: torch.Tensor) -> None:
+    if not torch.equal(output(streamed), wanted):
+        raise Wrong("the model's output is not that of its weights")
+
+
+def faulty_engine(random: randoms.Random, error: int) -> Any:
+    """One that fails some of its transfers, and cuts others short. Its errors end after four at most."""
+    testing = EngineTestingBuilder().load()
+    faults = testing.Faults()
+    faults.error, faults.error_every, faults.error_limit = error, random.randint(1, 7), random.randint(1, 4)
+    faults.short_every = random.choice([0, 2, 3])
+    return testing.faulty_engine("threads", 4096, 8, 1, False, faults)
+
+
+def interrupt(
+    number: int, operation: Callable[[], Any], skip: tuple[str, ...] = ()
+) -> tuple[Interruption, KeyboardInterrupt | None]:
+    """Like :func:`interruption.interrupted`; what was raised is returned, so that its traceback is alive."""
+    interruption = Interruption(number, (TORCH, *skip))
+    try:
+        with interruption:
+            operation()
+    except KeyboardInterrupt as error:
+        if not interruption.where:
+            raise
+        return interruption, error
+    return interruption, None
+
+
+def in_another_thread(call: Callable[[], Any]) -> None:
+    """A lock that was left taken in this one makes it wait for ever."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
