@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -21,6 +22,7 @@ from ._shared_engine import shared_engine
 from .archive import archive
 from .destination import Destination
 from .file_image import FileImage
+from .latch import Latch
 from .staging import Cancelled, Snapshot
 
 
@@ -36,7 +38,7 @@ class SaveFuture:
         self._path = Path(os.path.realpath(destination.path))
         self._snapshot = snapshot
         self._process = os.getpid()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._error: BaseException | None = None
 
     @property
@@ -75,7 +77,7 @@ class SaveFuture:
         _saves.seen(self)
         return self._error
 
-    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
+    def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
         self._check()
         if not event.wait(timeout):
             raise TimeoutError(f"'{self._path}' is not {what} after {timeout} s")
@@ -99,48 +101,56 @@ class SaveFuture:
 class _Saves:
     """Those of this process, in the order of their calls: the one that was called last has the last word on a path."""
 
+    # The main thread may be interrupted at any point, and may not leave the lock taken then: it is one that `with` takes and
+    # gives back in C, and nobody waits with it held. Condition and Event of threading have such points in their own code.
+
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._under_way: deque[SaveFuture] = deque()
-        self._unseen: list[SaveFuture] = []
+        self._unseen: deque[SaveFuture] = deque()
         self._thread: threading.Thread | None = None
         """Ends when there is nothing to save. The interpreter waits for it at exit, as it is no daemon."""
 
     def add(self, save: SaveFuture, max_in_flight: int) -> None:
         """Wait until fewer than so many are under way, and begin."""
-        with self._changed:
-            while len(self._under_way) >= max_in_flight:
-                self._changed.wait()
-            with held_back():
-                if self._thread is None:
-                    thread = threading.Thread(target=self._work, name="deepnvme-saves")
-                    thread.start()  # which waits for the lock
-                    self._thread = thread
-                self._under_way.append(save)
+        while True:
+            with self._lock:
+                first = self._under_way[0] if len(self._under_way) >= max_in_flight else None
+                if first is None:
+                    with held_back():  # or a thread could be left in the midst of its beginning
+                        if self._thread is None:
+                            thread = threading.Thread(target=self._work, name="deepnvme-saves")
+                            thread.start()  # which waits for the lock
+                            self._thread = thread
+                        self._under_way.append(save)
+                    return
+            first._ended.wait()
 
     def wait_for(self, path: Path) -> None:
         """Until none to this path is under way."""
-        with self._changed:
-            while any(save.path == path for save in self._under_way):
-                self._changed.wait()
+        while (save := self._first(lambda save: save.path == path)) is not None:
+            save._ended.wait()
 
     def wait_until_gone(self, save: SaveFuture) -> None:
-        with self._changed:
-            while save in self._under_way:
-                self._changed.wait()
+        if self._first(lambda other: other is save) is not None:
+            save._ended.wait()
+
+    def _first(self, wanted: Callable[[SaveFuture], bool]) -> SaveFuture | None:
+        with self._lock:
+            return next(filter(wanted, self._under_way), None)
 
     def seen(self, save: SaveFuture) -> None:
-        with self._changed, contextlib.suppress(ValueError):
+        with self._lock, contextlib.suppress(ValueError):
             self._unseen.remove(save)
 
-    def take_unseen(self) -> SaveFuture | None:
+    def unseen(self) -> SaveFuture | None:
         """The first that has failed and not been looked at."""
-        with self._changed:
-            return self._unseen.pop(0) if self._unseen else None
+        with self._lock:
+            return self._unseen[0] if self._unseen else None
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._under_way:
                     self._thread = None
                     return
@@ -149,12 +159,11 @@ class _Saves:
             error = save._error
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # they refer to the state, which may go
-            with self._changed:
+            with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
                     self._unseen.append(save)
-                save._ended.set()
-                self._changed.notify_all()
+            save._ended.set()
             del save, error
 
 
@@ -163,7 +172,8 @@ _saves = _Saves()
 
 def _report_unseen() -> None:
     """At exit, whose status cannot be changed any more."""
-    while (save := _saves.take_unseen()) is not None:
+    while (save := _saves.unseen()) is not None:
+        _saves.seen(save)
         message = "".join(traceback.format_exception_only(save._error)).strip()
         print(f"deepnvme: '{save.path}' was not saved, and nobody looked at its future: {message}", file=sys.stderr)
 
@@ -180,9 +190,12 @@ os.register_at_fork(after_in_child=_forget)
 
 def raise_unseen() -> None:
     """The failure of a save that nobody has looked at: what every save begins with."""
-    failed = _saves.take_unseen()
+    failed = _saves.unseen()
     if failed is not None and failed._error is not None:
-        raise failed._error
+        try:
+            raise failed._error
+        finally:
+            _saves.seen(failed)  # now, so that Ctrl-C before leaves it to the next
 
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:
@@ -198,17 +211,18 @@ def start(
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
     shared_engine()  # now, if it cannot be made
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
-    snapshot.ensure_memory()
     save = SaveFuture(destination, snapshot)
     try:
+        snapshot.ensure_memory()
         _saves.add(save, max_in_flight)
         if lazy:
             snapshot.leave()
         else:
             snapshot.stage()
-    except BaseException:
+    except BaseException as error:
         snapshot.cancel()
         _saves.wait_until_gone(save)
+        traceback.clear_frames(error.__traceback__)
         raise
     return save
 
@@ -245,7 +259,8 @@ def async_save(
     0.4 s for each GB.
 
     Saves are written one after the other, in the order of their calls. ``max_in_flight``: at most so many are under way; this
-    waits for one to end. The interpreter's exit waits for all. Ctrl-C before this returns leaves nothing behind.
+    waits for one to end. The interpreter's exit waits for all. Ctrl-C before this returns leaves nothing behind; or, where it
+    comes when all is done but to return, the save goes on like any other.
 
     Raises, before anything is created, what pickling raises; the failure of an earlier save that nobody has looked at;
     OutOfBuffers if the pool's budget is too small, or held by this thread, for which the save would wait. (What this thread

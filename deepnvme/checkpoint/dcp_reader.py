@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -23,6 +23,7 @@ from deepnvme.swap.buffers import buffer_pool
 
 from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint
+from .dcp_metadata import load_metadata
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
 from .one_version import Version, naming, of_one_version, unless_replaced, version_of
@@ -70,9 +71,9 @@ class NVMeReader(FileSystemReader):
 
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
-    UnpicklingError for what torch.load refuses; ValueError for a part that a saved tensor does not have; OSError (ESTALE) where
-    another checkpoint was saved over this one meanwhile: some tensors may have its values then. ``dcp.load`` wraps them in a
-    CheckpointException.
+    UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
+    for a part that a saved tensor does not have; OSError (ESTALE) where another checkpoint was saved over this one meanwhile:
+    some tensors may have its values then. ``dcp.load`` wraps them in a CheckpointException.
     """
 
     _metadata_read: tuple[Path, Version] | None = None
@@ -83,10 +84,12 @@ class NVMeReader(FileSystemReader):
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
 
         def read() -> tuple[Version, Metadata]:
-            return version_of(file), super(NVMeReader, self).read_metadata(*args, **kwargs)
+            return version_of(file), load_metadata(file)
 
         version, metadata = of_one_version(file, read)
         self._metadata_read = file, version
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -6,10 +6,11 @@ import contextlib
 import io
 import pickle
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -20,17 +21,25 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from deepnvme.swap.buffers import buffer_pool
+from deepnvme.swap.interrupts import held_back
 
 from ._shared_engine import shared_engine
 from .dcp_safetensors import add_safetensors
 from .file_image import DIRECT_FROM, PAGE, FileImage
+from .latch import Latch
 from .publication import Publication, remove_leftovers, sync_directory
 from .tensor_archive import flat, frame, memory_of_item
 from .writing import write
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 _TAG = 8
 """Digits of a save's id in the names of files that are written beside those of an earlier checkpoint."""
-_TAGGED = re.compile(rf"__\d+_\d+\.[0-9a-f]{{{_TAG}}}{re.escape(DEFAULT_SUFFIX)}")
+_NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
+_LONGEST_NAME = 255
+_BLOCK = 4 << 20
+"""Bytes of metadata that are looked through at a time."""
 
 
 class PlannedFile(NamedTuple):
@@ -77,48 +86,92 @@ class NVMeWriter(FileSystemWriter):
         image = FileImage()
         image.add_text(pickle.dumps(metadata))
         file = self._metadata_file()
-        before = _files_of(file)
+        before = self._files_before(file)
         _publish(image, file, fsync=self.sync_files, one_of_many=False)
-        self._remove(before, {info.relative_path for info in metadata.storage_data.values()})
+        now = {info.relative_path for info in metadata.storage_data.values()}
+        for name in before - now:
+            with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
+                (Path(self.path) / name).unlink()
 
     def _metadata_file(self) -> Path:
         """That of all ranks, or this rank's own."""
         rank = getattr(self, "rank", None)  # torch 2.9, as the other
         return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
 
-    def _remove(self, before: set[str], now: set[str]) -> None:
-        """The files of the checkpoint that was written over, and those of attempts to that came to nothing."""
-        directory = Path(self.path)
-        mine = "__" if self._metadata_file().name == ".metadata" else f"__{self.rank}_"
-        tagged = {entry.name for entry in directory.iterdir() if entry.name.startswith(mine) and _TAGGED.fullmatch(entry.name)}
-        for name in (before | tagged) - now:
-            if Path(name).name == name:
-                with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
-                    (directory / name).unlink()
+    def _files_before(self, metadata_file: Path) -> set[str]:
+        """Files of the checkpoint that is written over, and of attempts to that came to nothing.
+
+        What is there is not unpickled, since anybody may have put it there: the checkpoint's are those of the directory that have
+        the name of one, and whose names are among the bytes of its metadata."""
+        mine = "__" if metadata_file.name == ".metadata" else f"__{self.rank}_"
+        found = [_NAME.fullmatch(entry.name) for entry in Path(self.path).iterdir() if entry.name.startswith(mine)]
+        tagged = {name[0] for name in found if name is not None and name["tag"]}
+        untagged = {name[0] for name in found if name is not None and not name["tag"]}
+        return tagged | _named_in(metadata_file, untagged)
 
 
 def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile]) -> Future[list[WriteResult]]:
     """Write the files of one rank, published one by one, into the directory of the writer. Blocks. Raises the first error."""
     directory = Path(writer.path)
     safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # torch 2.7
-    results: list[WriteResult] = []
 
     def write_one(file: PlannedFile) -> list[WriteResult]:
         image, written = _image(file, planner, safetensors)
         _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
         return written
 
+    written: list[list[WriteResult]] = []
     if files:
         remove_leftovers(directory)
-        with ThreadPoolExecutor(writer.thread_count, "deepnvme-dcp") as threads:
-            at_once = threads.map if min(len(files), writer.thread_count) > 1 else map
-            for written in at_once(write_one, files):
-                results += written
+        written = _in_threads(write_one, files, writer.thread_count)
         if writer.sync_files:
             sync_directory(directory)
     done: Future[list[WriteResult]] = Future()
-    done.set_result(results)
+    done.set_result([result for results in written for result in results])
     return done
+
+
+def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """The results, with so many threads at it, of which this is one. Blocks. Raises the first error, or Ctrl-C, when all have
+    ended: what they publish later could take the place of another save's. No item is begun after an error."""
+    # Unlike those of concurrent.futures, these leave no lock taken when Ctrl-C comes to this one: see Latch.
+    left = deque(enumerate(items))
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    ends: list[Latch] = []
+
+    def work() -> None:
+        while left and not errors:
+            with contextlib.suppress(IndexError):  # another has taken the last one
+                number, item = left.popleft()
+                try:
+                    results[number] = function(item)
+                except BaseException as error:
+                    errors[number] = error
+
+    def help_out(end: Latch) -> None:
+        try:
+            work()
+        finally:
+            end.set()
+
+    try:
+        while len(ends) < min(threads, len(items)) - 1:
+            end = Latch()
+            with held_back():  # or a thread could be left in the midst of its beginning
+                threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
+                ends.append(end)
+        work()
+        for end in ends:
+            end.wait()
+    except BaseException:
+        left.clear()
+        for end in ends:
+            end.wait()
+        raise
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(items))]
 
 
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
@@ -176,10 +229,12 @@ def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) ->
         new.publish()
 
 
-def _files_of(metadata_file: Path) -> set[str]:
-    """Of the checkpoint that has this metadata. Empty if it has none, or damaged ones."""
-    try:
-        with metadata_file.open("rb") as file:
-            return {info.relative_path for info in pickle.load(file).storage_data.values()}
-    except Exception:  # whatever unpickling raises
-        return set()
+def _named_in(file: Path, names: set[str]) -> set[str]:
+    """Those that are among the bytes of the file. None if it cannot be read: what is not known to be nobody's stays."""
+    named: set[str] = set()
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        end = b""
+        while names - named and (block := stream.read(_BLOCK)):
+            named |= {name for name in names - named if name.encode() in end + block}
+            end = block[-_LONGEST_NAME:]
+    return named

@@ -17,7 +17,7 @@ from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
 from .file_image import FileImage
-from .publication import Publication
+from .publication import name_the_final_file
 from .sharding import equal_share
 from .writing import write
 
@@ -99,31 +99,38 @@ def save_together(
     image, engine, memory = mine[0]
     _check(path, image, described)
     parts = sorted([*image.held, *_share(image, ranks.rank, ranks.size)])
-    with contextlib.ExitStack() as unpublished:
-        new: list[Publication] = []
+    new = destination.begin(image.nbytes) if ranks.rank == 0 else None
+    temporary = ""
 
-        def start() -> str:
-            if ranks.rank == 0:
-                wait_for_saves(path)
-                new.append(unpublished.enter_context(destination.begin(image.nbytes)))
-            return str(new[0].temporary) if new else ""
+    def start() -> str:
+        if new is None:
+            return ""
+        wait_for_saves(path)
+        new.begin()
+        return str(new.temporary)
 
-        temporary = ranks.all(start)[0]
-
-        def write_part() -> None:
-            with contextlib.nullcontext(new[0].file) if new else engine.open(temporary, "r+") as file:
+    def write_part() -> None:
+        try:
+            with contextlib.nullcontext(new.file) if new is not None else engine.open(temporary, "r+") as file:
                 write(image, file, engine, memory, parts, progress)
                 if destination.fsync:
                     engine.fsync(file).result()
+        except OSError as error:
+            name_the_final_file(error, temporary, str(path))
+            raise
 
+    def publish() -> None:
+        if new is not None:
+            new.publish()
+            destination.end()
+
+    try:
+        temporary = ranks.all(start)[0]
         ranks.all(write_part)
-
-        def publish() -> None:
-            if new:
-                new[0].publish()
-                destination.end()
-
         ranks.all(publish)
+    finally:
+        if new is not None:
+            new.discard()
 
 
 def _check(path: Path, image: FileImage, described: list[_Description]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator
 
@@ -15,6 +15,7 @@ from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
 from .file_image import CHUNK, PAGE, FileImage
+from .latch import Latch
 
 _LARGEST = 32 << 20
 """Bytes of a chunk: enough for two threads to copy, few beside a state."""
@@ -34,7 +35,7 @@ class Snapshot:
     def __init__(self, image: FileImage, pool: BufferPool) -> None:
         image.fence()
         self.nbytes = image.nbytes
-        self.staged = threading.Event()
+        self.staged = Latch()
         """Set when the image is not looked at any more."""
         self._image: FileImage | None = image
         self._pool = pool
@@ -59,9 +60,12 @@ class Snapshot:
             for lease in self._leases():
                 if self._stopped:
                     break
-                self._chunks.put(self._copied(lease))
-        except BaseException:
+                chunk = self._copied(lease)
+                self._chunks.put(chunk)  # only now there is who writes it, for whom the lease can wait
+                lease.release(after=chunk)
+        except BaseException as error:
             self._cancelled = True
+            traceback.clear_frames(error.__traceback__)  # they refer to leased memory, and a notebook keeps them
             raise
         finally:
             self.leave()
@@ -108,7 +112,10 @@ class Snapshot:
         while (chunk := self._next()) is not None:
             yield chunk
         while self._at < self.nbytes and not self._cancelled:
-            yield self._copied(self._pool.lease(self._size(self._at)))
+            lease = self._pool.lease(self._size(self._at))
+            chunk = self._copied(lease)
+            lease.release(after=chunk)
+            yield chunk
 
     def _leases(self) -> list[Lease]:
         """For all, or what the pool has for now. Before the first is copied to, so that they are as many each time: memory that
@@ -124,10 +131,10 @@ class Snapshot:
         return min(self._chunk, self.nbytes - at)
 
     def _copied(self, lease: Lease) -> _Chunk:
+        """The next bytes."""
         assert self._image is not None
         self._image.copy(self._at, self._at + lease.nbytes, lease.buffer)
         chunk = _Chunk(self._at, lease.buffer)
-        lease.release(after=chunk)
         self._at += lease.nbytes
         return chunk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,7 +30,16 @@ def write(
     """Write the image into the file, or only its parts from a byte to another; their ends that are no page's go through the
     page cache. Blocks until that is done, with at most 16 MiB leased. Raises OutOfBuffers, and the first OSError when all that
     was begun has ended."""
-    parts = [(0, image.nbytes)] if parts is None else parts
+    try:
+        _write(image, file, engine, pool, [(0, image.nbytes)] if parts is None else parts, progress)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they refer to leased memory, and a notebook keeps them
+        raise
+
+
+def _write(
+    image: FileImage, file: File, engine: Engine, pool: BufferPool, parts: Sequence[tuple[int, int]], progress: Progress | None
+) -> None:
     total = sum(end - begin for begin, end in parts)
     under_way: deque[tuple[int, Future]] = deque()
     chunks = _Chunks(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import time
@@ -76,7 +77,7 @@ class FastFileWriter(BaseFileWriter):
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
-        self._descriptor = -1  # none: nothing to flush or close
+        self._file: io.FileIO | None = None  # nothing to flush or close
         self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1
@@ -96,7 +97,7 @@ class FastFileWriter(BaseFileWriter):
         self._begin = 0  # where in the file the first of the halves begins
         self._filled = 0  # bytes in it
         self._flushed = 0  # of those, written already
-        self._descriptor = os.open(file_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file = io.FileIO(os.fspath(file_path), "w")
 
     def seekable(self) -> bool:
         return True
@@ -106,12 +107,12 @@ class FastFileWriter(BaseFileWriter):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Go elsewhere in the file, to write over what is there, or to leave zeros in between; all before is flushed."""
-        self._check_open()
+        self._open_file()
         self._drain()
         if whence == os.SEEK_CUR:
             offset += self.tell()
         elif whence == os.SEEK_END:
-            offset += os.fstat(self._descriptor).st_size
+            offset += os.fstat(self._open_file().fileno()).st_size
         elif whence != os.SEEK_SET:
             raise ValueError(f"whence must be 0, 1 or 2, got {whence}")
         if offset < 0:
@@ -121,7 +122,7 @@ class FastFileWriter(BaseFileWriter):
 
     def write(self, data: Any) -> int:
         """Take all of ``data``, anything with the buffer protocol, and return its length in bytes."""
-        self._check_open()
+        self._open_file()
         began = time.perf_counter()
         with memoryview(data) as given, given.cast("B") as source:
             taken = 0
@@ -141,7 +142,7 @@ class FastFileWriter(BaseFileWriter):
         writers each has a file of its own, and writes the ``writer_rank``-th of ``num_parallel_writers`` parts of these
         bytes, the first ones a byte longer where they are not equal: their files make the whole. Storages may be on a device.
         """
-        self._check_open()
+        self._open_file()
         pieces: list[bytes | torch.Tensor] = []
         for storage, dtype in storage_obj_list:
             nbytes = storage.nbytes()
@@ -171,17 +172,22 @@ class FastFileWriter(BaseFileWriter):
         """Flush, have the drive make it stable (as DeepSpeed's does), and close. The file is closed also if that raises."""
         if self.closed:
             return
+        if self._file is None:
+            super().close()
+            return
         try:
-            super().close()  # which flushes
-            if self._descriptor >= 0:
-                os.fsync(self._descriptor)
-        finally:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+            with self._file:  # closed whatever happens, so that nothing is written to its number when another file has that
+                super().close()  # which flushes
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.filename is None:
+                raise OSError(error.errno, error.strerror, os.fspath(self._file_path)) from error
+            raise
 
-    def _check_open(self) -> None:
-        if self.closed:
+    def _open_file(self) -> io.FileIO:
+        if self.closed or self._file is None:
             raise ValueError("the file is closed")
+        return self._file
 
     def _room(self) -> int:
         """Bytes until the half ends: on a page of the file, so that the next one begins on one."""
@@ -224,7 +230,7 @@ class FastFileWriter(BaseFileWriter):
 
     def _drain(self) -> None:
         """Have all in the file, and keep of it what does not fill a page: that page is to be written again with what follows."""
-        if self._descriptor < 0:
+        if self._file is None or self._file.closed:
             return
         if self._filled > self._flushed:
             self._start()
@@ -241,7 +247,7 @@ class FastFileWriter(BaseFileWriter):
         """Send off what has been filled, once the write before it has ended: then its half can be filled."""
         self._wait()
         began = time.perf_counter()
-        self._handle.async_pwrite(self._halves[0][: self._filled], self._descriptor, self._begin)
+        self._handle.async_pwrite(self._halves[0][: self._filled], self._open_file().fileno(), self._begin)
         self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
         new = self._filled - self._flushed
         slow = min((self._begin + self._filled) % PAGE, new)

@@ -34,7 +34,7 @@ def all_ended() -> Iterator[None]:
     """No test leaves a save under way, or one for another to raise."""
     yield
     assert not background._saves._under_way
-    assert background._saves.take_unseen() is None
+    assert background._saves.unseen() is None
 
 
 def test_a_group_is_refused_with_what_there_is_for_it(drive: Path) -> None:

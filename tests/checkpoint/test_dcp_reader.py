@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter, dcp_reader
 from deepnvme.checkpoint.tensor_archive import frame
 
 from ..torch_versions import ALONE, needs_torch
@@ -174,16 +174,16 @@ def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -
 
 def test_metadata_that_are_replaced_while_they_are_read_are_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"a": torch.zeros(3)}, NVMeWriter(drive))
-    read, calls = FileSystemReader.read_metadata, []
+    read, calls = dcp_reader.load_metadata, []
 
-    def replaced(reader: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        found = read(reader, *args, **kwargs)
+    def replaced(path: Path) -> Any:
+        calls.append(path)
+        found = read(path)
         if len(calls) == 1:
             save({"a": torch.ones(3)}, NVMeWriter(drive))
         return found
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", replaced)
+    monkeypatch.setattr(dcp_reader, "load_metadata", replaced)
     found = {"a": torch.zeros(3)}
     load(found, drive)
     assert torch.equal(found["a"], torch.ones(3))

@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import Engine
-from deepnvme.checkpoint import destination, saving
+from deepnvme.checkpoint import destination, publication, saving
 from deepnvme.checkpoint.publication import SUFFIX, Publication
 
 from ..disks import MIB, Disk
@@ -30,6 +30,23 @@ def path(drive: Path) -> Path:
     path = drive / "file.pt"
     deepnvme.save(OLD, path)
     return path
+
+
+def failing_fsync_of_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))  # as fsync(2) fails: without a name
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def open_files(directory: Path) -> list[str]:
+    """Those in ``directory`` that this process has open."""
+    found = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return [path for path in found if path.startswith(f"{directory}/")]
 
 
 def assert_old(path: Path) -> None:
@@ -200,10 +217,92 @@ class TestFaults:
         else:
             monkeypatch.setattr(engine, "fsync", fail)
             monkeypatch.setattr(destination, "shared_engine", lambda: engine)
-        with pytest.raises((OSError, KeyboardInterrupt)):
+        with pytest.raises((OSError, KeyboardInterrupt)) as failed:
             deepnvme.save([torch.ones(3)], path)
         monkeypatch.undo()
         assert_old(path)
+        if call == "interrupt":
+            return
+        assert failed.value.errno == errno.EIO
+        assert "in place" not in str(failed.value)
+
+    @pytest.mark.parametrize("call", ["write", "fsync", "replace", "open", "flock", "preallocate"])
+    def test_an_error_names_the_file_and_not_the_temporary_one(
+        self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        def fail(*names: Any, **_: Any) -> Any:
+            named = [str(name) for name in names if isinstance(name, str | Path)]
+            raise OSError(errno.EIO, "broken", *(named[:1] or [None]))
+
+        engine = faulty("threads", error_every=1) if call == "write" else Engine()
+        monkeypatch.setattr(destination, "shared_engine", lambda: engine)
+        monkeypatch.setattr(saving, "shared_engine", lambda: engine)
+        if call == "fsync":
+            failing = faulty("threads", error_every=1)
+            monkeypatch.setattr(engine, "fsync", lambda file: failing.write(torch.ones(8), file))
+        elif call == "open":
+            monkeypatch.setattr(engine, "open", fail)
+        elif call == "flock":
+            monkeypatch.setattr(publication.fcntl, "flock", fail)
+        elif call == "replace":
+            monkeypatch.setattr(os, "replace", fail)
+        elif call == "preallocate":
+            monkeypatch.setattr(publication, "preallocate", fail)
+        with pytest.raises(OSError, match="broken|Input") as failed:
+            deepnvme.save([torch.ones(3)], path)
+        monkeypatch.undo()
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+        assert SUFFIX not in str(failed.value)
+        assert_old(path)
+
+    @pytest.mark.parametrize("save", ["save", "async_save", "manager", "group"])
+    def test_a_directory_that_cannot_be_flushed_leaves_the_new_file_and_says_so(
+        self, drive: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, save: str
+    ) -> None:
+        manager = deepnvme.CheckpointManager(drive)
+        path = manager.path(1)
+        deepnvme.save(OLD, path)
+        if save == "group":
+            request.getfixturevalue("process_group")
+        failing_fsync_of_directories(monkeypatch)
+        with pytest.raises(OSError, match="flushed: the new file is in place, but a power cut may undo that") as failed:
+            if save == "save":
+                deepnvme.save({"new": 1}, path)
+            elif save == "async_save":
+                deepnvme.async_save({"new": 1}, path).result(30)
+            elif save == "manager":
+                manager.save(1, {"new": 1})
+            else:
+                deepnvme.save({"new": 1}, path, group=torch.distributed.group.WORLD)
+        monkeypatch.undo()
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+        assert deepnvme.load(path) == {"new": 1}
+        assert os.listdir(drive) == [path.name]
+
+    def test_a_directory_that_cannot_be_flushed_is_named(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        failing_fsync_of_directories(monkeypatch)
+        with pytest.raises(OSError, match="Input/output") as failed:
+            publication.sync_directory(drive)
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive))
+        with pytest.raises(OSError, match="Input/output") as failed:
+            deepnvme.CheckpointManager(drive / "new")
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive))
+
+    @pytest.mark.parametrize("call", ["write", "directory"])
+    def test_no_descriptor_is_left_after_an_error(
+        self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        failing = faulty("threads", error_every=1)
+        monkeypatch.setattr(saving, "shared_engine", lambda: failing)
+        monkeypatch.setattr(destination, "shared_engine", lambda: failing)
+        if call == "directory":
+            failing_fsync_of_directories(monkeypatch)
+        errors = []
+        for _ in range(5):
+            with pytest.raises(OSError, match="Input/output") as failed:
+                deepnvme.save([torch.ones(3)], path)
+            errors.append(failed.value)  # as a notebook keeps it, with its traceback
+        assert open_files(path.parent) == []
 
     def test_a_directory_that_vanishes(self, drive: Path, engine: Engine) -> None:
         directory = drive / "directory"

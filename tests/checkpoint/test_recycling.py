@@ -114,7 +114,7 @@ def test_its_old_name_is_durably_gone_before_it_is_written_to(
 
 def test_a_child_forked_while_a_file_was_written_does_not_keep_it_from_being_recycled(drive: Path, engine: Engine) -> None:
     with Publication(drive / "first", len(NEW), engine) as new:
-        child = os.dup(new._descriptor)  # as a fork has it: the same lock
+        child = os.dup(new._locked.fileno())  # as a fork has it: the same lock
         new.publish()
     other = os.open(drive / "first", os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

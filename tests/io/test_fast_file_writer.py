@@ -400,3 +400,38 @@ def test_storages_of_a_device_are_written(fast: Open, drive: Path) -> None:
     with fast(drive / "file") as file:
         file.save_torch_storage_object_list([(tensor.untyped_storage(), tensor.dtype)], False)
     assert (drive / "file").read_bytes() == bytes(tensor.cpu().untyped_storage())
+
+
+def test_an_fsync_that_fails_names_the_file_and_closes_it(fast: Open, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")  # as fsync(2) fails: without a name
+
+    file = fast(drive / "file")
+    file.write(b"all")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="broken") as caught:
+        file.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+    assert open_files(drive) == []
+    file.close()
+
+
+def test_a_close_that_was_interrupted_writes_to_no_file_that_has_its_number_now(
+    fast: Open, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping the object closes it once more."""
+
+    def interrupted(self: FastFileWriter) -> None:
+        raise KeyboardInterrupt
+
+    file = fast(drive / "file")
+    file.write(b"all")
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(FastFileWriter, "flush", interrupted)
+        file.close()
+    others = [os.open(drive / "other", os.O_RDWR | os.O_CREAT) for _ in range(8)]
+    file.close()
+    del file
+    assert (drive / "other").read_bytes() == b""
+    for other in others:
+        os.close(other)

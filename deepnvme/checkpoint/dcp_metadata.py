@@ -1,0 +1,160 @@
+"""The metadata of a distributed checkpoint: a pickle, of which nothing is made that could run code.
+
+Contract: ``torch.distributed.checkpoint.metadata`` and ``.filesystem``, whose writer pickles a ``Metadata``. What the classes
+there refer to, in the versions of torch since 2.0, is what is let in here. torch's own reader unpickles whatever there is.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import io
+import os
+import pickle
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .contents import CorruptCheckpoint
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # until torch 2.2
+}  # fmt: skip
+"""Classes with nothing but fields."""
+_ENUMS = {
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
+}
+_BUILTINS = {
+    name: getattr(importlib.import_module("builtins"), name)
+    for name in (
+        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple"
+    )
+}
+_PATHS = {"Path", "PosixPath", "WindowsPath"}
+
+
+def load_metadata(path: Path) -> Metadata:
+    """Read the file, with what torch's writer puts there, and what the user has let in by
+    ``torch.serialization.add_safe_globals``. Blocks.
+
+    Raises UnpicklingError naming anything else; CorruptCheckpoint for a damaged file, or one that leads out of its directory;
+    OSError naming the file.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    before = [(record, dict(vars(record))) for record in _records()]
+    try:
+        loaded = _Unpickler(io.BytesIO(text)).load()
+    except _Refused as error:
+        raise pickle.UnpicklingError(
+            f"'{path}' has {error} in it, which no writer of torch puts there: it may run code. If you trust it, allow that by"
+            f" torch.serialization.add_safe_globals([{error}])"
+        ) from None
+    except Exception as error:  # whatever unpickling raises for what is damaged
+        raise CorruptCheckpoint(path, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
+    finally:
+        changed = [_restore(record, attributes) for record, attributes in before]
+    if any(changed):
+        raise pickle.UnpicklingError(f"'{path}' changes a class of torch, which no writer of torch does: it is made to do harm")
+    _check(path, loaded)
+    return loaded  # type: ignore[no-any-return]
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            found = getattr(importlib.import_module(module), name, None)
+            if found is not None:
+                return found
+        if name in _ENUMS.get(module, ()):
+            return functools.partial(getattr(importlib.import_module(module), name))
+        if module in ("builtins", "__builtin__") and name in _BUILTINS:
+            return _BUILTINS[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in _PATHS:
+            return _path_of(name)  # where the checkpoint was saved, perhaps on another system
+        if (module, name) == ("_codecs", "encode"):
+            return functools.partial(_encode)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return functools.partial(_layout)
+        return _allowed(module, name)
+
+
+def _path_of(name: str) -> Any:
+    kind = PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
+    return functools.partial(kind)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Of bytes, which the older protocols have as text."""
+    if encoding != "latin1":
+        raise ValueError(f"{encoding} is not how bytes are pickled")
+    return text.encode("latin1")
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name} is no layout")
+    return found
+
+
+def _allowed(module: str, name: str) -> Any:
+    """Of what the user has let in for torch.load too."""
+    for each in torch.serialization.get_safe_globals():
+        allowed, full = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        if full == f"{module}.{name}":
+            return allowed
+    raise _Refused(f"{module}.{name}")
+
+
+def _records() -> list[type]:
+    """The classes of _RECORDS that this torch has: Python's, so that a pickle can assign to their attributes."""
+    found = [getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names]
+    return [each for each in found if isinstance(each, type)]
+
+
+def _restore(record: type, attributes: dict[str, Any]) -> bool:
+    """Have the attributes of a class as they were. Whether they were others."""
+    now = dict(vars(record))
+    wrong = [name for name in now.keys() | attributes.keys() if now.get(name, now) is not attributes.get(name, now)]
+    for name in wrong:
+        if name in attributes:
+            setattr(record, name, attributes[name])
+        else:
+            delattr(record, name)
+    return bool(wrong)
+
+
+def _check(path: Path, loaded: Any) -> None:
+    """Raises CorruptCheckpoint for what is no metadata of files beside it."""
+    if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
+        raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
+    items = loaded.storage_data if isinstance(loaded.storage_data, dict) else {}
+    places = [[getattr(info, field, None) for field in ("relative_path", "offset", "length")] for info in items.values()]
+    for index, (name, *numbers) in zip(items, places, strict=True):
+        if not isinstance(name, str) or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise CorruptCheckpoint(path, f"it has no file, offset and length for item {index}")
+    for name in {name for name, *_ in places}:
+        if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+            raise CorruptCheckpoint(path, f"{name!r} in it is no file of the checkpoint's directory")

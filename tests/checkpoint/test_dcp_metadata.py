@@ -1,0 +1,205 @@
+"""Metadata are read as torch reads them, and nothing that a hostile file has in them is run, by readers or writers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint.dcp_metadata import load_metadata
+
+from ..torch_versions import ALONE
+from .distributed_states import assert_equal, blank, state
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+class Field:
+    """A class that a planner of somebody's could put into the metadata."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Field)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    return drive / ".metadata"
+
+
+def hostile(marker: Path) -> dict[str, bytes]:
+    text = f"mkdir {marker}".encode()
+    call = b"\x80\x02cposix\nsystem\nX" + len(text).to_bytes(4, "little") + text + b"\x85R."
+    return {
+        "in place of it": pickle.dumps(Runs(marker)),
+        "in it": pickle.dumps(Metadata({}, planner_data=Runs(marker), storage_data={})),
+        "by a shell": call,
+        "by eval": call.replace(b"cposix\nsystem", b"c__builtin__\neval"),
+        "by getattr": call.replace(b"cposix\nsystem", b"c__builtin__\ngetattr"),
+        "by a dotted name": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93" + call[17:],
+        "by torch": call.replace(b"cposix\nsystem", b"ctorch\nload"),
+    }
+
+
+@pytest.mark.parametrize("how", hostile(Path()))
+def test_nothing_in_a_file_is_run(path: Path, how: str) -> None:
+    marker = path.parent / "run"
+    path.write_bytes(hostile(marker)[how])
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata' has .* in it.*torch\.serialization\.add_safe_globals\("):
+        load_metadata(path)
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(blank(), storage_reader=NVMeReader(path.parent), **ALONE)
+    assert "which no writer of torch puts there" in str(refused.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])
+def test_the_attack_works_where_nobody_is_on_guard(path: Path, writer: type[FileSystemWriter]) -> None:
+    """Or the others could not fail."""
+    dcp.save(state(1), storage_writer=writer(path.parent), **ALONE)
+    path.write_bytes(pickle.dumps(Runs(path.parent / "run")))
+    with pytest.raises(CheckpointException):
+        dcp.load(blank(), storage_reader=FileSystemReader(path.parent), **ALONE)
+    assert (path.parent / "run").exists()
+
+
+@pytest.mark.parametrize("how", hostile(Path()))
+def test_who_saves_over_it_runs_nothing(path: Path, how: str) -> None:
+    marker = path.parent / "run"
+    path.write_bytes(hostile(marker)[how])
+    dcp.save(state(1), storage_writer=NVMeWriter(path.parent), **ALONE)
+    assert not marker.exists()
+    found = blank()
+    dcp.load(found, storage_reader=NVMeReader(path.parent), **ALONE)
+    assert_equal(found, state(1))
+
+
+def test_classes_of_torch_stay_as_they_are(path: Path) -> None:
+    """A pickle may assign to the attributes of any object on its stack."""
+    was = MetadataIndex.__hash__
+    path.write_bytes(
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+        b"(N}X\x08\x00\x00\x00__hash__ctorch\nSize\nstb."
+    )
+    with pytest.raises(pickle.UnpicklingError, match="changes a class"):
+        load_metadata(path)
+    assert MetadataIndex.__hash__ is was
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/__0_0.distcp", "/etc/passwd", "..", "", "a\0b", "here/../../there", None, 3], ids=ascii
+)
+def test_a_file_elsewhere_is_refused(path: Path, name: Any) -> None:
+    info = filesystem._StorageInfo(name, 0, 8)
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): info})))
+    with pytest.raises(CorruptCheckpoint) as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+
+
+@pytest.mark.parametrize("place", [(-1, 8), (0, -8), (None, 8), (0, "8"), (1 << 63, 1)])
+def test_an_impossible_place_is_refused(path: Path, place: tuple[Any, Any]) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): filesystem._StorageInfo("f", *place)})))
+    with pytest.raises(CorruptCheckpoint, match="no file, offset and length for item"):
+        load_metadata(path)
+
+
+def test_any_damage_is_told(path: Path) -> None:
+    dcp.save({"a": torch.ones(3), "b": {"c": 1}}, storage_writer=FileSystemWriter(path.parent), **ALONE)
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))]
+    for at in range(len(whole)):
+        damaged += [whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :] for flip in (1, 0x20, 0x80)]
+    errors: list[Exception] = []
+    for text in [*damaged, b"", pickle.dumps([1]), pickle.dumps(None)]:
+        path.write_bytes(text)
+        try:
+            load_metadata(path)
+        except (CorruptCheckpoint, pickle.UnpicklingError) as error:
+            errors.append(error)
+    assert len(errors) > len(whole)
+    assert all(str(path) in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -> None:
+    path = drive / (".metadata" if rank is None else f"__{rank}.metadata")
+    options = {} if rank is None else {"rank": rank}
+    with pytest.raises(FileNotFoundError) as missing:
+        NVMeReader(drive).read_metadata(**options)
+    assert missing.value.filename == str(path)
+    path.mkdir()
+    with pytest.raises(IsADirectoryError) as directory:
+        NVMeReader(drive).read_metadata(**options)
+    assert directory.value.filename == str(path)
+
+
+def test_a_drive_that_fails_under_metadata_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2) fails: without a name
+
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        NVMeReader(path.parent).read_metadata()
+    assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_torch_writes_is_read_as_torch_reads_it(path: Path, protocol: int) -> None:
+    dcp.save(state(1), storage_writer=FileSystemWriter(path.parent), **ALONE)
+    with path.open("rb") as file:
+        expected = pickle.load(file)
+    # What there is of every kind: dtypes, layouts, formats, paths and plain containers.
+    properties = metadata.TensorProperties
+    kinds = [
+        properties(dtype, layout, True, form, True)
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.uint16)
+        for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)
+        for form in (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+    ]
+    expected.planner_data = [
+        kinds, OrderedDict(a=1), {1, 2}, frozenset({3}), b"bytes", bytearray(b"b"), 1.5, 2j, slice(1, 2), range(3).stop, 1 << 80
+    ]  # fmt: skip
+    expected.storage_meta = StorageMeta(checkpoint_id=path.parent, save_id="s", modules=["m"])
+    path.write_bytes(pickle.dumps(expected, protocol))
+    found = load_metadata(path)
+    assert found.storage_data == expected.storage_data
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.storage_meta is not None
+    assert str(found.storage_meta.checkpoint_id) == str(path.parent)
+    assert found.storage_meta.save_id == "s"
+
+
+def test_a_class_that_the_user_trusts_is_let_in(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, planner_data=Field(), storage_data={})))
+    with pytest.raises(pickle.UnpicklingError, match=rf"add_safe_globals\(\[{__name__}\.Field\]\)"):
+        load_metadata(path)
+    with torch.serialization.safe_globals([Field]):
+        assert load_metadata(path).planner_data == Field()
