@@ -137,7 +137,8 @@ class _Saves:
 
     def _first(self, wanted: Callable[[SaveFuture], bool]) -> SaveFuture | None:
         with self._lock:
-            return next(filter(wanted, self._under_way), None)
+            first = next(filter(wanted, self._under_way), None)
+        return first
 
     def seen(self, save: SaveFuture) -> None:
         with self._lock, contextlib.suppress(ValueError):

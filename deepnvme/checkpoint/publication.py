@@ -131,8 +131,12 @@ class Publication:
                 self._close()
 
     def __enter__(self) -> Publication:
-        self.begin()
-        return self
+        try:
+            self.begin()
+            return self
+        except BaseException:  # Ctrl-C after it has begun
+            self.discard()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.discard()

@@ -1,0 +1,136 @@
+"""Ctrl-C at every point of the code that owns files, memory and threads while something is saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme.checkpoint import background
+from deepnvme.checkpoint.latch import Latch
+from deepnvme.checkpoint.publication import Publication
+
+from ..faults.torture.interruption import Interruption, interrupted
+from ..faults.torture.parts import interrupts_save
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    # A descriptor whose object was dropped between the call that opened it and the next instruction is closed with one.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+PACKAGE = Path(deepnvme.__file__).parent
+OWNERS = {"publication.py", "background.py", "staging.py", "latch.py", "saving.py", "manager.py", "writing.py", "dcp_writer.py"}
+OTHERS = (
+    *(str(path) for path in PACKAGE.rglob("*.py") if path.parent.name != "checkpoint" or path.name not in OWNERS),
+    str(Path(torch.__file__).parent),
+    *(str(Path(sys.modules[name].__file__ or "")) for name in ("contextlib", "os", "pathlib", "traceback", "weakref", "pickle")),
+)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in interrupts_save.KINDS if kind is not interrupts_save.Streamed])
+@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type[interrupts_save.Saves], step: int) -> None:
+    """While the traceback lives, as in a notebook, which keeps the last one."""
+
+    def world(number: int) -> interrupts_save.Saves:
+        (directory := drive / str(number)).mkdir()
+        way = kind(directory, Random(number))
+        way.shapes = [100, 200_000]
+        way.save(way.tensors(1))
+        interrupts_save._settled(way)
+        return way
+
+    for way in [world(0)]:
+        points = interrupted(0, lambda way=way: way.save(way.tensors(2)), skip=OTHERS).passed
+    assert points > 50
+    for number in range(points, 0, -step):
+        way = world(number)
+        tensors = way.tensors(2)
+        kept: list[BaseException] = []
+
+        def operation(way: Any = way, tensors: Any = tensors, kept: list[BaseException] = kept) -> None:
+            try:
+                way.save(tensors)
+            except BaseException as error:
+                kept.append(error)
+                raise
+
+        where = interrupted(number, operation, skip=OTHERS).where
+        interrupts_save.check(way, f"interrupted at {where}, ended with {kept!r}")
+
+
+def test_a_failed_publication_that_is_interrupted_once_more_is_given_up_with_its_traceback(drive: Path, engine: Any) -> None:
+    def operation() -> None:
+        with Publication(drive / "file", 5, engine):
+            raise OSError
+
+    where = "the first"
+    number = 0
+    while where:
+        number += 1
+        interruption = Interruption(number)
+        with pytest.raises((OSError, KeyboardInterrupt)), interruption:
+            operation()
+        where = interruption.where
+    assert number > 20
+    deepnvme.save([1], drive / "file")
+    assert [path.name for path in drive.iterdir()] == ["file"]
+
+
+def test_a_failure_that_nobody_has_seen_outlives_an_interrupt(drive: Path) -> None:
+    def operation() -> None:
+        with pytest.raises(FileNotFoundError):
+            background.raise_unseen()
+
+    for number in range(1, 100):
+        background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "a.pt").path)
+        raised: list[BaseException] = []
+
+        def told(raised: list[BaseException] = raised) -> None:
+            try:
+                background.raise_unseen()
+            except OSError as error:
+                raised.append(error)
+            except KeyboardInterrupt as error:
+                raised += [error.__context__] if isinstance(error.__context__, OSError) else []
+                raise
+
+        where = interrupted(number, told).where
+        if not raised:
+            operation()
+        assert background._saves.unseen() is None
+        if not where:
+            break
+    else:
+        pytest.fail("the points do not end")
+
+
+class TestLatch:
+    def test_an_interrupted_wait_is_no_hindrance(self) -> None:
+        points = interrupted(0, lambda: Latch().wait(0.001)).passed
+        assert points > 1
+        for number in range(1, points + 1):
+            latch = Latch()
+            interrupted(number, lambda latch=latch: latch.wait(0.001))
+            interrupts_save._in_another_thread(latch.set)
+            assert latch.wait(0)
+
+    def test_one_who_waits_goes_on_when_it_is_set(self) -> None:
+        latch, waited = Latch(), []
+        others = [background.threading.Thread(target=lambda: waited.append(latch.wait(30))) for _ in range(4)]
+        for other in others:
+            other.start()
+        assert not latch.wait(0.01)
+        assert not latch.is_set()
+        latch.set()
+        latch.set()
+        for other in others:
+            other.join(30)
+        assert waited == [True] * 4
