@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of the code that owns files, memory and threads while something is saved."""
+"""Ctrl-C at points, of which the torture tries all in time, of the code that owns files, memory and threads while something is saved."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("kind", [kind for kind in interrupts_save.KINDS if kind is not interrupts_save.Streamed])
-@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type[interrupts_save.Saves], step: int) -> None:
+def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type[interrupts_save.Saves]) -> None:
     """While the traceback lives, as in a notebook, which keeps the last one."""
 
     def world(number: int) -> interrupts_save.Saves:
@@ -50,7 +49,7 @@ def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type
     for way in [world(0)]:
         points = interrupted(0, lambda way=way: way.save(way.tensors(2)), skip=OTHERS).passed
     assert points > 50
-    for number in range(points, 0, -step):
+    for number in range(points, 0, -40):
         way = world(number)
         tensors = way.tensors(2)
         kept: list[BaseException] = []

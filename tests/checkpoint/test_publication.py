@@ -248,7 +248,7 @@ class TestFaults:
             monkeypatch.setattr(os, "replace", fail)
         elif call == "preallocate":
             monkeypatch.setattr(publication, "preallocate", fail)
-        with pytest.raises(OSError, match="broken|Input") as failed:
+        with pytest.raises(OSError, match=r"broken|Input") as failed:
             deepnvme.save([torch.ones(3)], path)
         monkeypatch.undo()
         assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
@@ -265,7 +265,7 @@ class TestFaults:
         if save == "group":
             request.getfixturevalue("process_group")
         failing_fsync_of_directories(monkeypatch)
-        with pytest.raises(OSError, match="flushed: the new file is in place, but a power cut may undo that") as failed:
+        with pytest.raises(OSError, match="flushed: the new file is in place, but a power cut may undo that") as failed:  # noqa: PT012
             if save == "save":
                 deepnvme.save({"new": 1}, path)
             elif save == "async_save":

@@ -2,7 +2,8 @@
 
 The file system lies in a loop device, and that in a file. What the device was given and has completed is in the file, so a copy
 made while nothing is written to the device is what a drive without a volatile cache has at a power cut: what the kernel still
-holds in memory is lost. The copy is mounted, which replays its journal, and has to hold what the child had said was saved, or the next.
+holds in memory is lost.
+The copy is mounted, which replays its journal, and has to hold what the child had said was saved, or the next.
 
 ``control`` makes the same with a rename without fsync, which has to lose data: or the attack could not fail.
 """
@@ -104,7 +105,7 @@ def attack_one(name: str, filesystem: str, random: Random, directory: Path) -> N
     with _mounted(image, directory / "mounted", filesystem) as (device, mounted):
         child = subprocess.Popen(
             [sys.executable, "-m", __name__, name, str(mounted)],
-            cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert child.stdout is not None
         try:
@@ -113,14 +114,14 @@ def attack_one(name: str, filesystem: str, random: Random, directory: Path) -> N
             child.send_signal(signal.SIGSTOP)
             # What is said by now was saved before the copy begins.
             os.set_blocking(child.stdout.fileno(), False)
-            said += (child.stdout.read() or "").splitlines(keepends=True)
+            said += (child.stdout.read() or b"").splitlines(keepends=True)
             _copy(device, image, copy)
         finally:
             child.send_signal(signal.SIGKILL)
             _, err = child.communicate()
     if child.returncode != -signal.SIGKILL or not all(said[:2]):
-        raise Wrong(f"{name} ended by itself: {err}")
-    last = max(int(line) for line in said if line.endswith("\n"))
+        raise Wrong(f"{name} ended by itself: {err.decode()}")
+    last = max(int(line) for line in said if line.endswith(b"\n"))
     image.unlink()
     with _mounted(copy, directory / "after", filesystem) as (_, mounted):
         kills.check(WAYS[name](mounted), last, f"{name} on {filesystem}")
