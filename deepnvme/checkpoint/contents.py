@@ -7,11 +7,15 @@ import contextlib
 import errno
 import io
 import os
+import pickle
+import re
+import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from .cut_off import what_is_missing
@@ -39,8 +43,14 @@ class Record:
     nbytes: int
     crc32: int
     """0: none was kept."""
+    name: str = ""
+    """Of a record that is neither a storage nor the pickle."""
+    whole: int = 0
+    """Bytes when they are inflated."""
 
     def __str__(self) -> str:
+        if self.name:
+            return f"record {self.name}"
         return "the pickle" if self.key is None else f"storage {self.key}"
 
 
@@ -93,7 +103,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
             raise CorruptCheckpoint(path, what_is_missing(path) or str(error)) from error
         storages = []
         stored, script = True, False
-        pickle = Record(None, 0, 0, 0)
+        stream = Record(None, 0, 0, 0)
         byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
         first, _, _ = found[0].name.partition("/") if found else ("", "", "")
         missing = {"data.pkl", "version"}
@@ -104,17 +114,41 @@ def contents(path: str | os.PathLike[str]) -> Contents:
                 raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
             missing.discard("version" if name == ".data/version" else name)
             if name.startswith("data/"):
-                storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32))
+                storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32, whole=entry.whole))
             elif name == "data.pkl":
-                pickle = Record(None, entry.header, entry.nbytes, entry.crc32)
+                stream = Record(None, entry.header, entry.nbytes, entry.crc32, whole=entry.whole)
             elif name == "constants.pkl":
                 script = True
-            elif name == "byteorder" and entry.stored:
-                file.seek(data_offset(path, file.fileno(), entry.header))
-                byteorder = file.read(entry.nbytes).decode(errors="replace")
+            elif name in _FACTS and entry.stored:
+                text = _fact(path, file, Record(None, entry.header, entry.nbytes, entry.crc32, name))
+                if not _FACTS[name].fullmatch(text):
+                    raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
+                byteorder = text.decode() if name == "byteorder" else byteorder
     if missing:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    return Contents(tuple(sorted(storages, key=_header)), pickle, stored, byteorder, script)
+    return Contents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
+
+
+_FACTS = {
+    "version": re.compile(rb"\d{1,18}\s*"),
+    ".data/version": re.compile(rb"\d{1,18}\s*"),
+    "byteorder": re.compile(rb"little|big"),
+    ".format_version": re.compile(rb"\d{1,18}"),
+    ".storage_alignment": re.compile(rb"\d{1,18}"),
+}
+"""Records that torch reads beside the pickle, and what they can be."""
+_LONGEST_FACT = 64
+
+
+def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes:
+    if record.nbytes > _LONGEST_FACT:
+        raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
+    offset = data_offset(path, file.fileno(), record)
+    file.seek(offset)
+    text = file.read(record.nbytes)
+    if record.crc32 and zlib.crc32(text) != record.crc32:
+        raise WrongChecksum(path, record, offset, zlib.crc32(text))
+    return text
 
 
 def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
@@ -123,7 +157,7 @@ def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
     if not (record.crc32 and found.stored):
         return
     with open(path, "rb") as file:
-        offset = data_offset(path, file.fileno(), record.header)
+        offset = data_offset(path, file.fileno(), record)
         file.seek(offset)
         crc = zlib.crc32(file.read(record.nbytes))
     if crc != record.crc32:
@@ -132,14 +166,14 @@ def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
     """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
-    file.seek(data_offset(path, file.fileno(), found.pickle.header))
+    file.seek(data_offset(path, file.fileno(), found.pickle))
     return PickleScan(file)
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
     """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint."""
     with open(path, "rb") as file:
-        file.seek(data_offset(path, file.fileno(), found.pickle.header))
+        file.seek(data_offset(path, file.fileno(), found.pickle))
         stream = file.read(found.pickle.nbytes)
     if names_only_plain(stream):
         return True
@@ -151,27 +185,66 @@ def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
     return scan.plain
 
 
-def check_storages(path: str | os.PathLike[str], found: Contents) -> None:
-    """That all are there which the pickle refers to, for a file that could not be loaded. Raises CorruptCheckpoint."""
+def refuse_damaged(path: str | os.PathLike[str], found: Contents, error: Exception, plain: bool | None = None) -> None:
+    """Raise CorruptCheckpoint if the archive is why torch could not load it: what is wrong with its records, or ``error`` where
+    that can have no other reason. ``plain``: whether the pickle is, where that is known; nothing of what a plain one names raises
+    anything over a file as it was saved."""
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        return
+    if found.stored:
+        _refuse_records(path, found, error)
+    if is_damage(error) and not found.script and (is_plain(path, found) if plain is None else plain):
+        raise CorruptCheckpoint(path, f"torch cannot load it: {type(error).__name__}: {error}") from error
+
+
+def _refuse_records(path: str | os.PathLike[str], found: Contents, error: Exception) -> None:
+    data_offsets(path, found.storages)
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
         with contextlib.suppress(Exception):  # what was wrong with the pickle is said by who could not load it
             scan.load()
-    there = {record.key for record in found.storages}
-    for key, nbytes in scan.nbytes.items():
-        if key not in there:
-            raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none")
+        there = {record.key: record for record in found.storages}
+        for key, nbytes in scan.nbytes.items():
+            record = there.get(key)
+            if record is None:
+                raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none") from error
+            if record.nbytes != nbytes:
+                raise wrong_size(path, found, data_offset(path, file.fileno(), record), nbytes) from error
 
 
-def data_offset(path: str | os.PathLike[str], descriptor: int, header: int) -> int:
-    """Where the data begin of the record whose header is at ``header``. Raises CorruptCheckpoint."""
+def is_damage(error: Exception) -> bool:
+    """Whether unpickling raises it for bytes that nobody has pickled. UnpicklingError is not: it also says what weights_only
+    refuses."""
+    return isinstance(error, DAMAGE) and not isinstance(error, (pickle.UnpicklingError, torch.OutOfMemoryError))
+
+
+DAMAGE = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
+)  # fmt: skip
+"""What unpickling raises for bytes that nobody has pickled, beside UnpicklingError."""
+
+
+def wrong_size(path: str | os.PathLike[str], found: Contents, offset: int, nbytes: int) -> CorruptCheckpoint:
+    """The error for a storage at an offset that should have so many bytes."""
+    record = found.holding(offset)
+    key, there = ("?", 0) if record is None else (record.key, record.nbytes)
+    return CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {nbytes} bytes, found {there}")
+
+
+def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
+    """Where the data of a record begin. Raises CorruptCheckpoint, also where they would not be wholly in the file."""
     try:
-        return data_of(os.pread(descriptor, LOCAL_HEADER.size, header), header)
+        offset = data_of(os.pread(descriptor, LOCAL_HEADER.size, record.header), record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
+    size = os.fstat(descriptor).st_size
+    if offset + record.nbytes > size:
+        why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"
+        raise CorruptCheckpoint(path, why)
+    return offset
 
 
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
     """Where their bytes begin. Raises CorruptCheckpoint."""
     with open(path, "rb") as file:
-        return [data_offset(path, file.fileno(), record.header) for record in records]
+        return [data_offset(path, file.fileno(), record) for record in records]

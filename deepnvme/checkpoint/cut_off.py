@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
+from typing import BinaryIO
 
 from .pickle_scan import PickleScan
 from .zip_directory import BadDirectory, data_of
 from .zip_layout import LOCAL_HEADER
 
+_NEAR = 64 << 10
+"""Bytes within which the next header begins: nothing but a data descriptor is between them."""
+_OTHER_RECORDS = 16
+"""More than torch writes beside the storages."""
+
 
 def what_is_missing(path: str | os.PathLike[str]) -> str | None:
-    """None where the file does not begin as torch.save's do."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        size = len(data)
+    """None where the file does not begin as torch.save's do. Raises OSError from reading."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            file.seek(data_of(data[: LOCAL_HEADER.size], 0))
+            file.seek(data_of(file.read(LOCAL_HEADER.size), 0))
             referred = PickleScan(file)
             referred.load()
+        except OSError:
+            raise
         except (EOFError, BadDirectory, pickle.UnpicklingError):
             return f"it is cut off before the first storage, at byte {size}"
         except Exception:  # whatever another's pickle, or no pickle, raises
             return None
         missing, at = referred.nbytes, file.tell()
-        while missing and (header := data.find(b"PK\3\4", at)) >= 0:
-            head = data[header : header + LOCAL_HEADER.size]
+        header: int | None = at
+        for _ in range(len(missing) + _OTHER_RECORDS):
+            header = _find(file, at) if missing else None
+            if header is None:
+                break
+            file.seek(header)
+            head = file.read(LOCAL_HEADER.size)
             at = data_of(head, header) if len(head) == LOCAL_HEADER.size else size
-            key = data[header + LOCAL_HEADER.size : at].split(b"/data/")[-1].split(b"FB")[0].decode(errors="replace")
+            name = file.read(max(0, at - header - LOCAL_HEADER.size))
+            key = name.split(b"/data/")[-1].split(b"FB")[0].decode(errors="replace")
             if at + missing.get(key, 0) > size:
                 break
             at += missing.pop(key, 0)
         for key, expected in missing.items():
-            found = max(0, size - at) if header >= 0 else 0
+            found = max(0, size - at) if header is not None else 0
             return f"storage {key} is cut off: expected {expected} bytes, found {found}; the file ends at byte {size}"
     return None
+
+
+def _find(file: BinaryIO, begin: int) -> int | None:
+    """Where the next header of a record begins."""
+    file.seek(begin)
+    found = file.read(_NEAR).find(b"PK\3\4")
+    return None if found < 0 else begin + found

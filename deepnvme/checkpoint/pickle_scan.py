@@ -6,7 +6,8 @@ import copyreg
 import operator
 import pickle
 import re
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, ClassVar
 
 _PLAIN = {
     ("torch._utils", "_rebuild_tensor"),
@@ -24,6 +25,10 @@ _PLAIN = {
 }
 """Make objects without looking at the contents of storages."""
 _MODULES = {"torch", "torch.storage"} | {module for module, _ in _PLAIN}
+_DEEPEST = 10_000
+"""Times that a pickle is nested; no pickler nests more."""
+_MOST_OPERATIONS = 60_000_000
+"""Reads, two of most operations: of half a million tensors."""
 _NAME = re.compile(rb"\n([\x20-\xff]+)(?=\n)")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 
@@ -68,11 +73,25 @@ class PickleScan(pickle._Unpickler):
     # In Python, as torch's own for weights_only: of a hostile pickle the one in C fills gigabytes, for the number of a memo.
 
     def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
+        super().__init__(_Counted(file))
         self.nbytes: dict[str, int] = {}
         """Of each storage, by its key, in the order of the file."""
         self.plain = True
         """Whether nothing that it calls could look at the contents of storages."""
+
+    def load_mark(self: Any) -> None:
+        if len(self.metastack) == _DEEPEST:
+            raise pickle.UnpicklingError(f"it is nested more than {_DEEPEST} times")
+        pickle._Unpickler.dispatch[pickle.MARK[0]](self)
+
+    def load_nothing(self: Any) -> None:
+        self.append(_anything)
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.MARK[0]: load_mark,
+        **dict.fromkeys([pickle.EMPTY_LIST[0], pickle.EMPTY_DICT[0], pickle.EMPTY_SET[0]], load_nothing),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if not _is_plain_name(module, name):
@@ -83,6 +102,21 @@ class PickleScan(pickle._Unpickler):
         _, kind, key, _, numel = saved
         self.nbytes[key] = operator.index(numel) * kind.itemsize
         return _anything
+
+
+class _Counted:
+    """A file that ends where a pickle has more operations than any that is looked through: each takes time, and memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._read = file.read
+        self.readline = file.readline
+        self._left = _MOST_OPERATIONS
+
+    def read(self, nbytes: int) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise pickle.UnpicklingError(f"it has more than {_MOST_OPERATIONS} operations")
+        return self._read(nbytes)
 
 
 class _Anything:

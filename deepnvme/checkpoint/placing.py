@@ -1,34 +1,42 @@
 """Storages of a file that is being unpickled: memory of their own, and where in the file their bytes are.
 
-torch maps the file (``mmap=True``) and makes each storage a slice of the mapping. What then moves it to its device is found
-in a registry that torch keeps for others to add to (``torch.serialization.register_package``): ours is asked before those of
-CPU and CUDA, knows a slice by its address, and gives new memory in its place, to be read into once all is unpickled. So
-nothing of the file is read through the mapping.
+torch reads the file through :class:`Placing`, an ordinary file but for one thing: the bytes of a storage are left unread, and
+only the address of the memory that torch has made for them is noted. What then moves the storage to its device is found in a
+registry that torch keeps for others to add to (``torch.serialization.register_package``): ours is asked before those of CPU and
+CUDA, knows the storage by that address, and gives new memory in its place, to be read into once all is unpickled.
+
+Nothing is mapped: a page of a mapping that cannot be read, because others cut the file off or the drive fails, ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.serialization import default_restore_location
+from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
-from .contents import CorruptCheckpoint
+from deepnvme.swap.memory import address_range
+
+from .contents import Contents, CorruptCheckpoint, refuse_damaged, wrong_size
 from .file_image import DIRECT_FROM, PAGE
+from .zip_directory import data_of
+from .zip_layout import LOCAL_HEADER
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MapLocation = Any
 """None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
 _BEFORE_CPU = 5
 """A priority: torch's own CPU has 10, and the lowest is asked first."""
-_NONE = (0, 0, 0)
-_ANONYMOUS = (b"00:00", b"0")
-"""The device and inode of memory that no file is behind."""
 
 
 class Placed(NamedTuple):
@@ -42,81 +50,237 @@ class Placed(NamedTuple):
         return self.storage.nbytes()
 
 
-class Placing:
-    """What is asked for every storage of one file, by the thread that unpickles it."""
+class Refusals:
+    """What was raised where a storage was to go: by the caller's function or for want of a device, and so not for the file."""
 
-    def __init__(self, path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> None:
-        """``wanted``: whether the storage at an offset is to have memory; others stay slices of the mapping,
-        which costs nothing until they are looked at."""
+    def __init__(self) -> None:
+        self.refused: Exception | None = None
+        self._inside = False
+
+    def asking(self, function: MapLocation) -> MapLocation:
+        """The caller's function, for torch.load."""
+
+        def locate(storage: torch.UntypedStorage, location: str) -> Any:
+            with self.noting():
+                return function(storage, location)
+
+        return locate
+
+    def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        if self._inside:
+            return None
+        self._inside = True
+        try:
+            return self.moved(storage, location)
+        finally:
+            self._inside = False
+
+    def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """To where torch has it."""
+        try:
+            return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
+        except Exception as error:
+            if _is_device(location):
+                self.refused = error
+            raise
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.refused = error
+            raise
+
+
+def _is_device(location: str) -> bool:
+    """Whether it is the name of one that some torch has: anything else comes of a damaged file."""
+    try:
+        torch.device(location)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+class Placing(io.RawIOBase):
+    """A file for torch.load whose storages' bytes are not read, and what is asked for each of them while it is unpickled."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        found: Contents,
+        wanted: Callable[[int], bool],
+        fill: Callable[[Sequence[Placed]], None],
+    ) -> None:
+        """``wanted``: whether the storage at an offset is to have memory; others get addresses without memory behind them, to be
+        told apart by. ``fill``: reads storages that have to be there at once."""
         self._path = path
-        self._file = _file_of(path)
+        self._found = found
         self._wanted = wanted
-        self._mapping = _NONE
-        self._missed = False
+        self._fill = fill
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed with this file
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._position = 0
+        self._nbytes = {record.header: record.nbytes for record in found.storages}
+        self._next: tuple[int, int] | None = None
+        """(offset, bytes) of the data of the storage whose header was read last."""
+        self._noted = (0, 0)
+        """(address of the memory that torch made for the last storage, its offset in the file)."""
+        self._last: torch.UntypedStorage | None = None
+        """That storage, kept so that nothing else can have its address."""
+        self._addresses: Any = None
+        """As many as the file has bytes, for the storages that are not wanted."""
+        self.failed: OSError | None = None
+        """The first error of a read: raised through torch's reader it would be a RuntimeError."""
+        self._refusals = Refusals()
+        self._unclaimed = 0
+        """Storages left unread that torch has not asked where to place."""
         self.placed: list[Placed] = []
-        self.elsewhere: list[Placed] = []
-        """Slices of the mapping that torch is to copy to devices that are neither a CPU nor CUDA."""
         self.filled: dict[int, torch.UntypedStorage] | None = None
         """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
 
     @property
     def blind(self) -> bool:
-        """Whether there were storages, and no mapping of the file was found: they may be slices of it all the same."""
-        return self._missed and self._mapping is _NONE
+        """Whether storages stayed unread that torch has used in a way that is not known here: then nothing of what it made is to
+        be used."""
+        return self._unclaimed != 0
 
-    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
-        """In the file, of a storage that is a slice of its mapping."""
-        address = storage.data_ptr() if storage.device.type == "cpu" and storage.nbytes() else 0
-        if not address:
+    def load(self, **options: Any) -> Any:
+        """``torch.load`` of the file. Raises what that raises; CorruptCheckpoint where the file is the reason; OSError from
+        reading."""
+        try:
+            return torch_load(self, mmap=False, **options)  # type: ignore[arg-type]
+        except Exception as error:
+            if self.failed is not None:
+                raise self.failed from error
+            if error is not self._refusals.refused:
+                ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # others may be what is wrong
+                refuse_damaged(self._path, self._found, error, None if ours else False)
+            raise
+
+    # What torch's reader calls.
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer)
+        nbytes = len(view)
+        if (self._position, nbytes) == self._next:
+            self._unclaimed += 1
+            self._last = None
+            self._noted = ctypes.addressof(ctypes.c_char.from_buffer(view)), self._position
+            self._position += nbytes
+            return nbytes
+        try:
+            count = os.preadv(self._file.fileno(), [view], self._position)
+        except OSError as error:
+            self.failed = self.failed or OSError(error.errno, error.strerror, os.fspath(self._path))
+            count = 0
+        self._next = self._data_behind(view) if count == LOCAL_HEADER.size else None
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        self._last = None
+        super().close()
+
+    def _data_behind(self, header: memoryview) -> tuple[int, int] | None:
+        """(offset, bytes) of a storage whose header has just been read; None for anything else, and where it leads out of the
+        file."""
+        nbytes = self._nbytes.get(self._position, 0)
+        if not nbytes or bytes(header[:4]) != b"PK\3\4":
             return None
-        begin, end, offset = self._mapping
-        if not begin <= address < end:
-            found = _mapping_at(address, self._file)
-            if found is None:
-                self._missed = True
-                return None
-            begin, end, offset = self._mapping = found
-        return address - begin + offset
+        offset = data_of(header.tobytes(), self._position)
+        return (offset, nbytes) if offset + nbytes <= self._size else None
 
-    def located_by(self, function: MapLocation) -> MapLocation:
-        """A function for torch.load that gives this one, which the caller wrote, memory that has been read before in place of
-        a slice of the mapping; of storages that are not wanted it is not asked."""
-
-        def locate(storage: torch.UntypedStorage, location: str) -> Any:
-            offset = self.offset_of(storage)
-            if offset is None:
-                return function(storage, location)
-            return function(self._read_before(offset, storage), location) if self._wanted(offset) else storage
-
-        return locate
+    # What torch asks for each storage that it has made.
 
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-        offset = self.offset_of(storage)
+        offset = self._offset_of_unread(storage)
         if offset is None:
             return None
+        nbytes = storage.nbytes()
         if not self._wanted(offset):
-            return storage
+            return self._unread(offset, nbytes)
         if self.filled is not None:
-            found = self._read_before(offset, storage)
-            return found if location == "cpu" else default_restore_location(found, location)  # type: ignore[no-untyped-call]
-        if location == "cpu":
-            made = memory_for(storage.nbytes(), offset)
-        elif location.startswith("cuda"):
+            found = self._read_before(offset, nbytes)
+            return found if location == "cpu" else self._refusals.moved(found, location)
+        if location.startswith("cuda"):
             # An empty one goes torch's way, with its errors for devices that are not there.
-            device = default_restore_location(_empty(0), location).device  # type: ignore[no-untyped-call]
-            made = _empty(storage.nbytes(), device)
+            device = self._refusals.moved(_empty(0), location).device
+            with self._refusals.noting():
+                made = _empty(nbytes, device)
         else:
-            self.elsewhere.append(Placed(offset, storage))
-            return None
+            made = memory_for(nbytes, offset)
+            if location != "cpu":
+                self._fill([Placed(offset, made)])
+                return self._refusals.moved(made, location)
         self.placed.append(Placed(offset, made))
         return made
 
-    def _read_before(self, offset: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """What ``storage`` is to be. Raises CorruptCheckpoint where the pickle and the records do not agree."""
+    def located_by(self, function: MapLocation) -> MapLocation:
+        """A function for torch.load that gives this one, which the caller wrote, memory that has been read before in place of
+        what torch has made; of storages that are not wanted it is not asked."""
+
+        def locate(storage: torch.UntypedStorage, location: str) -> Any:
+            offset = self._offset_of_unread(storage)
+            if offset is not None and not self._wanted(offset):
+                return self._unread(offset, storage.nbytes())
+            given = storage if offset is None else self._read_before(offset, storage.nbytes())
+            with self._refusals.noting():
+                return function(given, location)
+
+        return locate
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """In the file, of a storage that was not wanted; None for any other."""
+        if self._addresses is None or storage.device.type != "cpu" or not storage.nbytes():
+            return None
+        inside = storage.data_ptr() - self._addresses.data_ptr()
+        return inside if 0 <= inside < self._size else None
+
+    def _offset_of_unread(self, storage: torch.UntypedStorage) -> int | None:
+        """Of one that torch has just made. Raises CorruptCheckpoint where the pickle and the records do not agree: torch makes
+        the storage as large as the pickle says, whatever memory is behind it."""
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return None
+        address = storage.data_ptr()
+        if not address:
+            raise CorruptCheckpoint(self._path, f"a storage should have {storage.nbytes()} bytes, and its record has none")
+        noted, offset = self._noted
+        if address != noted:
+            return None
+        if self._last is None:
+            self._unclaimed -= 1
+            self._last = storage
+        record = self._found.holding(offset)
+        if record is None or record.nbytes != storage.nbytes():
+            raise wrong_size(self._path, self._found, offset, storage.nbytes())
+        return offset
+
+    def _unread(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        if self._addresses is None:
+            self._addresses = address_range(self._size).untyped_storage()
+        unread: torch.UntypedStorage = self._addresses[offset : offset + nbytes]
+        return unread
+
+    def _read_before(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         found = (self.filled or {}).get(offset)
-        if found is None or found.nbytes() != storage.nbytes():
-            there = 0 if found is None else found.nbytes()
-            raise CorruptCheckpoint(self._path, f"storage at byte {offset}: expected {storage.nbytes()} bytes, found {there}")
+        if found is None or found.nbytes() != nbytes:
+            raise wrong_size(self._path, self._found, offset, nbytes)
         return found
 
 
@@ -124,21 +288,38 @@ _asked = threading.local()
 
 
 @contextlib.contextmanager
-def placing(path: str | os.PathLike[str], wanted: Callable[[int], bool]) -> Iterator[Placing]:
+def placing(
+    path: str | os.PathLike[str],
+    found: Contents,
+    wanted: Callable[[int], bool],
+    fill: Callable[[Sequence[Placed]], None],
+) -> Iterator[Placing]:
     """While this thread unpickles the file."""
+    with Placing(path, found, wanted, fill) as now, _asking(now):
+        yield now
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Refusals]:
+    """While torch loads a file in its own way, by this thread."""
+    now = Refusals()
+    with _asking(now):
+        yield now
+
+
+@contextlib.contextmanager
+def _asking(now: Placing | Refusals) -> Iterator[None]:
     before = getattr(_asked, "placing", None)
-    _asked.placing = Placing(path, wanted)
+    _asked.placing = now
     try:
-        yield _asked.placing
+        yield
     finally:
         _asked.placing = before
 
 
-def name_of(file: IO[bytes], path: str | os.PathLike[str]) -> str:
-    """Of an open file, for torch.load to map it by: torch maps only what has a name in UTF-8, as the descriptor's link has. Where
-    /proc is not mounted it is the path."""
-    link = f"/proc/self/fd/{file.fileno()}"
-    return link if os.path.exists(link) else os.fspath(path)
+def unread(path: str | os.PathLike[str], found: Contents) -> contextlib.AbstractContextManager[Placing]:
+    """For an object whose storages are addresses only: :meth:`Placing.offset_of` says where in the file each is."""
+    return placing(path, found, lambda offset: False, lambda placed: None)
 
 
 def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
@@ -157,46 +338,12 @@ def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStor
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
-class _Mapping(NamedTuple):
-    begin: int
-    """Address."""
-    end: int
-    offset: int
-    """In the file, of the first byte."""
-    file: tuple[bytes, bytes]
-    """Device and inode."""
-
-
-def _mapped_at(address: int) -> _Mapping | None:
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:  # whose names may be of any bytes
-        for line in maps:
-            bounds, _, offset, device, inode = line.split(maxsplit=5)[:5]
-            begin, end = (int(number, 16) for number in bounds.split(b"-"))
-            if begin <= address < end:
-                return _Mapping(begin, end, int(offset, 16), (device, inode))
-    return None  # or nothing is known, where /proc is not mounted
-
-
-def _file_of(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
-    """As the list of mappings names it: on btrfs and under overlays stat says another device."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY) as page:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        found = _mapped_at(address)
-    return (b"", b"") if found is None else found.file
-
-
-def _mapping_at(address: int, file: tuple[bytes, bytes]) -> tuple[int, int, int] | None:
-    """(first address, end, offset in the file) of the mapping of this file there."""
-    found = _mapped_at(address)
-    return found[:3] if found is not None and found.file == file != _ANONYMOUS else None
-
-
 def _nobody(storage: Any) -> None:
     """Storages are tagged by their own devices."""
 
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
-    now: Placing | None = getattr(_asked, "placing", None)
+    now: Placing | Refusals | None = getattr(_asked, "placing", None)
     return None if now is None else now.place(storage, location)
 
 

@@ -7,7 +7,9 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
+
+from torch.serialization import save as torch_save  # torch.save may be deepnvme.save by now
 
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.swap.buffers import BufferPool, buffer_pool
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 
 def save(
     obj: object,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | IO[bytes],
+    pickle_module: ModuleType = pickle,
+    pickle_protocol: int = 2,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
     *,
     fsync: bool = True,
     checksum: bool = False,
-    pickle_module: ModuleType = pickle,
-    pickle_protocol: int = 2,
     pool: BufferPool | None = None,
     progress: Wanted = None,
     group: ProcessGroup | None = None,
@@ -40,6 +44,9 @@ def save(
     """Save ``obj`` to ``path`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
 
     The file appears under its name when it is whole: at any error, kill or power cut the name has the old file or the new one.
+
+    The arguments are those of ``torch.save``, in their order, so that ``torch.save = deepnvme.save`` works. What is no path, a
+    file object, is left to ``torch.save``, and so are the older format and a file without the record of the byte order.
 
     ``fsync``: have it on stable storage before that. Without, a power cut can leave less than a whole file.
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
@@ -56,6 +63,13 @@ def save(
     is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
     :func:`async_save` that nobody has looked at.
     """
+    in_its_way = _use_new_zipfile_serialization and not _disable_byteorder_record
+    if not (in_its_way and isinstance(path, (str, bytes, os.PathLike))):
+        if checksum or group is not None:
+            raise ValueError("checksum and group are for the path of a file, in torch's format of 1.6 and later")
+        torch_save(obj, path, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
+        return
+
     def make(across: Across | None) -> FileImage:
         return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
 

@@ -19,6 +19,7 @@ from deepnvme.swap.lease import Lease
 from . import safetensors_format
 from ._shared_engine import shared_engine
 from .contents import (
+    DAMAGE,
     Contents,
     CorruptCheckpoint,
     Record,
@@ -72,7 +73,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     try:
         found = contents(path)
         if not found.stored:
-            return _compressed(name, found.script)
+            return _compressed(name, found)
         with open(path, "rb") as file:
             sizes = {record.key: record.nbytes for record in found.storages}
             problems = _pickle_problems(scan_of(path, file, found), sizes, found.script)
@@ -118,33 +119,65 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _compressed(path: str, script: bool) -> Report:
-    storages: dict[str | None, zipfile.ZipInfo] = {}
+def _compressed(path: str, found: Contents) -> Report:
     problems = []
     with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            _, _, name = entry.filename.partition("/")
-            key = name.removeprefix("data/")
-            if key != name:
-                storages[key] = entry
+        infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        storages = {name.removeprefix("data/"): entry for name, entry in infos.items() if name.startswith("data/")}
+        problems += _compressed_pickle(archive, infos, found)[0]
+        for name, entry in infos.items() if not problems else ():
             try:
                 _read_through(archive, entry)
             except _DAMAGED as error:
-                problems.append(f"{'record' if key == name else 'storage'} {key}: {error}")
-        pickle = next((entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")), None)
-        if pickle is not None and not problems:
-            with archive.open(pickle) as file:
-                sizes = {key: entry.file_size for key, entry in storages.items()}
-                problems += _pickle_problems(PickleScan(file), sizes, script)
+                problems.append(f"{f'storage {name[5:]}' if name.startswith('data/') else f'record {name}'}: {error}")
     checksums = sum(entry.CRC != 0 for entry in storages.values())
     nbytes = sum(entry.file_size for entry in storages.values())
     return Report(path, "pt", len(storages), nbytes, checksums, tuple(problems), compressed=True)
+
+
+def _compressed_pickle(
+    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: Contents
+) -> tuple[list[str], bool]:
+    """What is to be known before anything is inflated as a whole: what is wrong with the pickle, by itself and by the directory;
+    and whether it is plain."""
+    entry = infos["data.pkl"]
+    if entry.file_size > max(_LARGEST_INFLATED, _MOST_INFLATED * entry.compress_size):
+        why = f"the pickle has {entry.file_size} bytes, deflated to {entry.compress_size}: no pickle of tensors is like that"
+        return [why], False
+    try:
+        with archive.open(entry) as file:
+            sizes: dict[str | None, int] = {record.key: record.whole for record in found.storages}
+            scan = PickleScan(file)
+            return _pickle_problems(scan, sizes, found.script), scan.plain
+    except _DAMAGED as error:
+        return [f"record data.pkl: {error}"], False
+
+
+_LARGEST_INFLATED = 16 << 20
+_MOST_INFLATED = 100
+"""A deflated pickle is larger than so many bytes only where it is not larger than so many times what it takes in the file."""
+
+
+def refuse_compressed(path: str | os.PathLike[str], found: Contents) -> bool:
+    """Whether the pickle is plain. Raises CorruptCheckpoint for an archive with deflated records whose pickle cannot be
+    read or asks for other storages than are there: before torch inflates all of it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            problems, plain = _compressed_pickle(archive, infos, found)
+    except _DAMAGED as error:
+        raise CorruptCheckpoint(path, str(error)) from error
+    if problems:
+        raise CorruptCheckpoint(path, problems[0])
+    return plain
 
 
 def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: bool) -> list[str]:
     """Storages that the pickle refers to and the file has not, or not of that size."""
     try:
         scan.load()
+    except (OSError, MemoryError, zipfile.BadZipFile, zlib.error):
+        raise
     except Exception as error:
         return [] if script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
     return [
@@ -199,8 +232,9 @@ def verify_records(path: str | os.PathLike[str]) -> None:
         raise CorruptCheckpoint(path, str(error)) from error
 
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, UnicodeDecodeError)
-"""What zipfile raises for archives that cannot be read: of a later version also, and with a name that is not UTF-8."""
+_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, *DAMAGE)
+"""What zipfile raises for archives that cannot be read: of a later version, encrypted, or damaged in ways that it does not look
+for."""
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 from .zip_layout import END, END_64, ENTRY, LARGE, LOCAL_HEADER, LOCATOR_64, ZIP64
@@ -11,6 +12,12 @@ from .zip_layout import END, END_64, ENTRY, LARGE, LOCAL_HEADER, LOCATOR_64, ZIP
 _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x0001
 _STORED, _DEFLATED = 0, 8
+_MOST_INFLATED = 1032
+"""Times that deflate can make data smaller."""
+_LARGEST = 256 << 20
+"""Bytes of a directory: two million records."""
+_SLACK = 1 << 10
+"""Bytes, for what is nearly empty."""
 
 
 class Entry(NamedTuple):
@@ -24,6 +31,8 @@ class Entry(NamedTuple):
     crc32: int
     stored: bool
     """Whether the data are as they were, and not deflated."""
+    whole: int
+    """Bytes of its data when they are inflated."""
 
 
 class BadDirectory(ValueError):
@@ -45,13 +54,17 @@ def entries(file: BinaryIO) -> list[Entry]:
         if not tail_at <= end_64 <= size - END_64.size or tail[end_64 - tail_at :][:4] != b"PK\6\6":
             raise BadDirectory(f"the end of the directory is not at byte {end_64}, where it should be")
         *_, count, nbytes, start = END_64.unpack_from(tail, end_64 - tail_at)
+    if nbytes > _LARGEST or count * ENTRY.size > nbytes:
+        raise BadDirectory(f"its directory cannot have {count} records in {nbytes} bytes; at most {_LARGEST} bytes are read")
     if start + nbytes > size:
         raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and the file has {size}")
     file.seek(start)
     try:
-        return parse(file.read(nbytes), count, size)
-    except (struct.error, IndexError) as error:
+        found = parse(file.read(nbytes), count, size)
+    except struct.error as error:
         raise BadDirectory(f"its directory is damaged: {error}") from error
+    refuse_overlaps(found)
+    return found
 
 
 def parse(directory: bytes, count: int, size: int) -> list[Entry]:
@@ -73,14 +86,29 @@ def parse(directory: bytes, count: int, size: int) -> list[Entry]:
         at += name_length
         if LARGE in (nbytes, whole, header):
             numbers = _zip64(directory[at : at + extra_length])
+            if len(numbers) < (whole, nbytes, header).count(LARGE):
+                raise BadDirectory(f"its directory is damaged: record {name} lacks its size or its place")
             whole = numbers.pop(0) if whole == LARGE else whole
             nbytes = numbers.pop(0) if nbytes == LARGE else nbytes
             header = numbers.pop(0) if header == LARGE else header
         at += extra_length + comment_length
         if header + LOCAL_HEADER.size + name_length + nbytes > size:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
-        found.append(Entry(name, header, nbytes, crc32, method == _STORED and nbytes == whole))
+        if whole > _MOST_INFLATED * nbytes + _SLACK:
+            raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
+        found.append(Entry(name, header, nbytes, crc32, method == _STORED and nbytes == whole, whole))
     return found
+
+
+def refuse_overlaps(found: Sequence[Entry]) -> None:
+    """Raise BadDirectory for records that share bytes of the file, or a name: each of many could be as large as all of it."""
+    end, last = 0, ""
+    for entry in sorted(found, key=lambda entry: entry.header):
+        if entry.header < end:
+            raise BadDirectory(f"record {entry.name} begins at byte {entry.header}, within record {last}")
+        end, last = entry.header + LOCAL_HEADER.size + len(entry.name) + entry.nbytes, entry.name
+    if len({entry.name for entry in found}) < len(found):
+        raise BadDirectory("two records have the same name")
 
 
 def _zip64(extra: bytes) -> list[int]:

@@ -13,8 +13,9 @@ from torch import nn
 from deepnvme._listed import listed
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
 from deepnvme.checkpoint.one_version import of_one_version, version_of
-from deepnvme.checkpoint.placing import name_of, placing
+from deepnvme.checkpoint.placing import unread
 from deepnvme.checkpoint.safetensors_format import indexed, read_header, shards_of
+from deepnvme.checkpoint.tensor_archive import Elements
 from deepnvme.engine import Engine, File
 from deepnvme.swap.memory import check_storable
 
@@ -53,29 +54,51 @@ class Location(NamedTuple):
     info: WeightInfo
 
 
+class Rearranged(NamedTuple):
+    """A weight that lies in a file otherwise than in memory: with other strides, or to be conjugated or negated."""
+
+    path: str
+    elements: Elements
+    conj: bool
+    neg: bool
+
+    @property
+    def info(self) -> WeightInfo:
+        return WeightInfo(self.elements.dtype, self.elements.shape)
+
+    def seen_in(self, span: torch.Tensor) -> torch.Tensor:
+        """It, in its bytes of the file from the first element to the last."""
+        seen = span.view(self.elements.dtype).as_strided(self.elements.shape, self.elements.stride)
+        seen = seen.conj() if self.conj else seen
+        return torch._neg_view(seen) if self.neg else seen
+
+
+InFile = Location | Rearranged
+
+
 class Weights:
     """Of a mapping: tensors, which may be of any strides and on any device, and what lies in files. A Source.
 
     Raises TypeError for anything else, and for tensors without data. Closes its files in the end.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor | Location], engine: Engine) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor | InFile], engine: Engine) -> None:
         for name, weight in weights.items():
             if not isinstance(name, str):
                 raise TypeError(f"a weight's name must be a str, got {name!r}")
-            if not isinstance(weight, Location):
+            if not isinstance(weight, InFile):
                 check_storable(name, weight)
         self._weights = weights
         self._engine = engine
         self._files: dict[str, File] = {}
-        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
+        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, InFile)}
 
     def names(self) -> Iterable[str]:
         return self._weights
 
     def info(self, name: str) -> WeightInfo:
         weight = self._weights[name]
-        return weight.info if isinstance(weight, Location) else WeightInfo(weight.dtype, tuple(weight.shape))
+        return weight.info if isinstance(weight, InFile) else WeightInfo(weight.dtype, tuple(weight.shape))
 
     def ties(self) -> Mapping[str, str]:
         first: dict[object, str] = {}
@@ -87,10 +110,14 @@ class Weights:
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
         weight = self._weights[name]
+        if isinstance(weight, InFile) and not weight.info.nbytes:
+            return _Done()
         if isinstance(weight, Location):
-            if not weight.info.nbytes:
-                return _Done()
             return self._engine.read(out, self._file(weight.path), weight.offset)
+        if isinstance(weight, Rearranged):
+            span = torch.empty(weight.elements.nbytes, dtype=torch.uint8, device="cpu")
+            self._engine.read(span, self._file(weight.path), weight.elements.offset).result()
+            weight = weight.seen_in(span)
         out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
         return _Done()
 
@@ -111,7 +138,7 @@ class Weights:
         return file
 
 
-def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:
+def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | InFile]:
     """Where a checkpoint's weights lie: a .safetensors file; what torch.save wrote of a mapping of tensors; the index.json of
     several such files; or a directory with one of these.
 
@@ -120,7 +147,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
     with anything but tensors.
     """
     path = _chosen(Path(checkpoint)) if os.path.isdir(checkpoint) else os.fspath(checkpoint)
-    found: dict[str, torch.Tensor | Location] = {}
+    found: dict[str, torch.Tensor | InFile] = {}
     for shard, names in shards_of(path).items():
         if names is not None and not os.path.exists(shard):
             text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
@@ -147,7 +174,7 @@ def _chosen(directory: Path) -> str:
     raise FileNotFoundError(2, f"there is no checkpoint here: expected one of {', '.join(_KINDS)}", str(directory))
 
 
-def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
+def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
     if is_zip(path):
         return _in_archive(path)
     with open(path, "rb") as file:
@@ -157,32 +184,28 @@ def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
     return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path).tensors}
 
 
-def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
-    """Nothing of the tensors is read: torch maps the file, and where a storage is in the mapping, it is in the file."""
+def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
+    """Nothing of the tensors is read: torch unpickles them over addresses that say where in the file they are."""
     found = contents(path)
     check_pickle(path, found)
     if found.script or not found.stored or found.byteorder != "little":
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
-    with placing(path, lambda offset: False) as now, open(path, "rb") as file:
-        try:
-            loaded = torch.load(name_of(file, path), mmap=True, weights_only=True, map_location="cpu")
-        except RuntimeError as error:  # a tensor that is larger than its storage, a record that is not there
-            raise CorruptCheckpoint(path, f"torch finds not all of its tensors: {error}") from error
-        weights: dict[str, torch.Tensor | Location] = {}
-        for name, tensor in _state_dict(path, loaded).items():
-            storage = tensor.untyped_storage()
-            offset = now.offset_of(storage) if tensor.layout is torch.strided else None
-            record = None if offset is None else found.holding(offset)
-            if record is not None and record.nbytes != storage.nbytes():
-                text = f"tensor {name!r}: expected a storage of {storage.nbytes()} bytes, found {record.nbytes}"
-                raise CorruptCheckpoint(path, text)
-            plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-            if offset is None or not plain:  # through the mapping, then
+    with unread(path, found) as now:
+        weights: dict[str, torch.Tensor | InFile] = {}
+        for name, tensor in _state_dict(path, now.load(weights_only=True, map_location="cpu")).items():
+            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+            offset = None if storage is None or tensor.is_quantized else now.offset_of(storage)
+            if storage is None or offset is None:  # without elements, or of a kind that no store takes
                 weights[name] = tensor
                 continue
-            begin = offset + int(tensor.storage_offset()) * tensor.element_size()
-            weights[name] = Location(path, begin, WeightInfo(tensor.dtype, tuple(tensor.shape)))
+            first = offset + int(tensor.storage_offset()) * tensor.element_size()
+            info = WeightInfo(tensor.dtype, tuple(tensor.shape))
+            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+                weights[name] = Location(path, first, info)
+            else:
+                elements = Elements(first, *info, tuple(tensor.stride()))
+                weights[name] = Rearranged(path, elements, tensor.is_conj(), tensor.is_neg())
     return weights
 
 
@@ -196,9 +219,9 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
     raise ValueError(text)
 
 
-def _place_of(weight: torch.Tensor | Location) -> object:
+def _place_of(weight: torch.Tensor | InFile) -> object:
     """Equal for those that are the same memory, seen alike; None for what has none."""
-    if isinstance(weight, Location):
+    if isinstance(weight, InFile):
         return weight if weight.info.nbytes else None
     if not weight.numel():
         return None

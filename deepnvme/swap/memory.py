@@ -164,20 +164,28 @@ def map_files(parts: Iterable[tuple[int, int, int]], nbytes: int) -> torch.Tenso
 
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # The whole range first, so that the parts can lie side by side in it.
-    base = _mmap(None, nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    try:
-        place = base
-        for descriptor, offset, length in parts:
-            _mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
-            place += length
-    except BaseException:
-        _libc.munmap(base, nbytes)
-        raise
+    place, memory = _anonymous(nbytes, _PROT_NONE)  # the whole range first, so that the parts can lie side by side in it
+    for descriptor, offset, length in parts:
+        _mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
+        place += length
+    return memory
+
+
+def address_range(nbytes: int) -> torch.Tensor:
+    """Addresses without memory behind them: zeros, which take nothing, and are not to be written to. ``nbytes``: not 0. Raises
+    OSError."""
+    return _anonymous(nbytes, mmap.PROT_READ)[1]
+
+
+def _anonymous(nbytes: int, protection: int) -> tuple[int, torch.Tensor]:
+    """The first address of a new mapping of no file, and its bytes, with the last view of which it goes."""
+    import torch
+
+    base = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     memory = (ctypes.c_char * nbytes).from_address(base)
     # Not at exit: tensors may outlive every handler then, and the kernel unmaps all.
     weakref.finalize(memory, _libc.munmap, base, nbytes).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return base, torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, descriptor: int, offset: int) -> int:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import io
+import mmap
 import os
 import pickle
 import threading
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading, placing
+from deepnvme.checkpoint import CorruptCheckpoint, loading, verify
 from deepnvme.checkpoint.contents import contents, is_plain
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
@@ -38,6 +39,32 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+class Loading:
+    """Pickled as the call that loads a file of its own."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        return load_bytes, (self.data,)
+
+
+def load_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data))
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    called: list[Any] = []
+    function = getattr(module, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        called.append(arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, counted)
+    return called
 
 
 def overwrite(path: Path) -> None:
@@ -215,7 +242,7 @@ class TestDamagedFiles:
                 new.writestr(name, old.read(name)[: 396 if name.endswith("/data/0") else None])
         with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
             deepnvme.load(path.with_suffix(".new"))
-        with pytest.raises(CorruptCheckpoint, match=r"storage at byte .* expected 400 bytes, found 396"):
+        with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
             deepnvme.load(path.with_suffix(".new"), lambda storage, location: storage)
 
     def test_a_damaged_directory(self, path: Path) -> None:
@@ -534,28 +561,110 @@ def test_a_file_that_is_removed_while_it_is_read(path: Path, monkeypatch: pytest
     assert_same(deepnvme.load(path), [torch.ones(300_000)])
 
 
-@pytest.mark.parametrize("keys", [None, ["a"]], ids=str)
-@pytest.mark.parametrize("location", [None, lambda storage, location: storage], ids=["cpu", "a function"])
-def test_where_mappings_cannot_be_found_memory_is_its_own_all_the_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch, keys: Any, location: Any
-) -> None:
-    obj = {"a": torch.arange(300_000), "b": torch.arange(5)}
-    torch.save(obj, path)
-    monkeypatch.setattr(placing, "_mapped_at", lambda address: None)
-    found = deepnvme.load(path, location, keys=keys)
-    overwrite(path)
-    assert_same(found, {key: obj[key] for key in keys or obj})
+def test_nothing_of_the_file_is_mapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a mapping that others have cut off ends the process."""
+    torch.save({"a": torch.ones(300_000), "b": torch.ones(3), "c": torch.ones(3).to_sparse()}, path)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", None)
+    mapped = []
+    opened_at = mmap.mmap
+
+    def map_nothing(descriptor: int, *arguments: Any, **options: Any) -> Any:
+        if descriptor != -1:
+            mapped.append(descriptor)
+        return opened_at(descriptor, *arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", map_nothing)
+    deepnvme.load(path)
+    deepnvme.load(path, keys=["a"])
+    deepnvme.load(path, lambda storage, location: storage)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpoint):
+        deepnvme.load(path)
+    assert not verify(path).ok
+    assert mapped == []
 
 
-def test_files_of_one_inode_on_two_devices_are_told_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save([torch.ones(3)], path)
-    mapped_at = placing._mapped_at
-    with placing.placing(path, lambda offset: True) as now:
-        (tensor,) = torch.load(path, mmap=True, map_location=lambda storage, location: storage)
-        assert now.offset_of(tensor.untyped_storage()) == place_of(path, "/data/0")
-    with placing.placing(path, lambda offset: True) as now:
-        monkeypatch.setattr(placing, "_mapped_at", lambda address: mapped_at(address)._replace(file=(b"ff:ff", now._file[1])))
-        assert now.offset_of(tensor.untyped_storage()) is None
+def test_objects_that_load_others_while_they_are_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = io.BytesIO()
+    torch.save([torch.full((300_000,), 7.0)], inner)
+
+    torch.save([torch.ones(300_000), Loading(inner.getvalue()), torch.zeros(300_000)], path)
+    again = count_calls(monkeypatch, loading, "torch_load")
+    first, (second,), third = deepnvme.load(path, weights_only=False)
+    assert (float(first.sum()), float(second.sum()), float(third.sum())) == (300_000, 2_100_000, 0)
+    assert again == []
+
+
+class TestInPlaceOfTorchs:
+    """``torch.load = deepnvme.load``: its arguments, its environment, what it takes."""
+
+    @pytest.fixture(autouse=True)
+    def replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "load", deepnvme.load)
+        monkeypatch.setattr(torch, "save", deepnvme.save)
+
+    @pytest.mark.parametrize("written", ["as a file", "by torch", "deflated", "of before 1.6"])
+    def test_a_file(self, path: Path, written: str) -> None:
+        obj = {"a": torch.arange(300_000), "b": torch.ones(3)}
+        if written in ("by torch", "deflated"):
+            torch.serialization.save(obj, path)
+        else:
+            torch.save(obj, path, pickle, 2, written != "of before 1.6")
+        if written == "deflated":
+            deflate(path)
+        assert_same(torch.load(path), obj)
+        assert_same(torch.load(path, "cpu", pickle), obj)
+        assert_same(torch.load(str(path), map_location="cpu", weights_only=False, encoding="utf-8"), obj)
+
+    def test_a_file_object(self) -> None:
+        obj = {"a": torch.ones(3), "b": torch.zeros(2)}
+        data = io.BytesIO()
+        torch.save(obj, data)
+        data.seek(0)
+        assert_same(torch.load(data), obj)
+        data.seek(0)
+        assert_same(torch.load(data, keys=["b"]), {"b": obj["b"]})
+        with pytest.raises(ValueError, match="path"):
+            torch.load(data, checksum=True)
+
+    def test_safetensors(self, drive: Path) -> None:
+        deepnvme.safetensors.save_file({"a": torch.ones(3)}, drive / "w.safetensors")
+        assert_same(torch.load(drive / "w.safetensors", "cpu"), {"a": torch.ones(3)})
+        with pytest.raises(RuntimeError, match="map_location"):
+            torch.load(drive / "w.safetensors", {"cpu": "cpu"})
+
+    def test_a_file_that_is_mapped_by_default(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has its defaults").config
+        torch.save([torch.ones(300_000)], path)
+        mapped = count_calls(monkeypatch, torch.UntypedStorage, "from_file")
+        with config.patch({"load.mmap": True}):
+            assert_same(torch.load(path), [torch.ones(300_000)])
+        assert len(mapped) == 1
+
+    def test_weights_only_by_the_environment(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.save(OBJECTS["a module"](), path)
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(path)
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+            torch.load(path)
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(path, weights_only=True)
+        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "yes")
+        with pytest.raises(RuntimeError, match="both"):
+            torch.load(path)
+        monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(path, weights_only=False)
+        with pytest.raises(RuntimeError, match="pickle_module"):
+            torch.load(path, pickle_module=pickle)
+
+
+def deflate(path: Path) -> None:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    path.with_suffix(".new").rename(path)
 
 
 def test_whatever_the_default_device(path: Path) -> None:

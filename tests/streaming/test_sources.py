@@ -13,7 +13,7 @@ from torch import nn
 from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
-from deepnvme.streaming.sources import Weights, source_of, weights_in
+from deepnvme.streaming.sources import Rearranged, Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
@@ -84,7 +84,7 @@ class TestFiles:
         assert_holds(opened(drive / "w.pt"), {name: weight.detach().resolve_conj() for name, weight in weights.items()})
         there = weights_in(drive / "w.pt")
         assert isinstance(there["slice"], Location)
-        assert isinstance(there["transposed"], torch.Tensor)
+        assert isinstance(there["transposed"], Rearranged)
 
     def test_torch_save_in_shards(self, drive, opened):
         torch.save({"a": torch.ones(2)}, drive / "1.bin")
@@ -168,14 +168,14 @@ class TestBadFiles:
             for name in archive.namelist():
                 data = archive.read(name)
                 other.writestr(name, data[:-4] if name.endswith("data/0") else data)
-        with pytest.raises(CorruptCheckpoint, match="'a': expected a storage of 256 bytes, found 252"):
+        with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 256 bytes, found 252"):
             weights_in(drive / "cut.pt")
 
     def test_a_tensor_that_is_larger_than_its_storage(self, drive):
         tensor = torch.ones(1000)
         tensor.untyped_storage().resize_(40)
         torch.save({"a": tensor}, drive / "w.pt")
-        with pytest.raises(CorruptCheckpoint, match="not all of its tensors"):
+        with pytest.raises(CorruptCheckpoint, match="torch cannot load it: RuntimeError: Trying to resize storage"):
             weights_in(drive / "w.pt")
 
     def test_a_pickle_whose_checksum_is_another(self, drive):
