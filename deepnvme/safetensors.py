@@ -29,6 +29,7 @@ from deepnvme.checkpoint.reading import read
 from deepnvme.checkpoint.safetensors_format import (
     INDEX_SUFFIX,
     Entry,
+    check_contiguous,
     check_savable,
     indexed,
     make_header,
@@ -59,9 +60,11 @@ def save_file(
     As :func:`deepnvme.save`: the file appears under its name when it is whole, and memory beyond the tensors is 16 MiB leased
     from ``pool``. The order of ``metadata`` is kept (that of safetensors is drawn by lot).
 
-    Raises ValueError for what is not contiguous or not dense and for dtypes that the format has not, RuntimeError for tensors
-    that share memory, TypeError for names and metadata that are not strings, all before anything is created; OSError;
-    OutOfBuffers.
+    Conjugate and negative views are saved with the values that they have; safetensors saves those of what they are views of.
+
+    Raises ValueError for what is not contiguous or not dense, KeyError for dtypes that the format has not, NotImplementedError (a
+    RuntimeError) for the meta device, RuntimeError for tensors that share memory, TypeError for names and metadata that are not
+    strings, all before anything is created; OSError; OutOfBuffers.
     """
     check_savable(tensors)
     header, names = make_header(tensors, metadata)
@@ -113,8 +116,8 @@ def save_model(
     """Save the ``state_dict`` of a model. Of names that stand for one tensor (tied weights) the first is saved that has all of
     its storage, and the metadata have the others: ``{"other": "first"}``, unless they have that name already. Blocks.
 
-    ``force_contiguous``: of tensors that are not contiguous a copy is saved, which takes memory. Raises RuntimeError for parts of
-    a larger storage that is under no name; and as :func:`save_file`.
+    ``force_contiguous``: of tensors that are not contiguous a copy is saved, which takes memory; without, ValueError for them.
+    Raises RuntimeError for parts of a larger storage that is under no name; and as :func:`save_file`.
     """
     tensors = dict(model.state_dict())
     kept_for = left_out(tensors)
@@ -122,6 +125,8 @@ def save_model(
         del tensors[name]
     if force_contiguous:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    else:
+        check_contiguous(tensors, "save with force_contiguous=True")
     if kept_for:
         metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
     save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress)

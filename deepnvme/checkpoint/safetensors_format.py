@@ -12,8 +12,10 @@ import json
 import math
 import operator
 import os
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,14 +56,20 @@ class Entry(NamedTuple):
     nbytes: int
 
 
+class UnknownDtype(KeyError, ValueError):
+    """A tensor is of a dtype that the format has not: a KeyError as in safetensors."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Header(NamedTuple):
     tensors: list[Entry]
     """In the order of the file."""
-    metadata: dict[str, str]
 
 
 def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
-    """What stands before the tensors, and their names in the order of the file. Raises ValueError for a dtype that the format has
+    """What stands before the tensors, and their names in the order of the file. Raises UnknownDtype for one that the format has
     not, TypeError for metadata other than strings."""
     fields: dict[str, Any] = {}
     if metadata is not None:
@@ -71,7 +79,7 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
         fields[_METADATA] = dict(metadata)
     for name, tensor in tensors.items():
         if tensor.dtype not in _KINDS:
-            raise ValueError(f"tensor {name!r} is of {tensor.dtype}, which the format has not: convert it, or save a .pt")
+            raise UnknownDtype(f"tensor {name!r} is of {tensor.dtype}, which the format has not: convert it, or save a .pt")
     names = sorted(tensors, key=lambda name: (_KINDS[tensors[name].dtype][0], name))
     end = 0
     for name in names:
@@ -114,18 +122,87 @@ class _Wrong(ValueError):
     pass
 
 
+_LONGEST_ENTRY = 64 << 10
+"""Characters of what the header says of one tensor."""
+_MOST_METADATA = 1_000_000
+_OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
+_CLOSE = re.compile(r"\}")
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_NEXT = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*(?=\")|(\}))")
+_END = re.compile(r"[ \t\n\r]*\Z")
+
+
+class _Json:
+    """A header, read member by member, each with a limit: as a whole, JSON can take 30 times its size, and minutes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def names(self) -> Iterator[str]:
+        """Of an object's members, in their order. The value of each is to be taken before the next name is asked for."""
+        self._take(_OPEN, "is no JSON object")
+        if _CLOSE.match(self._text, self._at):
+            self._at += 1
+            return
+        last = None
+        while last is None:
+            name = self.string()
+            self._take(_COLON)
+            yield name
+            last = self._take(_NEXT)[1]
+
+    def string(self) -> str:
+        if not self._text.startswith('"', self._at):
+            raise _Wrong(f"its header is no JSON: expected a string at character {self._at}")
+        value, self._at = scanstring(self._text, self._at + 1, True)
+        return str(value)
+
+    def null(self) -> bool:
+        """Whether it is; it is passed then."""
+        found = self._text.startswith("null", self._at)
+        self._at += 4 * found
+        return found
+
+    def value(self) -> Any:
+        """Of any type."""
+        end = self._text.find("}", self._at, self._at + _LONGEST_ENTRY) + 1  # of an object without one in it
+        try:
+            value = _DECODER.decode(self._text[self._at : end])
+        except json.JSONDecodeError:
+            value, length = _DECODER.raw_decode(self._text[self._at : self._at + _LONGEST_ENTRY])
+            end = self._at + length
+        self._at = end
+        return value
+
+    def end(self) -> None:
+        self._take(_END)
+
+    def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise _Wrong(f"its header {wrong or f'is no JSON: unexpected text at character {self._at}'}")
+        self._at = found.end()
+        return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _Wrong(f"its header has a name twice among {listed([repr(name) for name, _ in pairs])}")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 def _parse(text: bytes, data: int, size: int) -> Header:
     try:
-        fields = json.loads(text.decode(), object_pairs_hook=_unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        tensors = sorted(_entries(_Json(text.decode()), data).values(), key=lambda entry: entry.offset)
+    except _Wrong:
+        raise
+    except (ValueError, RecursionError) as error:
         raise _Wrong(f"its header is no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise _Wrong("its header is no JSON object")
-    metadata = fields.pop(_METADATA, None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _Wrong("its metadata are not strings")
-    tensors = sorted((_entry(name, field, data) for name, field in fields.items()), key=lambda entry: entry.offset)
     end = data
     for entry in sorted(tensors, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
@@ -137,21 +214,43 @@ def _parse(text: bytes, data: int, size: int) -> Header:
             raise _Wrong(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
     if end != size:
         raise _Wrong(f"it should end with its last tensor at byte {end}, and has {size}")
-    return Header(tensors, metadata)
+    return Header(tensors)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Wrong(f"its header has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return fields
+def _entries(header: _Json, data: int) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    metadata: set[str] | None = None
+    for name in header.names():
+        if name in entries or (name == _METADATA and metadata is not None):
+            raise _Wrong(f"its header has {name!r} twice")
+        if name == _METADATA:
+            metadata = set() if header.null() else _metadata(header)
+        else:
+            entries[name] = _entry(name, header.value(), data)
+    header.end()
+    return entries
+
+
+def _metadata(header: _Json) -> set[str]:
+    """Their names. Nothing here needs their values."""
+    names: set[str] = set()
+    for name in header.names():
+        if name in names or len(names) == _MOST_METADATA:
+            raise _Wrong(f"its metadata have {name!r} twice, or more than {_MOST_METADATA} names")
+        names.add(name)
+        try:
+            header.string()
+        except _Wrong:
+            raise _Wrong(f"its metadata are not strings: {name!r}") from None
+    return names
 
 
 def _entry(name: str, field: Any, data: int) -> Entry:
     try:
         kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
         numbers = [*shape, begin, end]
+        if not isinstance(kind, str):
+            raise TypeError(kind)
     except (TypeError, KeyError, ValueError):
         raise _Wrong(f"tensor {name!r} has no dtype, shape and data_offsets") from None
     whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
@@ -177,11 +276,13 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
     name = os.fspath(path)
     if not name.endswith(".json"):
         return {name: None}
+    if os.path.getsize(name) > LONGEST_HEADER:
+        raise CorruptCheckpoint(path, f"an index may have {LONGEST_HEADER} bytes")
     try:
         shards = json.loads(Path(name).read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(tensor, str) and isinstance(shard, str) for tensor, shard in shards.items()):
             raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptCheckpoint(path, 'it is no index: expected a JSON object with "weight_map"') from None
     found: dict[str, list[str] | None] = {}
     for tensor, shard in shards.items():
@@ -206,8 +307,8 @@ def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | Non
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """That each can be written as the bytes of its elements. The conditions are safetensors'. Raises TypeError, ValueError, and
-    RuntimeError for tensors that share memory."""
+    """That each can be written as the bytes of its elements. The conditions are safetensors'. Raises TypeError, ValueError,
+    NotImplementedError for tensors on the meta device, and RuntimeError for those that share memory."""
     if not isinstance(tensors, dict):
         raise ValueError(f"tensors must be a dict of names and tensors, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
@@ -220,15 +321,20 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor {name!r} is sparse ({tensor.layout}), which the format has not: save tensor.to_dense()")
         if tensor.device.type == "meta":
-            raise ValueError(f"tensor {name!r} is on the meta device, and has no bytes to save")
+            raise NotImplementedError(f"tensor {name!r} is on the meta device, and has no bytes to save")
     for names in _sharing(tensors):
         raise RuntimeError(
             f"tensors {', '.join(map(repr, names))} share memory, which the format cannot say: leave out all but one of them,"
             " save tensor.clone(), or use a .pt"
         )
+    check_contiguous(tensors, "save tensor.contiguous()")
+
+
+def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
+    """Raises ValueError with the remedy."""
     for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): save tensor.contiguous()")
+        if tensor.layout is torch.strided and not tensor.is_contiguous():
+            raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): {remedy}")
 
 
 def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
