@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -166,6 +167,10 @@ def map_files(parts: Iterable[tuple[int, int, int]], nbytes: int) -> torch.Tenso
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     place, memory = _anonymous(nbytes, _PROT_NONE)  # the whole range first, so that the parts can lie side by side in it
     for descriptor, offset, length in parts:
+        size = os.fstat(descriptor).st_size
+        if offset + length > size:  # a page past the end would end the process when it is touched
+            text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"
+            raise OSError(errno.EBADMSG, text)
         _mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
         place += length
     return memory

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from deepnvme._listed import listed
 from deepnvme.engine import Engine, File, without_python
 
-from .contents import Entry, Version
+from .contents import CorruptTensor, Entry, Version
 from .extents import padded
 from .futures import Operation
 from .memory import empty_aligned, pieces
@@ -26,7 +28,7 @@ def read_into(
 ) -> None:
     """Start reading a tensor over ``target``, contiguous and of its size, and add the transfers to the operation."""
     for part, piece in pieces(version.parts, target):
-        operation.submit(without_python(engine.read), [piece], [files[part.file]], [part.offset], subjects=[(entry,)])
+        _submit(operation, engine, piece, files[part.file], part.offset, (entry,))
 
 
 def read_new(
@@ -48,13 +50,26 @@ def read_new(
         first, last = versions[members[0]].parts[0], versions[members[-1]].parts[0]
         buffer = Buffer(last.offset + padded(last.nbytes) - first.offset)
         subjects = [entries[index] for index in members]
-        operation.submit(without_python(engine.read), [buffer.memory], [files[first.file]], [first.offset], subjects=[subjects])
+        _submit(operation, engine, buffer.memory, files[first.file], first.offset, subjects)
         runs.append((buffer, first.offset, members))
     for buffer, start, members in runs:  # while the drive is busy
         for index in members:
             version = versions[index]
             tensors[index] = buffer.tensor(version.parts[0].offset - start, version.info.dtype, version.info.shape)
     return [tensors[index] for index in range(len(versions))]
+
+
+def _submit(
+    operation: Operation, engine: Engine, memory: torch.Tensor, file: File, offset: int, entries: Sequence[Entry]
+) -> None:
+    """Start one read, of these entries. Raises CorruptTensor where the file ends before: somebody has cut it off."""
+    try:
+        operation.submit(without_python(engine.read), [memory], [file], [offset], subjects=[entries])
+    except ValueError as error:
+        if offset + memory.nbytes <= file.size():
+            raise
+        text = f"{listed([entry.name for entry in entries])}: {error}; put it again"
+        raise CorruptTensor(errno.EBADMSG, text, file.path) from error
 
 
 def neighbours(parts: Sequence[Part], limit: int = _RUN) -> Iterator[list[int]]:

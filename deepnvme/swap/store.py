@@ -202,6 +202,10 @@ class TensorStore:
 
         Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
         the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
+
+        This is the only file that the package maps without being asked to by ``mmap=True``. The store's lock keeps other stores
+        from it; a process that ignores that and cuts it off, or a drive that fails to read a page, ends this process with SIGBUS
+        when the page is touched. :meth:`get` raises OSError instead.
         """
         info = self.info(name)
         return self.map_ranges([(name, 0, info.nbytes)]).view(info.dtype).view(info.shape)

@@ -1,0 +1,129 @@
+"""Files made to take memory or time before they are refused: each is refused within limits of both, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random as random_module
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .. import Wrong
+
+SHORT = 2
+SECONDS = 240
+_LIMIT_SECONDS = 60
+_LIMIT_MIB = 700
+"""Beyond what the interpreter and torch take."""
+
+_READER = """
+import pickle, resource, sys, time
+import torch, deepnvme
+from deepnvme.checkpoint import CorruptCheckpoint, verify
+from deepnvme.safetensors import load_file
+path = sys.argv[1]
+load = load_file if path.endswith(".safetensors") else deepnvme.load
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before = peak()
+for read in (load, verify):
+    begin = time.monotonic()
+    try:
+        found = read(path)
+        outcome = "ok" if read is load or found.ok else "refused"
+    except (CorruptCheckpoint, pickle.UnpicklingError):
+        outcome = "refused"
+    except Exception as error:
+        outcome = repr(error)
+    print(read.__name__, round(time.monotonic() - begin), peak() - before, outcome, sep="\\t")
+"""
+
+
+def pt(path: Path, stream: bytes, storages: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> None:
+    with zipfile.ZipFile(path, "w", how) as archive:
+        archive.writestr("a/data.pkl", stream)
+        for key, data in storages.items():
+            archive.writestr(f"a/data/{key}", data)
+        archive.writestr("a/version", b"3")
+
+
+def deflated_pickle(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"N0" * (400 << 20), {})
+
+
+def deflated_text(path: Path) -> None:
+    pt(path, b"\x80\x04" + pickle.BINBYTES8 + struct.pack("<Q", 1 << 30) + bytes(1 << 30) + b".", {})
+
+
+def other_sizes(path: Path) -> None:
+    torch.save([torch.ones(1000)], path)
+    with zipfile.ZipFile(path) as archive:
+        stream = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    pt(path, stream, {"0": bytes(1 << 30)})
+
+
+def stored_operations(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"]0" * (25 << 20), {}, zipfile.ZIP_STORED)
+
+
+def marks(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"(" * (50 << 20), {}, zipfile.ZIP_STORED)
+
+
+def a_huge_directory(path: Path) -> None:
+    pt(path, b"\x80\x02N.", {}, zipfile.ZIP_STORED)
+    data = path.read_bytes()
+    with path.open("wb") as file:
+        file.truncate(8 << 30)
+        file.write(data[:100])
+        file.seek(0, 2)
+        end_64 = file.tell()
+        file.write(struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 40, 1 << 40, 7 << 30, 0))
+        file.write(struct.pack("<4sIQI", b"PK\6\7", 0, end_64, 1))
+        file.write(struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
+
+
+def header(path: Path, text: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+_MEMBER = json.dumps({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}).encode()
+FILES: dict[str, Callable[[Path], None]] = {
+    "pickle of nothing.pt": deflated_pickle,
+    "pickle of text.pt": deflated_text,
+    "other sizes.pt": other_sizes,
+    "operations.pt": stored_operations,
+    "marks.pt": marks,
+    "directory.pt": a_huge_directory,
+    "brackets.safetensors": lambda path: header(path, b"[" * (78 << 20)),
+    "nested.safetensors": lambda path: header(path, b'{"a":' * (15 << 20)),
+    "lists.safetensors": lambda path: header(path, b'{"a":[' + b"[]," * (26 << 20) + b"[]]}"),
+    "shape.safetensors": lambda path: header(path, b'{"a":{"dtype":"U8","shape":[' + b"0," * (39 << 20) + b"0]}}"),
+    "digits.safetensors": lambda path: header(path, b'{"a":' + b"1" * (78 << 20) + b"}"),
+    "metadata.safetensors": lambda path: header(path, b'{"__metadata__":{' + b'"a":"",' * (11 << 20) + b'"a":""}}'),
+    "twice.safetensors": lambda path: header(path, b"{" + (b'"a":' + _MEMBER + b",") * (1 << 20) + b'"a":' + _MEMBER + b"}"),
+    "length.safetensors": lambda path: path.write_bytes(struct.pack("<Q", 1 << 62)) and None,
+}
+
+
+def attack(random: random_module.Random, directory: Path) -> None:
+    name = random.choice(list(FILES))
+    path = directory / name
+    FILES[name](path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _READER, str(path)], capture_output=True, text=True, timeout=3 * _LIMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Wrong(f"{name}: not refused after {error.timeout} seconds") from error
+    if done.returncode != 0:
+        raise Wrong(f"{name}: ended with {done.returncode}: {done.stderr[-500:]}")
+    for line in done.stdout.splitlines():
+        read, seconds, mib, outcome = line.split("\t")
+        if outcome != "refused" or int(seconds) > _LIMIT_SECONDS or int(mib) > _LIMIT_MIB:
+            raise Wrong(f"{name}: {read} took {seconds} s and {mib} MiB: {outcome}")
