@@ -1,4 +1,4 @@
-"""Another process truncates and rewrites files while they are loaded, verified and built from: documented errors, and no SIGBUS."""
+"""Another process truncates and rewrites files while they are loaded, verified and built from: documented errors, no SIGBUS."""
 
 from __future__ import annotations
 
