@@ -16,6 +16,7 @@ from deepnvme.engine import Engine, File, Future
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
+from .contents import CorruptCheckpoint
 from .file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
 from .placing import Placed
 
@@ -56,7 +57,7 @@ def read(
                 else:
                     if each.storage.device.type == "cpu":
                         give_pages(each.storage.data_ptr(), each.nbytes)  # while the drive reads those before
-                    alone.append(engine.read(bytes_of(each.storage), file, each.offset))
+                    alone.append(started(engine, bytes_of(each.storage), file, each.offset))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
                 scatter([each.storage.data_ptr() for each in run], run, chunk, begin)
                 ended(sum(each.nbytes for each in run))
@@ -68,6 +69,16 @@ def read(
                 future.exception()  # the storages may go now, and nothing may be read into them then
 
 
+def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
+    """A read. Raises CorruptCheckpoint where the file ends before: somebody has cut it off since it was looked at."""
+    try:
+        return engine.read(memory, file, offset)
+    except ValueError as error:
+        if offset + memory.nbytes <= file.size():
+            raise
+        raise CorruptCheckpoint(file.path, str(error)) from error
+
+
 def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool) -> Iterator[tuple[list[P], torch.Tensor, int]]:
     """Read the pieces, neighbours together: yields some of them at a time, in the order of the file, with the chunk of the file
     that they lie in and its offset. A chunk's memory is used again when the next is asked for. At most 16 MiB are leased. Raises
@@ -77,6 +88,8 @@ def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool)
     try:
         for run, begin, end in _runs(pieces):
             end = min(end, size)
+            if max(each.offset + each.nbytes for each in run) > size:
+                raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
             lease = pool.try_lease(CHUNK) if len(waiting) < _CHUNKS else None
             if lease is None and waiting:
                 yield waiting[0].wait()

@@ -31,6 +31,7 @@ from .contents import (
 )
 from .file_image import CHUNK
 from .pickle_scan import PickleScan
+from .reading import started
 
 _CHUNKS = 4
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
@@ -212,7 +213,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: Buff
                     if lease is None:
                         lease = finish() if ahead else pool.lease(CHUNK)
                     part = lease.buffer[: min(CHUNK, record.nbytes - at)]
-                    ahead.append((record, offset, at, lease, engine.read(part, file, offset + at)))
+                    ahead.append((record, offset, at, lease, started(engine, part, file, offset + at)))
             while ahead:
                 finish().release()
         finally:

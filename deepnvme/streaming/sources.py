@@ -14,6 +14,7 @@ from deepnvme._listed import listed
 from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
 from deepnvme.checkpoint.one_version import of_one_version, version_of
 from deepnvme.checkpoint.placing import unread
+from deepnvme.checkpoint.reading import started
 from deepnvme.checkpoint.safetensors_format import indexed, read_header, shards_of
 from deepnvme.checkpoint.tensor_archive import Elements
 from deepnvme.engine import Engine, File
@@ -113,10 +114,10 @@ class Weights:
         if isinstance(weight, InFile) and not weight.info.nbytes:
             return _Done()
         if isinstance(weight, Location):
-            return self._engine.read(out, self._file(weight.path), weight.offset)
+            return started(self._engine, out, self._file(weight.path), weight.offset)
         if isinstance(weight, Rearranged):
             span = torch.empty(weight.elements.nbytes, dtype=torch.uint8, device="cpu")
-            self._engine.read(span, self._file(weight.path), weight.elements.offset).result()
+            started(self._engine, span, self._file(weight.path), weight.elements.offset).result()
             weight = weight.seen_in(span)
         out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
         return _Done()

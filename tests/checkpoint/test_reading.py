@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deepnvme import Engine
 from deepnvme._tensor_memory import memory_of
+from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
 from deepnvme.checkpoint.placing import Placed, memory_for
 from deepnvme.checkpoint.reading import in_chunks, read
@@ -61,7 +62,7 @@ class TestFailures:
         assert pool.in_use == 0
 
     def test_a_large_storage_past_the_end(self, path: Path, engine: Engine) -> None:
-        with pytest.raises(ValueError, match="past the end"):
+        with pytest.raises(CorruptCheckpoint, match="past the end"):
             read(placed_at((SIZE - 5, DIRECT_FROM)), path, engine, BufferPool(16 << 20))
 
 
