@@ -21,7 +21,7 @@ class Changes:
     def look(self) -> None:
         """Note what was changed since, with the sub-groups. To be called before a step changes any itself."""
         for param, version in self._versions.items():
-            if _version(param) != version:
+            if version_of(param) != version:
                 for sub_group, index in self._pieces[param]:
                     if sub_group.masters[index]:
                         sub_group.stale.add(index)
@@ -29,12 +29,13 @@ class Changes:
     def remember(self) -> None:
         """What there is now, is right."""
         self._versions = {
-            param: _version(param)
+            param: version_of(param)
             for param, pieces in self._pieces.items()
             if any(sub_group.masters[index] for sub_group, index in pieces)
         }
 
 
-def _version(param: torch.Tensor) -> tuple[int, int]:
+def version_of(param: torch.Tensor) -> tuple[int, int]:
+    """Another one after each change in place, and for each other memory."""
     local = local_of(param)
     return local._version, local.data_ptr()

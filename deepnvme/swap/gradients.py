@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .block import Layout, lay_out
+from .interrupts import held_back
 from .sub_groups import distributed_like, local_of
 
 if TYPE_CHECKING:
@@ -94,17 +95,19 @@ class OffloadedGradients:
             raise TypeError(f"a gradient of layout {gradient.layout} cannot be offloaded: set offload_gradients to False")
         kept = self._of.get(sub_group)
         if kept is None:
-            kept = self._of[sub_group] = _Gradients(
+            kept = _Gradients(
                 sub_group, lay_out([(number, "", each.of(each.param)) for number, each in enumerate(sub_group.pieces)])
             )
         view = kept.layout.sections[index].of(self._in_memory(kept))
-        if index in kept.present:
-            view.add_(gradient.to("cpu"))
-        else:
-            view.copy_(gradient)
-        taken.append(gradient)
-        kept.present.add(index)
-        kept.added.add(index)
+        with held_back():  # what is added here is not to be added once more
+            if index in kept.present:
+                view.add_(gradient.to("cpu"))
+            else:
+                view.copy_(gradient)
+            taken.append(gradient)
+            kept.present.add(index)
+            kept.added.add(index)
+            self._of[sub_group] = kept
         if len(kept.added) == sum(each.param.requires_grad for each in sub_group.pieces):
             kept.complete = True
             self._write(kept)
@@ -213,10 +216,12 @@ class OffloadedGradients:
     def clear(self) -> None:
         """Forget all gradients. Those on the drive keep their place there, for the next."""
         self.rest()
-        for kept in self._of.values():
+        for kept in list(self._of.values()):
+            if kept.written is not None:
+                kept.written.exception()  # which concerns nobody any more
+            self._of.pop(kept.sub_group, None)
             if kept.lease is not None:
                 kept.lease.release()
-        self._of.clear()
         self._norms.clear()
         self._scale = None
         self.lost = False
@@ -224,9 +229,10 @@ class OffloadedGradients:
     def rest(self) -> None:
         """Give back the memory of those that were read, or read ahead. They are read again when they are wanted."""
         self._give_back()
-        for lease, reading in self._ahead.values():
-            lease.release(after=reading)
-        self._ahead.clear()
+        while self._ahead:
+            _, (lease, reading) = self._ahead.popitem()
+            reading.exception()  # it will be read again
+            lease.release()
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:
         if kept.lease is None:
@@ -260,8 +266,8 @@ class OffloadedGradients:
             return
         assert kept.lease is not None
         kept.written = self._traffic.put(_name(kept.sub_group), kept.lease.buffer[: kept.layout.nbytes])
-        kept.lease.release(after=kept.written)
-        kept.lease = None
+        lease, kept.lease = kept.lease, None
+        lease.release(after=kept.written)
         self._leaving.append(kept.written)
 
     def _until_written(self, kept: _Gradients) -> None:
@@ -276,10 +282,11 @@ class OffloadedGradients:
             raise
 
     def _give_back(self) -> None:
-        for lease in (self._taken, self._fetched[1] if self._fetched is not None else None):
+        taken, self._taken = self._taken, None
+        fetched, self._fetched = self._fetched, None
+        for lease in (taken, fetched[1] if fetched is not None else None):
             if lease is not None:
                 lease.release()
-        self._taken = self._fetched = None
 
 
 def _name(sub_group: SubGroup) -> str:

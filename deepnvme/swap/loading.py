@@ -20,7 +20,7 @@ from .traffic import Traffic
 def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: Sweep, traffic: Traffic) -> Iterator[None]:
     """Write the states that torch's load_state_dict has prepared to the drive, one sub-group after the other, beside what is
     there. The body makes them those that count, with Ctrl-C held back. On an exception before its end all is as it was."""
-    sweep.forget()
+    sweep.abandon()
     undo = [sub_group.remember() for sub_group in sub_groups]
     done = False
     try:
@@ -41,7 +41,7 @@ def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: Swee
                 forget()
         raise
     finally:
-        sweep.forget()
+        sweep.abandon()
 
 
 class Opaque:

@@ -51,14 +51,17 @@ class OffloadedOptimizer(Optimizer):
     A parameter that was changed by others since the last step (``load_state_dict`` of the model, but not through ``.data``, which
     nothing tells) is taken as the new master weight.
 
-    Raises ValueError for what cannot be offloaded, StoreLocked for a directory in use, OutOfBuffers if the ring does not fit
-    into what others leave of the buffer pool's budget, and OSError from the drive: ENOSPC if it has no room for the states.
+    Raises ValueError for what cannot be offloaded, what ``optimizer_class`` raises for what it does not take, StoreLocked for a
+    directory in use, OutOfBuffers if the ring does not fit into what others leave of the buffer pool's budget, and OSError from
+    the drive: ENOSPC if it has no room for the states.
 
     An exception out of :meth:`step`, Ctrl-C included, leaves parameters and states as they were before it, or as they are after
-    it, and says which; :attr:`steps` does too. With one exception, which says so and leaves :meth:`load_state_dict` to be called:
-    what ``dram_budget`` keeps in memory is stepped last, after all that the drive could fail in. If then the optimizer's own code
-    raises, when it has stepped others in the same step, and these before, what it has changed in memory is lost: a second copy
-    would take as much memory again, or as many bytes written in each step as were kept from the drive.
+    it, and says which; :attr:`steps` does too. Where the drive fails in bringing them back as well, the error says that,
+    nothing is lost, and the next call does it first, or raises OSError again. With one exception, which says so and leaves
+    :meth:`load_state_dict` to be called: what ``dram_budget`` keeps in memory is stepped last, after all that the drive could
+    fail in. If then the optimizer's own code raises, when it has stepped others in the same step, and these before, what it has
+    changed in memory is lost: a second copy would take as much memory again, or as many bytes written in each step as were kept
+    from the drive.
 
     A forked child can only leave the optimizer alone.
     """
@@ -97,22 +100,22 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(params, self._plan.defaults())
         first = self._plan.sub_groups_of(self.param_groups, 0, 0)
         self._places.check_memory(first, self._pool, self._pool.in_use)
-        self._store = TensorStore(own_directories(nvme_path), checksum=checksum)
-        self._stepping = Stepping(
-            self,
-            self._store,
-            self._pool,
-            self._places,
-            offload_gradients=offload_gradients,
-            in_backward=step_in_backward,
-            verbose=verbose,
-        )
-        self.state = self._stepping.states  # type: ignore[assignment]
-        self._loading = self.register_load_state_dict_pre_hook(opaque)
         try:
+            self._store = TensorStore(own_directories(nvme_path), checksum=checksum)
+            self._stepping = Stepping(
+                self,
+                self._store,
+                self._pool,
+                self._places,
+                offload_gradients=offload_gradients,
+                in_backward=step_in_backward,
+                verbose=verbose,
+            )
+            self.state = self._stepping.states  # type: ignore[assignment]
+            self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._stepping.add(first)
         except BaseException:
-            self._store.close()
+            self.close()
             raise
 
     @torch.no_grad()
@@ -149,7 +152,7 @@ class OffloadedOptimizer(Optimizer):
         Where parameters are DTensors, all ranks that share them have to call it."""
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._stepping.offloaded is None:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         return self._stepping.clip(self._stepping.offloaded, params, max_norm, norm_type)
@@ -162,15 +165,21 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's. Raises like the constructor, and adds nothing then."""
-        super().add_param_group(param_group)
-        if hasattr(self, "_stepping"):
-            try:
-                more = self._plan.sub_groups_of(self.param_groups[-1:], len(self.param_groups) - 1, len(self._sub_groups))
-                self._places.check_memory([*self._sub_groups, *more], self._pool, 0)
-                self._stepping.add(more)
-            except BaseException:
-                del self.param_groups[-1]
-                raise
+        if not hasattr(self, "_stepping"):  # torch's constructor
+            super().add_param_group(param_group)
+            return
+        self._stepping.check_between_steps()
+        groups = len(self.param_groups)
+        more: list[SubGroup] | None = None
+        try:
+            super().add_param_group(param_group)
+            more = self._plan.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
+            self._places.check_memory([*self._sub_groups, *more], self._pool, 0)
+            self._stepping.add(more)
+        except BaseException:
+            if more is None or any(each not in self._sub_groups for each in more):
+                del self.param_groups[groups:]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer in memory has it, with ``master_weight`` in a parameter's state if there is one. Tensors are mapped
@@ -191,16 +200,27 @@ class OffloadedOptimizer(Optimizer):
         return False
 
     def close(self) -> None:
-        """Give the memory back and remove the files. Idempotent. Save ``state_dict()`` before."""
+        """Give the memory back and remove the files. Idempotent. Save ``state_dict()`` before.
+
+        What backward has stepped without a :meth:`step`, or a step that could not be undone, is undone first. Raises OSError if
+        that fails, and is open still: call it again, or :meth:`load_state_dict` before.
+        """
         if hasattr(self, "_stepping"):
             self._stepping.close()
+        if hasattr(self, "_store"):
             self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError as failed:
+            if error is None:
+                raise
+            if hasattr(error, "add_note"):
+                error.add_note(f"close() failed: {failed}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedOptimizer owns files and cannot be copied or pickled; use state_dict()")
@@ -210,16 +230,19 @@ class OffloadedOptimizer(Optimizer):
         """Take over the states of another optimizer of this class, offloaded or not. One sub-group at a time is copied.
 
         Where there are master weights, ``master_weight`` of a parameter's state, or else the parameter, is taken.
-        On any exception all stays as it was. After a step that could not be undone this makes the optimizer usable again.
+        On any exception all stays as it was. After a step that could not be undone this makes the optimizer usable again;
+        where the drive fails still, a RuntimeWarning says how many parameters are as the failed step left them: load the
+        model too.
         """
         self._stepping.standing.check_open()
-        self._stepping.check_between_steps()
+        self._stepping.check_before_loading()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # after those of the user
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._stepping.load(state)
+        self.defaults.setdefault("differentiable", False)  # as torch does here
 
     @property
     def _sub_groups(self) -> list[SubGroup]:

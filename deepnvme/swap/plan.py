@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,10 @@ class Plan:
 
     def sub_groups_of(self, groups: Sequence[dict[str, Any]], first_group: int, first: int) -> list[SubGroup]:
         """For these groups, numbered from ``first_group`` on; the sub-groups from ``first`` on. Raises ValueError for parameters
-        that cannot be offloaded."""
-        added: set[torch.Tensor] = set()
+        that cannot be offloaded, and what the class raises for those that it does not take."""
+        self._have_them_checked(groups)
         for group in groups:
             for param in group["params"]:
-                if param in added:
-                    raise ValueError(f"a parameter of shape {tuple(param.shape)} is twice in a group: give it once")
-                added.add(param)
                 self._check(param)
         del self._states_an_element[first_group:]
         self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
@@ -66,7 +63,31 @@ class Plan:
             nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
         return padded(nbytes, PAGE)
 
+    def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make an optimizer of the class on stand-ins of these parameters: what it refuses, it refuses now, and not in the first
+        step. Stand-ins have no memory, on the device meta or, for a class that does not take that, on the CPU."""
+
+        def make(stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+            def as_stepped(param: torch.Tensor) -> torch.nn.Parameter:
+                local = local_of(param).detach()
+                dtype = torch.float32 if self._is_mastered(param) else param.dtype
+                return torch.nn.Parameter(stand_in(local, dtype), requires_grad=param.requires_grad)
+
+            self._make(
+                [
+                    {**_options(group), "params": [as_stepped(param) for param in dict.fromkeys(group["params"])]}
+                    for group in groups
+                ]
+            )
+
+        try:
+            make(lambda local, dtype: torch.empty_like(local, dtype=dtype, device="meta"))
+        except Exception:
+            make(_of_one_element)
+
     def _check(self, param: torch.Tensor) -> None:
+        if param.layout != torch.strided:
+            raise ValueError(f"a parameter of layout {param.layout} cannot be offloaded: convert it to a dense one")
         if param.device.type == "cpu":
             return
         if not self._master_weights:
@@ -81,7 +102,10 @@ class Plan:
         return self._class(groups, **self._options)
 
     def _has_master(self, piece: Piece) -> bool:
-        return self._master_weights and (piece.param.dtype in LOW_PRECISION or piece.param.device.type != "cpu")
+        return self._is_mastered(piece.param)
+
+    def _is_mastered(self, param: torch.Tensor) -> bool:
+        return self._master_weights and (param.dtype in LOW_PRECISION or param.device.type != "cpu")
 
     def _may_be_cut(self, param: torch.Tensor) -> bool:
         exact = param.dtype in (torch.float32, torch.float64) or self._master_weights  # others are rounded by where vectors end
@@ -93,9 +117,19 @@ class Plan:
         trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
         trial.grad = torch.zeros_like(trial)
         try:
-            optimizer = self._make([{**{k: v for k, v in group.items() if k not in NOT_OPTIONS}, "params": [trial]}])
+            optimizer = self._make([{**_options(group), "params": [trial]}])
             step_without_global_hooks(optimizer)
             kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
             return sum(numel for numel in kept if numel > 1) / trial.numel()
         except Exception:
             return 2.0
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if local.layout != torch.strided:
+        return torch.empty_like(local, dtype=dtype, device="cpu")
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(local.shape)

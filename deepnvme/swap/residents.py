@@ -26,15 +26,22 @@ class Residents:
     def load(self, sub_groups: Sequence[SubGroup]) -> None:
         """Have the blocks of these in memory. Raises OSError, or MemoryError, and those that came stay."""
         coming = []
-        for each in sub_groups:
-            if each.resident is None:
-                assert each.layout is not None
-                lease = self._pool.lease(max(each.layout.nbytes, 1))
-                coming.append((each, lease, self._traffic.get(block_name(each), lease.buffer[: each.layout.nbytes])))
-        with self._traffic.spending("waiting"):
-            for each, lease, reading in coming:
-                reading.result()
-                each.resident = lease
+        errors = []
+        try:
+            for each in sub_groups:
+                if each.resident is None:
+                    assert each.layout is not None
+                    lease = self._pool.lease(max(each.layout.nbytes, 1))
+                    coming.append((each, lease, self._traffic.get(block_name(each), lease.buffer[: each.layout.nbytes])))
+        finally:
+            with self._traffic.spending("waiting"):
+                for each, lease, reading in coming:  # all of them: one error is raised, and the others are the same drive's
+                    errors.append(reading.exception())
+                    if errors[-1] is None:
+                        each.resident = lease
+        for error in errors:
+            if error is not None:
+                raise error
 
     def step(self, sub_group: SubGroup, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> None:
         """In place; what is on the drive is an older step's then."""
@@ -66,9 +73,9 @@ class Residents:
 
     def drop(self, sub_group: SubGroup) -> None:
         """Give its memory back."""
-        if sub_group.resident is not None:
-            sub_group.resident.release()
-            sub_group.resident = None
+        lease, sub_group.resident = sub_group.resident, None
+        if lease is not None:
+            lease.release()
 
     def _replace(self, sub_group: SubGroup, held: Held) -> None:
         layout = sub_group.lay_out(held)

@@ -29,9 +29,9 @@ class Room:
 
     def release(self) -> None:
         """Give the memory back."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        lease, self._lease = self._lease, None  # first: what is released must not be found here, even after Ctrl-C
+        if lease is not None:
+            lease.release()
 
 
 @dataclass

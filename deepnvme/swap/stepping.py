@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,10 @@ class Stepping:
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         self.steps = 0
         self.standing = Standing()
+        self._unfinished = False
+        """Whether a step was begun and is neither made nor undone: the next call undoes it first."""
+        self._not_undone: str | None = None
+        """Why it could not be undone, if that was tried."""
         self._gradients_lost = False
         self._traffic = Traffic(store)
         self._blocks = Blocks(store)
@@ -66,13 +71,17 @@ class Stepping:
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Take them in. Raises OSError, and takes none, if the drive has no room for them."""
         self._store.reserve(self._places.drive_bytes([*self.sub_groups, *sub_groups]))
-        self.sub_groups += sub_groups
+        pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         for sub_group in sub_groups:
             for index, piece in enumerate(sub_group.pieces):
-                self._pieces.setdefault(piece.param, []).append((sub_group, index))
-        self._ranks = Ranks(self._pieces)
-        if self._in_backward or self.offloaded is not None:
-            self._hooks.add(self._pieces)
+                pieces.setdefault(piece.param, []).append((sub_group, index))
+        ranks = Ranks([*self._pieces, *pieces])
+        with held_back():  # torch, too, keeps the hooks
+            self._pieces.update(pieces)
+            self._ranks = ranks
+            if self._in_backward or self.offloaded is not None:
+                self._hooks.add(pieces)
+            self.sub_groups += sub_groups
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """As the optimizer's."""
@@ -81,12 +90,15 @@ class Stepping:
         loss = None
         try:
             self.standing.check_usable()
+            self._finish_undoing()
             self._traffic.begin()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
                 self._traffic.begin()  # again, if it has called zero_grad()
+            self._unfinished = True
             stepped = self._step_all(vote)
+            self._unfinished = False
             resident = sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
             self.reports.step_made(self.steps, stepped, resident)
         except BaseException as error:
@@ -100,8 +112,8 @@ class Stepping:
     def zero_grad(self) -> None:
         """Undo what was done since the last step, and drop gradients that are on the drive."""
         self.standing.check_process()
-        if self._sweep.under_way:
-            self._take_back()
+        self._unfinished = self._unfinished or self._sweep.under_way
+        self._finish_undoing()
         self._arrivals.clear()
         self._gradients_lost = False
         if self.offloaded is not None and self.offloaded:
@@ -116,6 +128,7 @@ class Stepping:
         vote = Vote(self._ranks)
         try:
             self.standing.check_usable()
+            self._finish_undoing()
             self._offload_the_rest()
             offloaded.flush()
             norms = offloaded.norms(params, norm_type)
@@ -131,6 +144,7 @@ class Stepping:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over states and groups as torch's load_state_dict has prepared them: all, or none on any exception."""
+        given_up = 0
         with loaded(state, self.sub_groups, self._sweep, self._traffic):
             for sub_group in self.sub_groups:
                 sub_group.stale.clear()
@@ -139,14 +153,21 @@ class Stepping:
             self._places.choose(self.sub_groups)
             self._optimizer.param_groups = state["param_groups"]
             self._changes.remember()
+            given_up = self._sweep.give_up()
             self.standing.broken = None
+            self._unfinished, reason, self._not_undone = False, self._not_undone, None
+        if given_up:
+            warnings.warn(
+                f"{given_up} parameters are as the step left them that could not be undone ({reason}): load the model too",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def close(self) -> None:
-        """Give all memory back. What backward has stepped is undone."""
+        """Give all memory back. What backward has stepped is undone; on an OSError from that nothing is closed."""
         self.standing.check_process()
-        if self._sweep.under_way:
-            with contextlib.suppress(Exception):
-                self._take_back()
+        self._unfinished = self._unfinished or self._sweep.under_way
+        self._finish_undoing()
         self.standing.closed = True
         self._hooks.remove()
         self._sweep.release()
@@ -157,7 +178,18 @@ class Stepping:
             self._residents.drop(sub_group)
 
     def check_between_steps(self) -> None:
-        """Raise RuntimeError between a backward and its step."""
+        """Raise RuntimeError between a backward and its step. A step that could not be undone is undone first: OSError."""
+        self._finish_undoing()
+        self._check_nothing_is_stepped()
+
+    def check_before_loading(self) -> None:
+        """The same, but without an error from undoing: what is loaded takes the place of what cannot be read."""
+        with contextlib.suppress(Exception):
+            self._finish_undoing()
+        if not self._unfinished:
+            self._check_nothing_is_stepped()
+
+    def _check_nothing_is_stepped(self) -> None:
         if self.standing.broken is None and self._sweep.under_way:
             raise RuntimeError(
                 "backward has stepped some of the parameters: call step() first, or zero_grad(), which takes that back"
@@ -230,18 +262,29 @@ class Stepping:
             if self._in_backward and (under_way or self._arrivals):
                 self._gradients_lost = True
                 self._free_gradients()
+            self._unfinished = under_way
+            if self._not_undone is not None:
+                self._changes.look()  # others may have loaded a model since
             try:
                 self._sweep.undo()
             except Exception as error:
-                self.standing.broken = (
-                    self.standing.broken or f"step {self.steps + 1} could not be undone ({error}): load a checkpoint"
-                )
+                self._not_undone = str(error)
                 raise
             finally:
                 self._arrivals.clear()
                 self._traffic.finish()
-            if under_way:
-                self._changes.remember()
+                if under_way:
+                    self._changes.remember()
+            self._unfinished, self._not_undone = False, None
+
+    def _finish_undoing(self) -> None:
+        """Undo what an earlier call has begun and could not undo. Raises the OSError that it fails with now."""
+        if self._unfinished:
+            try:
+                self._take_back()
+            except Exception as error:
+                self._say_where_it_is(error)
+                raise
 
     def _undo(self, error: BaseException) -> None:
         with held_back():
@@ -253,27 +296,39 @@ class Stepping:
                     self.offloaded.clear()
                     self._free_gradients()
                     self._gradients_lost = True
-            said = self.standing.broken or f"the optimizer and its parameters are as after step {self.steps}"
-            if self._gradients_lost:
-                said += ", the gradients are gone: run backward again"
-            if isinstance(error, OSError) and error.errno is not None:
-                error.strerror = f"{error.strerror}; {said}"
-            elif hasattr(error, "add_note"):
-                error.add_note(said)
+            self._say_where_it_is(error)
+
+    def _say_where_it_is(self, error: BaseException) -> None:
+        said = self.standing.broken or f"the optimizer and its parameters are as after step {self.steps}"
+        if self.standing.broken is None and self._unfinished:
+            reason = self._not_undone or "interrupted"
+            said = (
+                f"step {self.steps + 1} could not be undone yet ({reason}): the states are whole on the drive, and the next call"
+                " undoes it first"
+            )
+        if self._gradients_lost:
+            said += ", the gradients are gone: run backward again"
+        if isinstance(error, OSError) and error.errno is not None:
+            error.strerror = f"{error.strerror}; {said}"
+        elif hasattr(error, "add_note"):
+            error.add_note(said)
 
     # -- in backward
 
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         self.standing.check_usable()
-        self._gradients_lost = False
-        self._traffic.begin()
-        self._traffic.look()
         try:
+            self._finish_undoing()
+            self._gradients_lost = False
+            self._traffic.begin()
+            self._traffic.look()
             if self.offloaded is not None:
                 self.offloaded.take_in(param, self._pieces[param])
             else:
+                self._unfinished = True
                 self._step_what_is_complete(param)
+                self._unfinished = False
         except BaseException as error:
             if self.offloaded is None or self.offloaded.lost:
                 self._undo(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ class Piece:
     begin: int
     end: int
     whole: bool
+    times: int = 1
+    """How often the parameter is in its group: that often it is stepped in a step, as torch does it."""
 
     @property
     def numel(self) -> int:
@@ -89,7 +92,7 @@ def partition(
     found: list[list[Piece]] = []
     filled = size
     for group, options in enumerate(param_groups, first_group):
-        for param in options["params"]:
+        for param, times in Counter(options["params"]).items():
             numel = local_of(param).numel()
             begin = 0
             while begin < numel or begin == 0:
@@ -104,7 +107,7 @@ def partition(
                 if not found:
                     found.append([])
                 end = begin + min(rest, room)
-                found[-1].append(Piece(param, group, begin, end, whole=end - begin == numel))
+                found[-1].append(Piece(param, group, begin, end, whole=end - begin == numel, times=times))
                 filled += end - begin
                 begin = end
                 if numel == 0:

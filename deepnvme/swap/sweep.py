@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .block import Layout
+from .block import Layout, Section
 from .blocks import Blocks, block_name, image_name
+from .changes import version_of
 from .heap import give_back_heap
 from .ring import Room, Slot
 from .sub_group import MASTER, Held, SubGroup
@@ -21,6 +23,32 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.0005
 """Between looks at a read while a write may make room for the next: well below the 5 ms that the smallest useful block takes."""
+
+
+@dataclass(eq=False)
+class _Stepped:
+    """A sub-group that was stepped, and what brings it back."""
+
+    sub_group: SubGroup
+    forget: Callable[[], None]
+    """Undoes the changes to what is kept in memory."""
+    images: Layout
+    """Of the copies of its parameters that its block alone cannot bring back."""
+    kept: Room | None = None
+    """Where these copies are in memory, once it is being undone. None: on the drive."""
+    versions: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Piece -> version of its parameter when undoing it last failed."""
+    changed: set[int] = field(default_factory=set)
+    """Pieces whose parameter others have changed since: they have loaded a model, say, and it stays."""
+
+    def look_for_changes(self) -> None:
+        """To be called before any parameter is brought back."""
+        pieces = self.sub_group.pieces
+        self.changed |= {index for index, seen in self.versions.items() if version_of(pieces[index].param) != seen}
+
+    def remember_versions(self) -> None:
+        """To be called when no parameter will be brought back any more, until later."""
+        self.versions = {index: version_of(piece.param) for index, piece in enumerate(self.sub_group.pieces)}
 
 
 class Sweep:
@@ -38,7 +66,7 @@ class Sweep:
         self._slots = [Slot(Room(pool), Room(pool)) for _ in range(slots)]
         self._usable = slots
         self._read_only = Room(pool)
-        self._log: list[tuple[SubGroup, Callable[[], None], Layout]] = []
+        self._log: list[_Stepped] = []
         self._upcoming: list[SubGroup] = []
 
     @property
@@ -72,7 +100,7 @@ class Sweep:
         self._until_read(slot)
         taken = sub_group.image()
         images = self._take_images(slot, sub_group, taken)
-        self._log.append((sub_group, sub_group.remember(), taken))
+        self._log.append(_Stepped(sub_group, sub_group.remember(), taken))
         self._gradients.fetch(sub_group)
         with self._traffic.spending("computing"):
             held = sub_group.step(slot.content, self._gradients.of(sub_group), groups)
@@ -100,8 +128,8 @@ class Sweep:
             lease.buffer.copy_(copy)
             sub_group.resident = lease  # it has another, if its states have changed their form
 
-        self._log.append((sub_group, bring_back, taken))
         slot.holds = sub_group  # whose images are found by that
+        self._log.append(_Stepped(sub_group, bring_back, taken))
 
     def drain(self) -> None:
         """Wait for all transfers. Raises the OSError of the first that failed."""
@@ -136,41 +164,62 @@ class Sweep:
     def undo(self) -> None:
         """Bring parameters and states back to where the last commit left them.
 
-        Raises what came first, when all has been tried, if some could not be brought back.
+        Raises what came first, when all has been tried, if some could not be brought back: these stay under way, and another call
+        tries them again.
         """
         with contextlib.suppress(Exception):
             self.drain()
         self._upcoming.clear()
         self._usable = len(self._slots)
-        images = {slot.holds.index: slot.image for slot in self._slots if slot.holds is not None}
+        for stepped in self._log:
+            slot = next((slot for slot in self._slots if slot.holds is stepped.sub_group), None)
+            if slot is not None:  # what is written of the copies may be torn
+                stepped.kept, slot.image = slot.image, Room(self._pool)
+                slot.holds = None
+            stepped.look_for_changes()
         self.forget()
         for slot in self._slots:  # undoing takes no more memory than stepping
             slot.block.release()
+            slot.image.release()  # a transfer that was interrupted before it was noted still has the memory
         failed: Exception | None = None
-        while self._log:
-            sub_group, forget, taken = self._log[-1]
-            forget()
+        for stepped in list(reversed(self._log)):
+            stepped.forget()
             try:
-                self._restore(sub_group, taken, images.get(sub_group.index))
+                self._restore(stepped)
             except Exception as error:
                 failed = failed or error
-            self._log.pop()
+            else:
+                self._log.remove(stepped)
+        for stepped in self._log:
+            stepped.remember_versions()
         self._read_only.release()
-        for slot in self._slots:  # a transfer that was interrupted before it was noted still has the memory
-            slot.image.release()
         if failed is not None:
             raise failed
+
+    def give_up(self) -> int:
+        """Undo no more: other states take the place of what was stepped. Returns how many parameters stay stepped, less those
+        that others have changed meanwhile."""
+        stepped: set[torch.Tensor] = set()
+        for each in self._log:
+            each.look_for_changes()
+            stepped |= {piece.param for index, piece in enumerate(each.sub_group.pieces) if index not in each.changed}
+        self._log.clear()
+        return len(stepped)
 
     def forget(self) -> None:
         """Have what is on the drive read again."""
         for slot in self._slots:
             slot.holds = slot.content = None
 
-    def release(self) -> None:
-        """Wait, and give all memory back."""
+    def abandon(self) -> None:
+        """Wait for what is under way, however it ends, and forget it."""
         with contextlib.suppress(OSError):
             self.drain()
         self.forget()
+
+    def release(self) -> None:
+        """The same, and give all memory back."""
+        self.abandon()
         for slot in self._slots:
             slot.block.release()
             slot.image.release()
@@ -199,10 +248,12 @@ class Sweep:
         return slot
 
     def _read(self, slot: Slot, sub_group: SubGroup) -> None:
-        slot.holds, slot.content = sub_group, None
+        slot.holds = slot.content = None
         if sub_group.layout is not None:
-            slot.content = slot.block.take(sub_group.layout.nbytes)
-            slot.reading = self._traffic.get(block_name(sub_group), slot.content)
+            content = slot.block.take(sub_group.layout.nbytes)
+            slot.reading = self._traffic.get(block_name(sub_group), content)
+            slot.content = content
+        slot.holds = sub_group
 
     def _write(self, slot: Slot, name: str, content: torch.Tensor | None) -> None:
         if content is not None:
@@ -277,22 +328,26 @@ class Sweep:
         before.release()
         return content
 
-    def _restore(self, sub_group: SubGroup, taken: Layout, image: Room | None) -> None:
+    def _restore(self, stepped: _Stepped) -> None:
+        sub_group, taken, changed = stepped.sub_group, stepped.images, stepped.changed
+        sub_group.stale |= {index for index in changed if sub_group.masters[index]}
         if taken.sections:
-            if image is not None:
-                images = image.take(taken.nbytes)
+            if stepped.kept is not None:
+                images = stepped.kept.take(taken.nbytes)
             else:
                 images = self._read_only.take(taken.nbytes)
                 self._traffic.store.get(image_name(sub_group), images).result()
-            for section in taken.sections:
-                piece = sub_group.pieces[section.piece]
-                piece.of(piece.param).copy_(section.of(images))
+            _copy_back(sub_group, [section for section in taken.sections if section.piece not in changed], images)
         imaged = {section.piece for section in taken.sections}
         sections = sub_group.layout.sections if sub_group.layout is not None else ()
-        masters = [section for section in sections if section.key == MASTER and section.piece not in imaged]
+        masters = [section for section in sections if section.key == MASTER and section.piece not in imaged | changed]
         if sub_group.layout is not None and masters:
             content = self._read_only.take(sub_group.layout.nbytes)
             self._traffic.store.get(block_name(sub_group), content).result()
-            for section in masters:
-                piece = sub_group.pieces[section.piece]
-                piece.of(piece.param).copy_(section.of(content))
+            _copy_back(sub_group, masters, content)
+
+
+def _copy_back(sub_group: SubGroup, sections: Sequence[Section], content: torch.Tensor) -> None:
+    for section in sections:
+        piece = sub_group.pieces[section.piece]
+        piece.of(piece.param).copy_(section.of(content))

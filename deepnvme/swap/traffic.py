@@ -56,6 +56,21 @@ def _clocks() -> dict[str, _Clock]:
     return {"read": _Clock(), "write": _Clock()}
 
 
+class _Spending:
+    """No generator: one that Ctrl-C leaves suspended would add all the time until its end is collected."""
+
+    def __init__(self, traffic: Traffic, what: Literal["computing", "waiting"]) -> None:
+        self._traffic, self._what = traffic, what
+        self._begun = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        times = self._traffic.times
+        setattr(times, self._what, getattr(times, self._what) + time.perf_counter() - self._begun)
+
+
 class Traffic:
     """A store, with an account of what is read from it and written to it for the step that is being made."""
 
@@ -91,14 +106,9 @@ class Traffic:
         if self.times.begun is None:
             self.times.begun = time.perf_counter()
 
-    @contextlib.contextmanager
-    def spending(self, what: Literal["computing", "waiting"]) -> Iterator[None]:
-        """Add the time that this takes."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self.times, what, getattr(self.times, what) + time.perf_counter() - begun)
+    def spending(self, what: Literal["computing", "waiting"]) -> _Spending:
+        """Add the time that the body of ``with`` takes."""
+        return _Spending(self, what)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

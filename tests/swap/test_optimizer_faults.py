@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ from ..disks import MIB, Disk, loop_disk
 from ..interpreters import Interpreters
 from .interrupts import interrupt_at
 from .training import (
+    ADAM,
+    FULL_SHAPES,
     PRECISIONS,
     InMemory,
     Lion,
     Pair,
     assert_same,
     assert_same_state,
+    backward,
     copied,
     failing,
     give_gradients,
@@ -77,33 +81,153 @@ def test_whichever_transfer_fails_leaves_the_step_before(pair: Pair, before: int
     assert number >= (4 if operation == "write" else 1 if before else 0)
 
 
-def test_a_step_that_cannot_be_undone_is_said_and_a_checkpoint_mends_it(pair: Pair) -> None:
-    pair.step(2)
-    states, weights, at = copied(pair.optimizer.state_dict()), snapshot(pair.params), pair.steps
-    pair.step(2)
+def fail_and_do_not_undo(pair: Pair) -> None:
+    """A step whose last write fails, and all reads from then on but one: what the first sub-groups need is on the drive only."""
     pair.give_gradients()
     last = 3 if isinstance(pair.reference, InMemory) else 7  # blocks, or blocks and images of parameters
     with (
         failing(pair.optimizer, "write", last),
         failing(pair.optimizer, "read", 1, 1000),
-        pytest.raises(OSError, match="step 5 could not be undone"),
+        pytest.raises(OSError, match=f"step {pair.steps + 1} could not be undone yet") as caught,
     ):
         pair.optimizer.step()
-    for use in (pair.optimizer.step, pair.optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="cannot go on: step 5 could not be undone"):
+    assert caught.value.errno == errno.EIO
+    assert pair.optimizer.steps == pair.steps
+
+
+def is_refused(pair: Pair, use: Callable[[], object]) -> None:
+    """With the same error however often: nothing can be read."""
+    for _ in range(3):
+        with pytest.raises(OSError, match=f"step {pair.steps + 1} could not be undone yet") as caught:
             use()
-    pair.optimizer.load_state_dict(states)
-    with torch.no_grad():
-        for param, weight in zip(pair.params, weights, strict=True):
-            param.copy_(weight)
+        assert caught.value.errno == errno.EIO
+        assert caught.value.filename == "drive"
+    assert pair.optimizer.steps == pair.steps
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "state": lambda optimizer: dict(optimizer.state),
+    "zero_grad": lambda optimizer: optimizer.zero_grad(),
+    "add_param_group": lambda optimizer: optimizer.add_param_group({"params": []}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_step_that_could_not_be_undone_is_undone_by_the_next_call(pair: Pair, call: str) -> None:
+    for before in (2, 0, 1):  # steps since it last happened
+        pair.step(before)
+        fail_and_do_not_undo(pair)
+        with failing(pair.optimizer, "read", 0, 1000):
+            is_refused(pair, lambda: CALLS[call](pair.optimizer))
+        CALLS[call](pair.optimizer)
+        if call == "add_param_group":
+            pair.optimizer.param_groups.pop()
+        if call == "zero_grad":
+            pair.give_gradients()
+        if call != "step":
+            assert_same(pair.params, pair.plain)
+            pair.optimizer.step()
+        pair.reference.step()
+        pair.steps += 1
+        pair.check()
+    pair.step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("reads", range(0, 9, 2))
+def test_an_undoing_that_fails_again_and_again_is_finished_in_the_end(pair: Pair, reads: int) -> None:
+    """Each try has other reads fail."""
+    pair.step(2)
+    fail_and_do_not_undo(pair)
+    for first in range(reads):
+        with failing(pair.optimizer, "read", first % 4, 1 + first % 2), contextlib.suppress(OSError):
+            pair.optimizer.state_dict()
+    assert_same_state(pair.optimizer.state_dict(), pair.reference.state_dict())
+    assert_same(pair.params, pair.plain)
+    pair.optimizer.step()
+    pair.reference.step()
+    pair.steps += 1
+    pair.step(2)
+    pair.check()
+
+
+def test_close_undoes_a_step_first_and_closes_nothing_where_it_cannot(pair: Pair, drive: Path) -> None:
+    pair.step(2)
+    fail_and_do_not_undo(pair)
+    with failing(pair.optimizer, "read", 0, 1000):
+        is_refused(pair, pair.optimizer.close)
+        with pytest.raises(FloatingPointError), pair.optimizer:  # which another error would hide
+            raise FloatingPointError("of the training")
+    assert (drive / "states").exists()
+    pair.optimizer.close()
+    assert_same(pair.params, pair.plain)
+    assert not (drive / "states").exists()
+
+
+@pytest.mark.parametrize("options", [{"dram_budget": 1 << 40}, {"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+def test_errors_that_were_raised_are_not_raised_again_by_close(drive: Path, options: dict[str, Any]) -> None:
+    """Nor those of other reads for the same step, and of what was dropped."""
+    params = parameters(shapes=FULL_SHAPES)
+    with optimizer_in(drive, params, **options) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with failing(optimizer, "read", 0, 1000), pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
+            backward(params, 1)
+            optimizer.step()
+        if optimizer._stepping.offloaded is not None:
+            optimizer.zero_grad()
+            with failing(optimizer, "write", 0, 1000):
+                backward(params, 1)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_a_checkpoint_mends_what_can_never_be_read_again(pair: Pair, model_first: bool) -> None:
+    def load_model() -> None:
+        with torch.no_grad():
+            for param, weight in zip(pair.params, weights, strict=True):
+                param.copy_(weight)
+
+    pair.step(2)
+    states, weights, at = copied(pair.optimizer.state_dict()), snapshot(pair.params), pair.steps
+    pair.step(2)
+    fail_and_do_not_undo(pair)
+    with failing(pair.optimizer, "read", 0, 1000):
+        if model_first:
+            load_model()
+            pair.optimizer.load_state_dict(states)
+        else:
+            with pytest.warns(RuntimeWarning, match="could not be undone .*: load the model too"):
+                pair.optimizer.load_state_dict(states)
+            load_model()
+    assert_same(pair.params, weights)
     for step in range(at, 6):
         give_gradients(pair.params, step)
         pair.optimizer.step()
-    pair.steps = 4
     for step in (4, 5):
         give_gradients(pair.plain, step)
         pair.reference.step()
     pair.check()
+
+
+def test_a_model_that_is_loaded_before_a_step_is_undone_stays(drive: Path) -> None:
+    """With float32 master weights, which follow it."""
+    pair = Pair(drive, "masters")
+    with pair.optimizer:
+        pair.step(2)
+        fail_and_do_not_undo(pair)
+        reference = pair.reference
+        assert isinstance(reference, InMemory)
+        for params in (pair.params, pair.plain, reference.masters):
+            with torch.no_grad():
+                params[0].copy_(parameters(torch.bfloat16)[0] + 8)
+        pair.optimizer.state_dict()
+        assert_same(pair.params, pair.plain)
+        pair.step(2)
+        pair.check()
 
 
 def test_a_disk_that_is_too_small_is_said_before_training(drive: Path) -> None:
@@ -362,8 +486,10 @@ def test_a_rank_that_cannot_undo_votes_all_the_same(
                 optimizer.step() if use == "step" else optimizer.clip_grad_norm_(1.0)
         assert votes == [False]
         if isinstance(interrupt, RuntimeError):
-            with pytest.raises(RuntimeError, match=r"could not be undone \(of the store\): load a checkpoint"):
-                optimizer.step()
+            optimizer.step()
+            pair.reference.step()
+            pair.steps += 1
+            pair.check()
 
 
 def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
@@ -572,13 +698,101 @@ def test_parameters_that_are_frozen_or_thawed_midway(pair: Pair) -> None:
     pair.check()
 
 
-def test_a_parameter_that_is_given_twice_is_refused(drive: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 1 << 40}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(torch.optim.AdamW, ADAM), (torch.optim.Adam, {}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (Lion, {})],
+)
+def test_a_parameter_twice_in_a_group_is_what_it_is_in_memory(drive: Path, kind: Any, more: Any, options: Any) -> None:
+    """torch warns of it, and steps it twice."""
+
+    def twice(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        return [params[1], params[0], params[1], *params[2:], params[0]]
+
+    plain, params = parameters(), parameters()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        reference = kind(twice(plain), **more)
+    with pytest.warns(UserWarning, match="duplicate parameters") as warned:
+        optimizer = optimizer_in(drive, twice(params), kind, **more, **options)
+    assert len(warned) == 1
+    with optimizer:
+        for step in range(4):
+            if step == 2:
+                optimizer.load_state_dict(copied(reference.state_dict()))
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_a_parameter_in_two_groups_is_refused(drive: Path) -> None:
     param = parameters()[0]
-    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
-        deepnvme.OffloadedOptimizer([param, param], torch.optim.Adam, nvme_path=drive / "states")
     with pytest.raises(ValueError, match="more than one parameter group"):
         deepnvme.OffloadedOptimizer([{"params": [param]}, {"params": [param]}], torch.optim.Adam, nvme_path=drive / "states")
     assert not (drive / "states").exists()
+
+
+class TwoDimensional(torch.optim.SGD):
+    """Says what it does not take as torch's Muon does, and looks at memory, which the device meta has not."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type != "cpu":
+                    raise RuntimeError(f"no parameters on {param.device}")
+                if param.ndim != 2 or param.dtype != torch.float32:
+                    raise ValueError(f"only matrices of float32, got {param.dtype} of {tuple(param.shape)}")
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("TwoDimensional", torch.zeros(3, 3, 3), {}),
+    ("TwoDimensional", torch.zeros(3, 3, dtype=torch.bfloat16), {}),
+    ("Muon", torch.zeros(3, 3, 3), {}),
+    ("SparseAdam", torch.zeros(3, 3, dtype=torch.complex64), {}),
+    ("SparseAdam", torch.zeros(3, 3).to_sparse(), {}),
+    ("SGD", torch.zeros(3, 3).to_sparse(), {}),
+    ("Adam", torch.zeros(3, 3), {"lr": -1.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "data", "options"), REFUSED, ids=[f"{row[0]} {number}" for number, row in enumerate(REFUSED)])
+def test_what_a_class_does_not_take_is_refused_at_once_as_by_the_class(
+    drive: Path, kind: str, data: torch.Tensor, options: dict[str, Any]
+) -> None:
+    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    made_of = TwoDimensional if kind == "TwoDimensional" else getattr(torch.optim, kind)
+    param = torch.nn.Parameter(data)
+    expected: type[Exception] = ValueError
+    said = "layout"
+    if kind != "SGD":
+        with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT011
+            made_of([param], **options)
+        expected, said = type(caught.value), re.escape(str(caught.value))
+    with pytest.raises(expected, match=said):
+        optimizer_in(drive, [param], made_of, **options)
+    assert not (drive / "states").exists()
+    good = torch.nn.Parameter(torch.zeros(5, 5))
+    good.grad = torch.ones(5, 5)
+    with optimizer_in(drive, [good], made_of, lr=0.1) as optimizer:
+        if not options:
+            with pytest.raises(expected, match=said):
+                optimizer.add_param_group({"params": [param]})
+            assert len(optimizer.param_groups) == 1
+        if kind != "SparseAdam":  # which takes only sparse gradients
+            optimizer.step()
+            assert good.sum().item() != 0.0
+
+
+def test_what_a_class_takes_only_with_master_weights_is_taken_with_them(drive: Path) -> None:
+    param = torch.nn.Parameter(torch.zeros(5, 5, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    with optimizer_in(drive, [param], TwoDimensional, master_weights=True, lr=0.5) as optimizer:
+        optimizer.step()
+    assert torch.equal(param, torch.full((5, 5), -0.5, dtype=torch.bfloat16))
 
 
 def test_tied_weights_are_one_parameter(drive: Path) -> None:
