@@ -769,7 +769,7 @@ def test_what_a_class_does_not_take_is_refused_at_once_as_by_the_class(
     expected: type[Exception] = ValueError
     said = "layout"
     if kind != "SGD":
-        with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT011
+        with pytest.raises((ValueError, RuntimeError)) as caught:
             made_of([param], **options)
         expected, said = type(caught.value), re.escape(str(caught.value))
     with pytest.raises(expected, match=said):
