@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +64,12 @@ def test_an_interruption_comes_at_each_point_once() -> None:
     assert lengths == sorted(lengths)
     assert set(lengths) == set(range(6))
     assert not interrupted(points + 1, lambda: outside["operation"]([])).where
+
+
+def test_an_interruption_in_the_last_call_of_a_block_does_not_skip_the_end_of_it() -> None:
+    outside: dict[str, Any] = {"lock": threading.Lock()}
+    exec("def operation():\n    with lock:\n        return len([])\n", outside)
+    points = interrupted(0, outside["operation"]).passed
+    for number in range(1, points + 1):
+        assert interrupted(number, outside["operation"]).where
+        assert not outside["lock"].locked()

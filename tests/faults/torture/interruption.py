@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dis
+import functools
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 World = TypeVar("World")
@@ -35,7 +36,7 @@ class Interruption:
     def __init__(self, number: int, skip: tuple[str, ...] = ()) -> None:
         self._number = number
         self._skip = (_TESTS, "<frozen importlib", *skip)
-        self._before: dict[FrameType, int] = {}
+        self._before: dict[FrameType, int] = {}  # the offset of the instruction executed last
         self.passed = 0
         self.where = ""
         """The point at which the signal was sent; empty if the block ended first."""
@@ -58,8 +59,8 @@ class Interruption:
             if frame.f_lasti < 0 or _RESUME is None or code.co_code[frame.f_lasti] == _RESUME:
                 self._point(frame)
         elif event == "opcode":
-            now = code.co_code[frame.f_lasti]
-            if now in _JUMPS_BACK or self._before.get(frame) in _CALLS:
+            before, now = self._before.get(frame), frame.f_lasti
+            if code.co_code[now] in _JUMPS_BACK or (before is not None and _is_after_call(code, before, now)):
                 self._point(frame)
             self._before[frame] = now
         elif event in ("return", "exception"):  # after a call that raised, the interpreter does not look for signals
@@ -73,6 +74,24 @@ class Interruption:
             self._before.clear()
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             signal.raise_signal(signal.SIGINT)
+
+
+def _is_after_call(code: CodeType, before: int, now: int) -> bool:
+    """Whether what is raised here is as good as raised in a call that has just returned, where the interpreter looks for signals.
+
+    It is not where the call is the last instruction of a block: ``return f()`` in a ``with`` would end without ``__exit__``.
+    """
+    return code.co_code[before] in _CALLS and _handler(code, before) == _handler(code, now)
+
+
+@functools.cache
+def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    """First offset, end and handler of each block; none before Python 3.11, whose blocks are made by instructions."""
+    return [(entry.start, entry.end, entry.target) for entry in getattr(dis.Bytecode(code), "exception_entries", ())]
+
+
+def _handler(code: CodeType, offset: int) -> int | None:
+    return next((handler for start, end, handler in _handlers(code) if start <= offset < end), None)
 
 
 def interrupted(number: int, operation: Callable[[], object], skip: tuple[str, ...] = ()) -> Interruption:
