@@ -130,7 +130,7 @@ def _mapped_by_default() -> bool:
 
 
 def _load_safetensors(path: Any, map_location: MapLocation, pool: BufferPool | None, progress: Wanted) -> dict[str, torch.Tensor]:
-    from deepnvme.safetensors import load_file
+    from .safetensors_files import load_file
 
     if map_location is not None and not isinstance(map_location, (str, bytes, torch.device)):
         raise RuntimeError(f"map_location must be a device for a safetensors file, got {type(map_location).__name__}")

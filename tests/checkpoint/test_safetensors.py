@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import deepnvme.safetensors
-from deepnvme.checkpoint import CorruptCheckpoint
+from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
 from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
@@ -249,7 +248,7 @@ class TestTheSameAsSafetensors:
 
 def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.zeros(300_000), "b": torch.zeros(5)}, drive / "file")
-    read = deepnvme.safetensors.read
+    read = safetensors_files.read
     calls = []
 
     def replaced(*arguments: Any) -> None:
@@ -258,7 +257,7 @@ def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pyte
             save_file({"b": torch.ones(300_000), "long name": torch.ones(5)}, drive / "file")
         read(*arguments)
 
-    monkeypatch.setattr(deepnvme.safetensors, "read", replaced)
+    monkeypatch.setattr(safetensors_files, "read", replaced)
     assert same(load_file(drive / "file"), {"b": torch.ones(300_000), "long name": torch.ones(5)})
 
 

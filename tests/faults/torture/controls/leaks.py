@@ -6,7 +6,7 @@ import os
 import random as randoms
 from pathlib import Path
 
-SHORT, SECONDS = 4, 30
+SHORT, SECONDS = 3, 30
 
 
 def attack(random: randoms.Random, directory: Path) -> None:

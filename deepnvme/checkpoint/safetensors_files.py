@@ -1,0 +1,241 @@
+"""Safetensors files: what :mod:`deepnvme.safetensors` has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnvme._progress import Progress, Wanted, following
+from deepnvme.swap.buffers import BufferPool, buffer_pool
+
+from ._shared_engine import shared_engine
+from .file_image import FileImage
+from .one_version import of_one_version
+from .placing import Placed, memory_for
+from .publication import Publication
+from .reading import read
+from .safetensors_format import (
+    INDEX_SUFFIX,
+    Entry,
+    check_contiguous,
+    check_savable,
+    indexed,
+    make_header,
+    not_a_directory,
+    read_header,
+    shards_of,
+)
+from .shared_tensors import left_out
+from .writing import write
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    *,
+    fsync: bool = True,
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> None:
+    """Save tensors, contiguous and dense, on the CPU or CUDA devices, none overlapping another. Blocks.
+
+    As :func:`deepnvme.save`: the file appears under its name when it is whole, and memory beyond the tensors is 16 MiB leased
+    from ``pool``. The order of ``metadata`` is kept (that of safetensors is drawn by lot).
+
+    Conjugate and negative views are saved with the values that they have; safetensors saves those of what they are views of.
+
+    Raises ValueError for what is not contiguous or not dense, KeyError for dtypes that the format has not, NotImplementedError (a
+    RuntimeError) for the meta device, RuntimeError for tensors that share memory, TypeError for names and metadata that are not
+    strings, all before anything is created; OSError; OutOfBuffers.
+    """
+    check_savable(tensors)
+    header, names = make_header(tensors, metadata)
+    image = FileImage()
+    image.add_text(header)
+    image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
+    engine = shared_engine()
+    with Publication(Path(filename), image.nbytes, engine, fsync=fsync) as new, following(progress, f"saving {filename}") as told:
+        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=told)
+        new.publish()
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: str = "mmap",
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> dict[str, torch.Tensor]:
+    """Load a file, or all shards of ``model.safetensors.index.json``: each tensor in memory of its own. Blocks.
+
+    ``device``: the number of a CUDA device is one, too. ``backend`` is safetensors', and of no effect. ``progress``: as of
+    :func:`deepnvme.load`, of each file.
+
+    Raises CorruptCheckpoint naming the tensor with the bytes expected and found; OSError; OutOfBuffers.
+    """
+    not_a_directory(filename)
+    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    pool = buffer_pool() if pool is None else pool
+    loaded: dict[str, torch.Tensor] = {}
+    for shard, names in shards_of(filename).items():
+        with following(progress, f"loading {shard}") as told:
+            found = of_one_version(shard, partial(_load, shard, target, pool, told))
+        loaded.update(indexed(filename, shard, names, found))
+    return loaded
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+    *,
+    fsync: bool = True,
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> None:
+    """Save the ``state_dict`` of a model. Of names that stand for one tensor (tied weights) the first is saved that has all of
+    its storage, and the metadata have the others: ``{"other": "first"}``, unless they have that name already. Blocks.
+
+    ``force_contiguous``: of tensors that are not contiguous a copy is saved, which takes memory; without, ValueError for them.
+    Raises RuntimeError for parts of a larger storage that is under no name; and as :func:`save_file`.
+    """
+    tensors = dict(model.state_dict())
+    kept_for = left_out(tensors)
+    for name in kept_for:
+        del tensors[name]
+    if force_contiguous:
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    else:
+        check_contiguous(tensors, "save with force_contiguous=True")
+    if kept_for:
+        metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
+    save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: str = "mmap",
+    pool: BufferPool | None = None,
+    progress: Wanted = None,
+) -> tuple[set[str], list[str]]:
+    """Load a file, or shards by their index, into a model. Returns the names of the model that nothing was loaded for, and those
+    of the file that are not the model's; a name that is tied to one of the file is neither. Blocks.
+
+    ``device``: where the tensors are loaded to, before they are copied into the model's. Raises RuntimeError for shapes that
+    differ, and, if ``strict``, for names of either kind, when the others have been loaded; and as :func:`load_file`.
+    """
+    loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress)
+    kept_for = left_out(model.state_dict(), preferred=loaded)
+    result = model.load_state_dict(loaded, strict=False)
+    missing = set(result.missing_keys).difference(kept_for)
+    unexpected = list(result.unexpected_keys) + [name for name in kept_for if name not in result.missing_keys]
+    if strict and (missing or unexpected):
+        wrong = [("Missing", sorted(missing)), ("Unexpected", sorted(unexpected))]
+        lines = [f"{what} key(s) in state_dict: {', '.join(map(json.dumps, names))}" for what, names in wrong if names]
+        raise RuntimeError("\n    ".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *lines]))
+    return missing, unexpected
+
+
+def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress | None) -> dict[str, torch.Tensor]:
+    entries = read_header(path).tensors
+    direct = device if device.type == "cuda" else torch.device("cpu")
+    storages = [_storage(entry, direct) for entry in entries]
+    placed = [Placed(entry.offset, storage) for entry, storage in zip(entries, storages, strict=True) if entry.nbytes]
+    read(placed, path, shared_engine(), pool, progress)
+    return {
+        entry.name: torch.empty(0, dtype=entry.dtype, device=direct)
+        .set_(storage, 0, entry.shape)  # type: ignore[call-overload]
+        .to(device)
+        for entry, storage in sorted(zip(entries, storages, strict=True), key=lambda pair: pair[0].name)
+    }
+
+
+def _storage(entry: Entry, device: torch.device) -> torch.UntypedStorage:
+    if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
+        return memory_for(entry.nbytes, entry.offset)
+    return torch.UntypedStorage(entry.nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def save_sharded(
+    tensors: dict[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+    name: str = "model",
+    fsync: bool = True,
+    pool: BufferPool | None = None,
+) -> list[Path]:
+    """Save tensors to ``model-00001-of-00003.safetensors`` and so on, and ``model.safetensors.index.json``; or, where one file
+    takes all, to ``model.safetensors`` alone. Returns the paths. Blocks.
+
+    ``max_shard_size``: bytes, or as "5GB" (5 * 10**9) or "5GiB"; a tensor larger than that has a shard of its own. They are
+    filled in the order of ``tensors``. ``directory`` is made where missing.
+
+    Each file appears when it is whole, the index last; saving over shards of the same number that are there is not atomic as a
+    whole: use a new directory. Raises as :func:`save_file`.
+    """
+    check_savable(tensors)
+    shards = _split(tensors, _bytes(max_shard_size))
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    count = len(shards)
+    names = [f"{name}-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
+    if count == 1:
+        names = [f"{name}.safetensors"]
+    for shard, file in zip(shards, names, strict=True):
+        save_file({each: tensors[each] for each in shard}, folder / file, metadata, fsync=fsync, pool=pool)
+    paths = [folder / file for file in names]
+    if count > 1:
+        weights = {each: file for shard, file in zip(shards, names, strict=True) for each in shard}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        paths.append(folder / f"{name}.safetensors{INDEX_SUFFIX}")
+        _publish_text(json.dumps(index, indent=2, sort_keys=True) + "\n", paths[-1], fsync, pool)
+    return paths
+
+
+def _publish_text(text: str, path: Path, fsync: bool, pool: BufferPool | None) -> None:
+    image, engine = FileImage(), shared_engine()
+    image.add_text(text.encode())
+    with Publication(path, image.nbytes, engine, fsync=fsync) as new:
+        write(image, new.file, engine, buffer_pool() if pool is None else pool)
+        new.publish()
+
+
+def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards
+
+
+def _bytes(size: int | str) -> int:
+    matched: Any = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?)B", size.upper()) if isinstance(size, str) else None
+    if isinstance(size, str) and (matched is None or matched[2] not in _UNITS):
+        raise ValueError(f'max_shard_size must be bytes, or as "5GB" or "5GiB", got {size!r}')
+    nbytes = int(float(matched[1]) * _UNITS[matched[2]]) if matched is not None else int(size)
+    if nbytes <= 0:
+        raise ValueError(f"max_shard_size must be positive, got {size!r}")
+    return nbytes
