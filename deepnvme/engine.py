@@ -271,11 +271,11 @@ class Engine:
 
 
 def without_python(start: Callable[..., Future]) -> Callable[..., Future]:
-    """What an engine's ``read`` or ``write`` calls, which is no Python code; anything else as it is.
+    """What an engine's ``read``, ``write`` or ``fsync`` calls, which is no Python code; anything else as it is.
 
     A function of the interpreter can call it, and keep the future at once: Ctrl-C cannot come in between.
     """
-    if getattr(start, "__func__", None) not in (Engine.read, Engine.write):
+    if getattr(start, "__func__", None) not in (Engine.read, Engine.write, Engine.fsync):
         return start
     native: Callable[..., Future] = getattr(start.__self__._native, start.__name__)  # type: ignore[attr-defined]
     return native

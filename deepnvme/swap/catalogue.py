@@ -7,6 +7,8 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from deepnvme._listed import listed
+
 from .contents import Entry, Version
 from .data_file import DataFile
 from .futures import Failure, Operation
@@ -23,6 +25,9 @@ class Catalogue:
     Where tensors persist, a put writes to new space, and what was there before stays until it has ended well; and what the last
     commit refers to, until the next.
 
+    A flush that fails says nothing of what is on the drive: the kernel lets go of what it could not write, reports it once, and
+    goes on as if it had written it. What was put since the last flush that ended well is damaged then, until it is put again.
+
     Ctrl-C may end any method anywhere. Each thing is changed in one step of the interpreter, in an order in which what was begun
     is gone on with, or undone, when the operation that it belongs to is settled; the space follows (:class:`Space`).
     """
@@ -32,6 +37,8 @@ class Catalogue:
         self.space = Space(files, self._held)
         self._persist = persist
         self._referred: frozenset[Version] = frozenset()  # what a manifest on the drive may refer to, named here or not any more
+        self._flushing: frozenset[Version] = frozenset()  # what the last flush was to flush
+        self._flushed: frozenset[Version] = frozenset()  # what it has, or one before
 
     def restore(self, name: str, stored: Stored) -> None:
         """Take a name over from a manifest. Raises ValueError for what cannot be."""
@@ -42,7 +49,7 @@ class Catalogue:
 
     def restored(self) -> None:
         """All names have been taken over."""
-        self._referred = frozenset(self.snapshot().values())
+        self._referred = self._flushed = frozenset(self.snapshot().values())
 
     def entry(self, name: str) -> Entry:
         """Raises KeyError."""
@@ -58,7 +65,7 @@ class Catalogue:
         entries = [self.entry(name) for name in names]
         for entry in entries:
             if entry.damage is not None:
-                text = f"{entry.name!r} is damaged, because its last put failed ({entry.damage}): put it again, or delete it"
+                text = f"{entry.name!r} is damaged, because it could not be written ({entry.damage}): put it again, or delete it"
                 raise OSError(entry.damage.errno or errno.EIO, text, entry.damage.filename)
         return entries
 
@@ -147,6 +154,7 @@ class Catalogue:
                 continue
             if entry not in failed:
                 entry.version = coming
+                entry.damage = None
                 entry.coming = None
                 if old is not None and old is not coming:
                     self._release(old)
@@ -164,19 +172,55 @@ class Catalogue:
         """What the names hold, without what is under way."""
         return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
-    def refer(self, versions: Mapping[str, Version]) -> None:
-        """From here on a manifest may refer to these, too."""
-        self._referred = self._referred.union(versions.values())
+    def begin_flush(self) -> dict[str, Version]:
+        """What is to be flushed, and then published; from here on a manifest may refer to it, too. Raises OSError if any of it is
+        damaged."""
+        damaged = [entry for entry in self.entries.values() if entry.damage is not None]
+        if damaged:
+            error = damaged[0].damage
+            assert error is not None
+            names = listed([entry.name for entry in damaged])
+            why = f"these tensors are damaged, because they could not be written ({error})"
+            text = f"{why}: {names}; put them again, or delete them, before you commit"
+            raise OSError(error.errno or errno.EIO, text, error.filename)
+        versions = self.snapshot()
+        self._flushing = frozenset(versions.values())
+        self._referred |= self._flushing
+        return versions
 
-    def committed(self, versions: Mapping[str, Version]) -> None:
-        """The manifest says just these: what it said before can go."""
-        referred = frozenset(versions.values())
-        gone = self._referred - referred
+    def end_flush(self, flush: Operation, failures: Sequence[Failure]) -> None:
+        """``failures``: each with the files, as indices, that it is for. Called again where it was interrupted."""
+        failed = {file: error for error, files in reversed(failures) for file in files}
+        if failed:
+            self._damage(failed)
+        if flush.complete:
+            lost = (version for version in self._flushing - self._flushed if _failure_of(version, failed)) if failed else ()
+            self._flushed = self._flushing.difference(lost)
+
+    def committed(self) -> None:
+        """The manifest says just what was flushed: what it said before can go."""
+        gone = self._referred - self._flushed
         self.space.change()
-        self._referred = referred
+        self._referred = self._flushed
         for version in gone:
             self.space.give_back(version.parts)
         self.space.changed()
+
+    def _damage(self, failed: Mapping[int, OSError]) -> None:
+        """Nothing in these files that was not flushed before can be believed, nor what is being read from it."""
+        for entry in self.entries.values():
+            for version in (entry.version, entry.coming):
+                error = None if version is None or version in self._flushed else _failure_of(version, failed)
+                if error is None:
+                    continue
+                copy = OSError(error.errno, error.strerror, error.filename)  # without the frames that it comes through
+                under_way = entry.gets
+                if version is entry.version:
+                    entry.damage = copy
+                if version is entry.coming and entry.put is not None:
+                    under_way = (*under_way, entry.put)
+                for operation in under_way:
+                    operation.doubt = copy
 
     def _release(self, version: Version) -> None:
         """Within a change of the space."""
@@ -191,6 +235,11 @@ class Catalogue:
                 yield entry.coming.parts
         for version in self._referred:
             yield version.parts
+
+
+def _failure_of(version: Version, failed: Mapping[int, OSError]) -> OSError | None:
+    """The error of the first of its files that has one."""
+    return next((failed[part.file] for part in version.parts if part.file in failed), None)
 
 
 def note_gets(entries: Sequence[Entry], operation: Operation) -> None:

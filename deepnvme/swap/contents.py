@@ -86,7 +86,7 @@ class Entry:
         self.put: Operation | None = None
         self.gets: tuple[Operation, ...] = ()
         self.damage: OSError | None = None
-        """What the last put failed with, where it could not be undone."""
+        """Why ``version`` cannot be believed: the error of its put, where that could not be undone, or of a flush."""
 
     @property
     def newest(self) -> Version:

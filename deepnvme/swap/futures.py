@@ -36,8 +36,10 @@ class Operation:
         self.complete = False
         self.reason: OSError | None = None
         """Why it is not complete, if that was an error of the system."""
+        self.doubt: OSError | None = None
+        """Why it has failed for all its tensors although its transfers may have ended well. Set with the lock held."""
         self.subjects: Sequence[Any] = ()
-        """What a failure to start everything is to name."""
+        """What a failure of everything is to name."""
         self.error: OSError | None = None
         """The first, once settled."""
         self.seen = False
@@ -100,6 +102,8 @@ class Operation:
         if not self.complete:
             failures.append((self.reason or OSError(errno.ECANCELED, "the call was interrupted"), self.subjects))
             self.seen = True  # whoever made the call was told
+        if self.doubt is not None:
+            failures.append((self.doubt, self.subjects))
         for transfer, tensors in self._transfers:
             error = transfer.exception()
             if error is not None:

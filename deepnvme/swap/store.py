@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from deepnvme.engine import Engine
+from deepnvme.engine import Engine, without_python
 
 from . import memory
 from .buffers import BufferPool, buffer_pool
@@ -52,8 +52,9 @@ class TensorStore:
 
     Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for that; reads of
     one name, and all of different names, are independent. A put that fails leaves what a persisted store had under the name.
-    Elsewhere the name is damaged: getting it raises the error until it is put again. A directory that is removed meanwhile keeps
-    its space until the store is closed, and the store works on; only :meth:`commit` raises.
+    Elsewhere the name is damaged: getting it raises the error until it is put again, or deleted. So is what was put since the
+    last commit, where :meth:`commit` fails to flush it. A directory that is removed meanwhile keeps its space until the store
+    is closed, and the store works on; only :meth:`commit` raises.
 
     Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
     FileNotFoundError for one without, with ``read_only``;
@@ -80,6 +81,7 @@ class TensorStore:
         self._own_engine = engine is None
         self._turns = Turns()
         self._committing: Operation | None = None
+        self._flush: Operation | None = None  # of the last commit
         try:
             self._directories = Directories(weights, self._persist, self._engine, read_only)
             self._catalogue = Catalogue(self._directories.files, self._persist)
@@ -251,19 +253,31 @@ class TensorStore:
 
         Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
         manifest: the last commit stands then, or this one. ValueError for a store that does not persist.
+
+        Raises OSError, too, where a file cannot be flushed (fsync): the last commit stands then. What was put since into that
+        file may be lost, whatever its puts said; the system does not say which, and a second fsync would succeed. These names
+        are damaged: getting or mapping one raises the error, and so does the next commit, until each is put again or deleted.
+        What was got from them between the loss and this error may have been wrong; with ``checksum`` it raised CorruptTensor.
         """
         self._check_writable()
         if not self._persist:
             raise ValueError("this store's files go when it is closed: open it with persist=True to commit")
         self._turns.wait_for_all()
         operation = self._turns.operation()
-        with operation.starting:  # the next commit waits for that
-            versions = self._turns.after(self._commit_under_way, lambda: self._begin_commit(operation))
-            for flush in [self._engine.fsync(handle) for handle in self._handles]:
-                flush.result()
+        flush = self._turns.operation(self._catalogue.end_flush)
+        with operation.starting, flush.starting:  # the next commit waits for both
+            versions = self._turns.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
+            # An operation, so that an error that the kernel tells only once is heeded, even if Ctrl-C ends this call before.
+            files = [(file,) for file in range(len(self._handles))]
+            flush.submit(without_python(self._engine.fsync), self._handles, subjects=files)
+            flush.complete = True
+            error = flush.settle()
+            if error is not None:
+                flush.seen = True
+                raise error
             self._directories.publish({name: version.stored() for name, version in versions.items()})
             with self._turns.lock:
-                self._catalogue.committed(versions)
+                self._catalogue.committed()
             operation.complete = True
         operation.settle()
 
@@ -309,7 +323,14 @@ class TensorStore:
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
         """``start()``, with the lock held, once nothing is under way that it conflicts with."""
-        return self._turns.after(lambda: self._catalogue.conflicts(names, writing), start)
+        return self._turns.after(lambda: self._conflicts(names, writing), start)
+
+    def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
+        conflicts = self._catalogue.conflicts(names, writing)
+        flush = self._flush
+        if flush is not None and not flush.settled and flush.ended():  # it may have damaged them
+            conflicts.add(flush)
+        return conflicts
 
     def _put(
         self,
@@ -384,15 +405,15 @@ class TensorStore:
 
         return StoreFuture(operation, version.info.nbytes, conclude)
 
-    def _commit_under_way(self) -> list[Operation]:
-        return [] if self._committing is None or self._committing.settled else [self._committing]
+    def _commits_under_way(self) -> list[Operation]:
+        return [each for each in (self._flush, self._committing) if each is not None and not each.settled]
 
-    def _begin_commit(self, operation: Operation) -> dict[str, Version]:
+    def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, Version]:
         self._turns.raise_unseen()
+        versions = self._catalogue.begin_flush()
         self._turns.begin(operation)
-        self._committing = operation
-        versions = self._catalogue.snapshot()
-        self._catalogue.refer(versions)
+        self._turns.begin(flush)
+        self._committing, self._flush = operation, flush
         return versions
 
     # Opening.

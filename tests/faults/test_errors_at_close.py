@@ -1,12 +1,14 @@
-"""What a file system could not write it may say when the file is closed, and only then: NFS and FUSE do."""
+"""What a file system could not write it may say when the file is flushed or closed, and only then: NFS and FUSE do."""
 
 from __future__ import annotations
 
 import errno
 
 import pytest
+import torch
 
 import deepnvme
+from deepnvme.swap import TensorStore
 
 from ..faulty_filesystem import FaultyFilesystem
 from ..memory import page_aligned, pattern
@@ -51,3 +53,28 @@ def test_a_read_does_not_mind(direct_disk: FaultyFilesystem, engine: deepnvme.En
     engine.write(page_aligned(CONTENT), direct_disk / "file").result()
     direct_disk.fail("flush", times=-1)
     assert engine.read(page_aligned(bytes(len(CONTENT))), direct_disk / "file").result() == len(CONTENT)
+
+
+def test_what_a_store_s_commit_could_not_flush_is_neither_got_nor_published(writeback_disk: FaultyFilesystem) -> None:
+    """The kernel has dropped it: what is read back are zeros, and another fsync succeeds."""
+    old, new = torch.full((10_000,), 1, dtype=torch.uint8), torch.full((9_999,), 2, dtype=torch.uint8)
+    with TensorStore(writeback_disk / "store", persist=True) as store:
+        store.put("name", old).result()
+        store.commit()
+        store.put("name", new).result()
+        writeback_disk.fail("write", errno.EIO, times=-1)
+        with pytest.raises(OSError, match="fsync") as failed:
+            store.commit()
+        assert "write:EIO" in writeback_disk.heal()
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(writeback_disk / "store" / "deepnvme-store.data"))
+        with pytest.raises(OSError, match="'name' is damaged") as damaged:
+            store.get("name")
+        assert (damaged.value.errno, damaged.value.filename) == (errno.EIO, failed.value.filename)
+        with pytest.raises(OSError, match="put them again"):
+            store.commit()
+    with TensorStore(writeback_disk / "store", persist=True) as store:
+        assert torch.equal(store.get("name").result(), old)
+        store.put("name", new).result()
+        store.commit()
+    with TensorStore(writeback_disk / "store", persist=True) as store:
+        assert torch.equal(store.get("name").result(), new)

@@ -22,9 +22,11 @@ import torch
 from deepnvme.swap import CorruptManifest, manifest
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.data_file import DATA_NAME
+from deepnvme.swap.extents import padded
 from deepnvme.swap.owner import LOCK_NAME, StoreLocked
 from deepnvme.swap.store import CorruptTensor, TensorStore
 
+from .failed_transfer import FailedTransfer
 from .test_store import MIB, numbered
 
 
@@ -358,6 +360,175 @@ class TestErrors:
                 store.get("a")
             store.put_many({"a": numbered(MIB, 2), "b": numbered(MIB, 2)}).result()
             assert torch.equal(store.get("b").result(), numbered(MIB, 2))
+
+
+class DriveThatLosesWrites:
+    """An engine whose fsync fails on command, once, as a kernel's does: what was to be flushed is lost, and the next succeeds."""
+
+    def __init__(self, engine):
+        self._engine, self._losing = engine, set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def lose(self, directory):
+        """Have the next fsync of the file in the directory of this name fail."""
+        self._losing = {directory}
+
+    def fsync(self, file):
+        path = Path(file.path)
+        if path.parent.name not in self._losing:
+            return self._engine.fsync(file)
+        self._losing.discard(path.parent.name)
+        return FailedFlush(OSError(errno.EIO, "Input/output error", str(path)), self.gate)
+
+
+class FailedFlush(FailedTransfer):
+    def __init__(self, error, gate):
+        super().__init__(error)
+        self._gate = gate
+
+    def done(self):
+        return self._gate.is_set()
+
+    def exception(self, timeout=None):
+        self._gate.wait(timeout)
+        return super().exception()
+
+
+class TestFlushes:
+    """After an fsync that failed nobody knows what is on the drive: the kernel lets go of what it could not write, says so once,
+    and the next fsync succeeds."""
+
+    @pytest.fixture
+    def losing(self, engine):
+        return DriveThatLosesWrites(engine)
+
+    @pytest.fixture
+    def store(self, drive, losing):
+        with TensorStore(drive / "store", persist=True, engine=losing) as store:
+            store.put_many({"kept": numbered(5000), "replaced": numbered(5000, 1), "deleted": numbered(5000, 2)})
+            store.commit()
+            yield store
+
+    def fail(self, store, losing):
+        store.put_many({"replaced": numbered(7000, 3), "new": numbered(7000, 4)}).result()
+        store.delete("deleted").result()
+        losing.lose("store")
+        with pytest.raises(OSError, match="Input/output") as failed:
+            store.commit()
+        assert (failed.value.errno, Path(failed.value.filename).name) == (errno.EIO, DATA_NAME)
+
+    def test_what_was_put_since_the_last_commit_is_damaged(self, store, losing, drive):
+        self.fail(store, losing)
+        for name in ("replaced", "new"):
+            for call in (store.get, lambda name: store.get_many(["kept", name]), store.map):
+                with pytest.raises(OSError, match=f"'{name}' is damaged") as damaged:
+                    call(name)
+                assert (damaged.value.errno, damaged.value.filename) == (errno.EIO, str(drive / "store" / DATA_NAME))
+        assert torch.equal(store.get("kept").result(), numbered(5000))
+
+    def test_no_commit_publishes_it(self, store, losing, drive):
+        self.fail(store, losing)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r": replaced, new; put them again, or delete them") as refused:
+                store.commit()
+            assert (refused.value.errno, refused.value.filename) == (errno.EIO, str(drive / "store" / DATA_NAME))
+        store.close()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert sorted(store.names()) == ["deleted", "kept", "replaced"]
+            assert torch.equal(store.get("replaced").result(), numbered(5000, 1))
+            assert torch.equal(store.get("deleted").result(), numbered(5000, 2))
+
+    def test_it_is_put_again_or_deleted_and_committed(self, store, losing, drive):
+        self.fail(store, losing)
+        store.put("replaced", numbered(9000, 5)).result()
+        assert torch.equal(store.get("replaced").result(), numbered(9000, 5))
+        store.delete("new").result()
+        store.commit()
+        assert store._space.files[0].extents.used == padded(5000) + padded(9000)
+        store.close()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert sorted(store.names()) == ["kept", "replaced"]
+            assert torch.equal(store.get("replaced").result(), numbered(9000, 5))
+
+    def test_a_put_that_fails_too_leaves_it_damaged(self, store, losing, monkeypatch):
+        self.fail(store, losing)
+        with monkeypatch.context() as patch:
+            patch.setattr(losing, "write", lambda *_: FailedTransfer(OSError(errno.EIO, "write", "drive")), raising=False)
+            assert store.put("replaced", numbered(5000)).exception().errno == errno.EIO
+        with pytest.raises(OSError, match="'replaced' is damaged"):
+            store.get("replaced")
+
+    def test_what_was_flushed_before_the_manifest_failed_is_not(self, store, losing, monkeypatch):
+        store.put("new", numbered(7000, 4)).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "rename")))
+            with pytest.raises(OSError, match="rename"):
+                store.commit()
+        losing.lose("store")
+        with pytest.raises(OSError, match="Input/output"):
+            store.commit()
+        assert torch.equal(store.get("new").result(), numbered(7000, 4))
+        store.commit()
+
+    def test_another_directory_s_tensors_are_not(self, drive, losing):
+        with TensorStore([drive / "a", drive / "b"], persist=True, engine=losing) as store:
+            store.put("first", numbered(5 * MIB - 1)).result()  # in both
+            store.put("second", numbered(MIB, 1)).result()
+            store.put("third", numbered(MIB + 1, 2)).result()
+            (where,) = store._catalogue.entries["second"].version.parts
+            (other,) = store._catalogue.entries["third"].version.parts
+            assert where.file != other.file
+            losing.lose("ab"[where.file])
+            with pytest.raises(OSError, match="Input/output"):
+                store.commit()
+            assert torch.equal(store.get("third").result(), numbered(MIB + 1, 2))
+            for name in ("first", "second"):
+                with pytest.raises(OSError, match="is damaged"):
+                    store.get(name)
+
+    def test_what_is_put_and_got_meanwhile_fails_with_it(self, store, losing, gate, faulty):
+        store.put("new", numbered(7000, 4)).result()
+        losing.lose("store")
+        losing.gate.clear()
+        commit = concurrent.futures.ThreadPoolExecutor(1)
+        with commit:
+            committing = commit.submit(store.commit)
+            while store._flush is None or store._flush.settled or not store._flush.complete:
+                time.sleep(0.001)
+            real, losing._engine = losing._engine, faulty("threads", gate=gate)
+            try:
+                put, got = store.put("later", numbered(3000)), store.get("new")
+                losing.gate.set()
+                assert committing.exception(10).errno == errno.EIO
+                gate.release()
+                assert put.exception(10).errno == got.exception(10).errno == errno.EIO
+            finally:
+                gate.release()
+                losing.gate.set()
+                losing._engine = real
+        assert "later" not in store
+
+    def test_ctrl_c_in_the_commit_does_not_hide_it(self, store, losing, monkeypatch):
+        store.put("new", numbered(7000, 4)).result()
+        losing.lose("store")
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FailedFlush, "exception", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit()
+        with pytest.raises(OSError, match="'new' is damaged"):
+            store.get("new")
+        with pytest.raises(OSError, match="Input/output"):
+            store.commit()
+        with pytest.raises(OSError, match=": new; put them again"):
+            store.commit()
 
 
 class TestChecksums:

@@ -225,8 +225,31 @@ def _use_store(
     elif action == "commit":
         done = drive.tries("commit", opened.commit, drive.path)
         committed[:] = [*committed, dict(current)] if isinstance(done, Failed) else [dict(current)]
+        if isinstance(done, Failed):
+            _put_damaged_again(drive, random, opened, current)
         return True
     return False
+
+
+def _put_damaged_again(
+    drive: FailingDrive, random: randoms.Random, opened: TensorStore, current: dict[str, torch.Tensor]
+) -> None:
+    """After a commit that failed: it says which tensors it may have lost. They are put again, or deleted."""
+    for name in list(current):
+        try:
+            found = opened.get(name).result()
+        except OSError as error:
+            if "is damaged" not in str(error):
+                raise
+            drive.check(error, drive.path)
+            if random.random() < 0.5:
+                opened.put(name, current[name]).result()
+            else:
+                opened.delete(name).result()
+                del current[name]
+        else:
+            if not same(found, current[name]):
+                raise Wrong(f"after a commit that failed, {name} in the store has other bytes than were put")
 
 
 # Checkpoints. ---------------------------------------------------------------------------------------------------------------
