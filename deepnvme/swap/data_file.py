@@ -13,7 +13,7 @@ from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 
 from .extents import Extents, padded
-from .owner import Inherited, StoreLocked, lock, locked, naming
+from .owner import Inherited, StoreLocked, lock, locked, naming, unlock_and_close
 
 DATA_NAME = "deepnvme-store.data"
 _SMALLEST_STEP = 16 << 20
@@ -35,14 +35,17 @@ class DataFile:
         self.path = directory / DATA_NAME
         self.weight = weight
         self.extents = Extents()
-        self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this
+        with naming(self.path):
+            self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this
         try:
             _inherited.note(self)
             self._lock(read_only)
-            self.capacity = os.fstat(self.descriptor).st_size
+            with naming(self.path):
+                self.capacity = os.fstat(self.descriptor).st_size
             self.file: File = engine.open(str(self.path), "r" if read_only else "rw")
         except BaseException:
-            self._file.close()
+            with contextlib.suppress(OSError):  # it is closed in any case, and this is not what went wrong
+                self._file.close()
             raise
 
     @property
@@ -87,11 +90,10 @@ class DataFile:
 
     def close(self) -> None:
         """Idempotent. Raises OSError, and is closed then, too."""
-        self.file.close()
-        if not self._file.closed:
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
-        with naming(self.path):
-            self._file.close()
+        try:
+            self.file.close()
+        finally:
+            unlock_and_close(self._file, self.path)
 
     def leave_to_parent(self) -> None:
         """In a forked child: close what it inherited, or the lock would outlive the parent."""

@@ -141,8 +141,8 @@ def _leave(process: int, published: list[bool], owners: Sequence[Ownership], fil
     for owner, file in zip(owners, files, strict=False):  # as many, unless taking them failed half-way
         if not published:
             file.remove()
-            if owner.intact():
-                with _noted(errors):
+            with _noted(errors):
+                if owner.intact():
                     manifest.remove(file.directory)
     for file in files:
         with _noted(errors):

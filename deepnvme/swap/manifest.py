@@ -77,7 +77,8 @@ def load(directory: Path) -> Manifest | None:
     """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MANIFEST_NAME
     try:
-        data = path.read_bytes()
+        with naming(path):  # an error of reading or closing has no filename of its own
+            data = path.read_bytes()
     except FileNotFoundError:
         return None
     head, _, body = data.partition(b"\n")
@@ -105,7 +106,9 @@ def membership(directory: Path) -> Membership | None:
     """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MEMBERSHIP_NAME
     try:
-        fields = _parsed(path, path.read_bytes())
+        with naming(path):
+            data = path.read_bytes()
+        fields = _parsed(path, data)
         return Membership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None

@@ -8,7 +8,6 @@ import errno
 import math
 import mmap
 import os
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -16,10 +15,12 @@ from typing import TYPE_CHECKING
 from deepnvme._tensor_memory import give_pages, memory_of
 
 from .extents import ALIGNMENT
+from .owner import naming
 
 if TYPE_CHECKING:
     import torch
 
+    from .data_file import DataFile
     from .space import Part
 
 _HUGE_FROM = 4 << 20  # bytes: two huge pages can lie in it, whatever its address
@@ -28,9 +29,8 @@ _CHUNK = 16 << 20  # bytes of a device's tensor that are copied at a time for a 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_PROT_NONE = 0
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -155,23 +155,25 @@ def checksums(tensor: torch.Tensor, lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(running)
 
 
-def map_files(parts: Iterable[tuple[int, int, int]], nbytes: int) -> torch.Tensor:
+def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.Tensor:
     """Bytes that stand for those in the files, one part after the other: private, copied when written to.
 
-    ``parts``: descriptor, offset and length of each; all but the last are multiples of ALIGNMENT. The mapping goes with the last
-    view of the tensor, and needs no descriptor. Raises OSError.
+    ``parts``: file, offset and length of each; all but the last are multiples of ALIGNMENT. The mapping goes with the last view
+    of the tensor, and needs no descriptor. Raises OSError.
     """
     import torch
 
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    place, memory = _anonymous(nbytes, _PROT_NONE)  # the whole range first, so that the parts can lie side by side in it
-    for descriptor, offset, length in parts:
-        size = os.fstat(descriptor).st_size
-        if offset + length > size:  # a page past the end would end the process when it is touched
-            text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"
-            raise OSError(errno.EBADMSG, text)
-        _mmap(place, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
+    memory = _anonymous(nbytes)  # the whole range first, so that the parts can lie side by side in it
+    place = memory.data_ptr()
+    for file, offset, length in parts:
+        with naming(file.path):
+            size = os.fstat(file.descriptor).st_size
+            if offset + length > size:  # a page past the end would end the process when it is touched
+                text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"
+                raise OSError(errno.EBADMSG, text)
+            _map_over(place, length, mmap.PROT_READ | mmap.PROT_WRITE, 0, file.descriptor, offset)
         place += length
     return memory
 
@@ -179,23 +181,24 @@ def map_files(parts: Iterable[tuple[int, int, int]], nbytes: int) -> torch.Tenso
 def address_range(nbytes: int) -> torch.Tensor:
     """Addresses without memory behind them: zeros, which take nothing, and are not to be written to. ``nbytes``: not 0. Raises
     OSError."""
-    return _anonymous(nbytes, mmap.PROT_READ)[1]
+    memory = _anonymous(nbytes)
+    _map_over(memory.data_ptr(), nbytes, mmap.PROT_READ, mmap.MAP_ANONYMOUS, -1, 0)
+    return memory
 
 
-def _anonymous(nbytes: int, protection: int) -> tuple[int, torch.Tensor]:
-    """The first address of a new mapping of no file, and its bytes, with the last view of which it goes."""
+def _anonymous(nbytes: int) -> torch.Tensor:
+    """The bytes of a new mapping of no file, which goes with their last view.
+
+    The interpreter's object owns it from the start, and its end is no Python code: Ctrl-C finds no moment to leave it mapped.
+    """
     import torch
 
-    base = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    memory = (ctypes.c_char * nbytes).from_address(base)
-    # Not at exit: tensors may outlive every handler then, and the kernel unmaps all.
-    weakref.finalize(memory, _libc.munmap, base, nbytes).atexit = False
-    return base, torch.frombuffer(memory, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
-def _mmap(address: int | None, length: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    mapped = _libc.mmap(address, length, protection, flags, descriptor, offset)
-    if mapped is None or mapped == _MAP_FAILED:
+def _map_over(address: int, length: int, protection: int, flags: int, descriptor: int, offset: int) -> None:
+    """Put another mapping in place of one, or of a part of it."""
+    if _libc.mmap(address, length, protection, flags | mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset) == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, f"mmap of {length} bytes at offset {offset}: {os.strerror(error)}")
-    return int(mapped)

@@ -69,7 +69,8 @@ class Ownership:
     def _take(self) -> None:
         path = self.directory / LOCK_NAME
         while not self._locked:
-            self._file = io.FileIO(path, "a+")
+            with naming(path):
+                self._file = io.FileIO(path, "a+")
             _inherited.note(self)
             descriptor = self._file.fileno()
             try:
@@ -78,7 +79,8 @@ class Ownership:
                 raise _locked(self.directory, descriptor) from None
             self._locked = _is(descriptor, path)
             if not self._locked:
-                self._file.close()  # its owner has just removed it
+                with naming(path):
+                    self._file.close()  # its owner has just removed it
         with naming(path):
             _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
 
@@ -88,11 +90,12 @@ class Ownership:
         return self._locked and self._file is not None and not self._file.closed and os.getpid() == self._pid
 
     def intact(self) -> bool:
-        """Whether the lock is held, and the directory and the lock in it have been neither removed nor replaced."""
+        """Whether the lock is held, and the directory and the lock in it have been neither removed nor replaced. Raises OSError
+        where the system cannot tell."""
         return self.held and self._file is not None and _is(self._file.fileno(), self.directory / LOCK_NAME)
 
     def check(self) -> None:
-        """Raise FileNotFoundError unless intact."""
+        """Raise FileNotFoundError unless intact, and OSError where the system cannot tell."""
         if not self.intact():
             raise FileNotFoundError(
                 errno.ENOENT, "the store's directory, or the lock in it, was removed while in use", str(self.directory)
@@ -104,13 +107,11 @@ class Ownership:
             return
         if self._locked:
             # Unlinked while it is still held: whoever waits at the old file sees that it is not the directory's any more.
-            if self.intact():
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if self.intact():
                     os.unlink(self.directory / LOCK_NAME)
             self._remove_made()
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
-        with naming(self.directory / LOCK_NAME):
-            self._file.close()
+        unlock_and_close(self._file, self.directory / LOCK_NAME)
 
     def leave_to_parent(self) -> None:
         """In a forked child: close what it inherited, or the lock would outlive the parent."""
@@ -171,6 +172,16 @@ def lock(descriptor: int, kind: int, path: Path) -> None:
         raise OSError(error.errno, text, str(path)) from error
 
 
+def unlock_and_close(file: io.FileIO, path: Path) -> None:
+    """Idempotent. Raises OSError, and is closed then, too."""
+    with naming(path):
+        try:
+            if not file.closed:
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+        finally:
+            file.close()
+
+
 def locked(directory: Path) -> StoreLocked:
     """The error that names a directory's owner, for those who have not tried to be that."""
     try:
@@ -216,9 +227,10 @@ def _write_all(descriptor: int, text: bytes) -> None:
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Whether the path still leads to the open file."""
-    try:
-        there = os.stat(path)
-    except OSError:
-        return False
-    return os.path.samestat(there, os.fstat(descriptor))
+    """Whether the path still leads to the open file. Raises OSError where the system cannot tell."""
+    with naming(path):
+        try:
+            there = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(descriptor))

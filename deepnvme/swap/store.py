@@ -226,7 +226,7 @@ class TensorStore:
                 for part in entry.newest.parts:
                     inside = min(count, part.nbytes - first)
                     if inside > 0:
-                        parts.append((self._space.files[part.file].descriptor, part.offset + first, inside))
+                        parts.append((self._space.files[part.file], part.offset + first, inside))
                         count -= inside
                     first = max(0, first - part.nbytes)
             return memory.map_files(parts, sum(count for _, _, count in ranges))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import io
+import mmap
 import os
 import random
 import re
@@ -26,6 +28,7 @@ from deepnvme.swap.extents import padded
 from deepnvme.swap.owner import LOCK_NAME, StoreLocked
 from deepnvme.swap.store import CorruptTensor, TensorStore
 
+from ..faults.torture.interruption import interrupted
 from .failed_transfer import FailedTransfer
 from .test_store import MIB, numbered
 
@@ -819,6 +822,99 @@ class TestSystemErrors:
             store.commit()
         with TensorStore(drive / "store", persist=True) as store:
             assert torch.equal(store.get("name").result(), numbered(MIB, 1))
+
+
+    def lasting(self, monkeypatch, path):
+        """The drive says of the path nothing but that it failed."""
+        real = os.stat
+
+        def fail(given, *arguments, **options):
+            if given == path:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return real(given, *arguments, **options)
+
+        monkeypatch.setattr(os, "stat", fail)
+
+    def test_a_lock_that_cannot_be_looked_at_is_not_waited_for(self, drive, monkeypatch):
+        with monkeypatch.context() as patch:
+            self.lasting(patch, drive / "store" / LOCK_NAME)
+            with pytest.raises(OSError, match="Input/output") as failed:
+                TensorStore(drive / "store")
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
+        TensorStore(drive / "store").close()
+
+    def test_a_commit_that_cannot_look_at_its_lock_does_not_call_it_removed(self, drive, monkeypatch):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            with monkeypatch.context() as patch:
+                self.lasting(patch, drive / "store" / LOCK_NAME)
+                with pytest.raises(OSError, match="Input/output") as failed:
+                    store.commit()
+            assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
+            store.commit()
+
+    @pytest.mark.parametrize("persist", [False, True])
+    def test_a_close_that_cannot_look_at_its_lock_unlocks_the_directory(self, drive, monkeypatch, persist):
+        store = TensorStore(drive / "store", persist=persist)
+        with monkeypatch.context() as patch:
+            self.lasting(patch, drive / "store" / LOCK_NAME)
+            with contextlib.suppress(OSError):
+                store.close()
+        TensorStore(drive / "store", persist=persist).close()
+
+    @pytest.mark.parametrize("name", [manifest.MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
+    def test_a_manifest_that_cannot_be_read(self, drive, monkeypatch, name):
+        directories = [drive / "a", drive / "b"]
+        with TensorStore(directories, persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+
+        def fail(path):
+            if path.name == name and real(path):
+                raise OSError(errno.EIO, "Input/output error")  # read(2) knows no name
+            return real(path)
+
+        real = Path.read_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", fail)
+            with pytest.raises(OSError, match="Input/output") as failed:
+                TensorStore(directories, persist=True)
+        path = drive / ("a" if name == manifest.MANIFEST_NAME else "b") / name
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+
+    def test_a_lock_that_cannot_be_opened(self, drive, monkeypatch):
+        class Failing:
+            def __new__(cls, path, mode):
+                raise OSError(errno.EIO, "Input/output error")  # as its fstat has it
+
+        with monkeypatch.context() as patch:
+            patch.setattr(io, "FileIO", Failing)
+            with pytest.raises(OSError, match="Input/output") as failed:
+                TensorStore(drive / "store")
+        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
+
+    def test_a_file_that_was_cut_off_is_not_mapped(self, drive):
+        with TensorStore(drive / "store") as store:
+            store.put("name", numbered(MIB)).result()
+            os.truncate(drive / "store" / DATA_NAME, 4096)
+            with pytest.raises(OSError, match="cut off at byte 4096") as failed:
+                store.map("name")
+            assert (failed.value.errno, failed.value.filename) == (errno.EBADMSG, str(drive / "store" / DATA_NAME))
+
+
+def test_ctrl_c_in_a_mapping_leaves_nothing_mapped(drive):
+    with TensorStore(drive / "store") as store:
+        store.put("name", numbered(8 * MIB)).result()
+        store.map("name")
+        points = interrupted(0, lambda: store.map("name")).passed
+        before = mapped_bytes()
+        for number in range(1, points + 1):
+            interrupted(number, lambda: store.map("name"))
+        assert mapped_bytes() - before < 8 * MIB
+
+
+def mapped_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 WRITER = """
