@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
@@ -29,7 +28,7 @@ PACKAGE = Path(deepnvme.__file__).parent
 OWNERS = {"publication.py", "background.py", "staging.py", "latch.py", "saving.py", "manager.py", "writing.py", "dcp_writer.py"}
 OTHERS = (
     *(str(path) for path in PACKAGE.rglob("*.py") if path.parent.name != "checkpoint" or path.name not in OWNERS),
-    str(Path(torch.__file__).parent),
+    *interrupts_save.OTHERS,
     *(str(Path(sys.modules[name].__file__ or "")) for name in ("contextlib", "os", "pathlib", "traceback", "weakref", "pickle")),
 )
 

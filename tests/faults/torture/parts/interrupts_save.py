@@ -6,6 +6,8 @@ saves to it, and nothing is left that was taken.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import threading
@@ -31,7 +33,8 @@ from ..interruption import interrupted
 SHORT = 16
 SECONDS = 120
 _SETTLE_SECONDS = 20.0
-_TORCH = str(Path(torch.__file__).parent)
+OTHERS = (str(Path(torch.__file__).parent), str(Path(logging.__file__).parent))
+"""Code that is not attacked: torch's, and logging's, whose handlers' locks stay taken by an interrupt, for the next save too."""
 Tensors = dict[str, torch.Tensor]
 
 # A descriptor whose object was dropped between the call that opened it and the next instruction is closed with this warning.
@@ -162,8 +165,12 @@ class Streamed(Saves):
         handle = AsyncIOBuilder().load().aio_handle()
         pinned = handle.new_cpu_locked_tensor(64 << 10, torch.empty(0, dtype=torch.uint8))
         try:
-            with FastFileWriter(self.path, FastFileWriterConfig(handle, pinned)) as file:
-                torch.save(tensors, file)
+            file = FastFileWriter(self.path, FastFileWriterConfig(handle, pinned))
+            try:
+                with file:
+                    torch.save(tensors, file)
+            finally:
+                file.close()  # once more, where the one of `with` was interrupted before it had begun
         except RuntimeError as error:  # torch ends its archive whatever happened, and finds it too short
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from error
@@ -207,8 +214,8 @@ def attack_one(kind: type[Saves], random: Random, directory: Path) -> None:
             raise
 
     if random.random() < 0.7:
-        points = interrupted(0, lambda: way.save(way.tensors(1)), skip=(_TORCH,)).passed
-        where = interrupted(random.randint(1, points), operation, skip=(_TORCH,)).where
+        points = interrupted(0, lambda: way.save(way.tensors(1)), skip=OTHERS).passed
+        where = interrupted(random.randint(1, points), operation, skip=OTHERS).where
     else:
         began = time.perf_counter()
         way.save(way.tensors(1))
@@ -248,7 +255,10 @@ def _settled(way: Saves) -> None:
 
 
 def _open_files(directory: Path) -> list[str]:
-    found = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
     return [path for path in found if path.startswith(f"{directory}/")]
 
 
