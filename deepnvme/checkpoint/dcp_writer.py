@@ -83,13 +83,15 @@ class NVMeWriter(FileSystemWriter):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
+        file = self._metadata_file()
+        now = {info.relative_path for info in metadata.storage_data.values()}
+        needless = self._files_before(file) - now
         image = FileImage()
         image.add_text(pickle.dumps(metadata))
-        file = self._metadata_file()
-        before = self._files_before(file)
+        # Behind the pickle, where who unpickles does not look: if this is ended before they are gone, the next save finds them.
+        image.add_text("\n".join(sorted(needless)).encode())
         _publish(image, file, fsync=self.sync_files, one_of_many=False)
-        now = {info.relative_path for info in metadata.storage_data.values()}
-        for name in before - now:
+        for name in needless:
             with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
                 (Path(self.path) / name).unlink()
 

@@ -91,6 +91,23 @@ def test_an_earlier_checkpoint_is_whole_until_the_new_one_is(
     assert {path.name for path in directory.iterdir()} == files | {".metadata"}
 
 
+def test_files_that_an_interrupt_left_go_with_the_next_save(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(state(1), NVMeWriter(drive))
+
+    def interrupted(self: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupted)
+        for seed in (2, 3):
+            with pytest.raises(CheckpointException):
+                save(state(seed), NVMeWriter(drive))
+            assert_equal(loaded(drive), state(seed))
+    save(state(4), NVMeWriter(drive))
+    assert_equal(loaded(drive), state(4))
+    assert len(list(drive.iterdir())) == 2
+
+
 def test_files_of_others_stay(drive: Path) -> None:
     names = ["__0_9.distcp", "mine.12345678.distcp", "__0_0.12345678.distcp.old"]
     for name in names:
