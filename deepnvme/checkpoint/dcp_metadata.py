@@ -12,11 +12,12 @@ import importlib
 import io
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from .contents import CorruptCheckpoint
 
@@ -150,7 +151,12 @@ def _check(path: Path, loaded: Any) -> None:
     """Raises CorruptCheckpoint for what is no metadata of files beside it."""
     if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
-    items = loaded.storage_data if isinstance(loaded.storage_data, dict) else {}
+    for key, item in loaded.state_dict_metadata.items():
+        if not isinstance(key, str) or not _is_described(item):
+            raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
+    items = loaded.storage_data
+    if not isinstance(items, dict):
+        raise CorruptCheckpoint(path, "it does not say where the items are")
     places = [[getattr(info, field, None) for field in ("relative_path", "offset", "length")] for info in items.values()]
     for index, (name, *numbers) in zip(items, places, strict=True):
         if not isinstance(name, str) or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
@@ -158,3 +164,28 @@ def _check(path: Path, loaded: Any) -> None:
     for name in {name for name, *_ in places}:
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise CorruptCheckpoint(path, f"{name!r} in it is no file of the checkpoint's directory")
+
+
+def _is_described(item: Any) -> bool:
+    """Whether it has what a planner looks at: unpickling makes objects that lack any of their fields."""
+    if isinstance(item, BytesStorageMetadata):
+        return True
+    properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
+    return (
+        isinstance(item, TensorStorageMetadata)
+        and isinstance(getattr(properties, "dtype", None), torch.dtype)
+        and _is_shape(size)
+        and isinstance(chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, size) for chunk in chunks)
+    )
+
+
+def _is_within(chunk: ChunkStorageMetadata, size: Any) -> bool:
+    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+    if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)):
+        return False
+    return all(offset + length <= whole for offset, length, whole in zip(offsets, sizes, size, strict=True))
+
+
+def _is_shape(found: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(found, tuple | list) and all(type(each) is int and each >= 0 for each in found)

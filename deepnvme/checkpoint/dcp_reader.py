@@ -73,7 +73,8 @@ class NVMeReader(FileSystemReader):
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
     UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
     for a part that a saved tensor does not have; OSError (ESTALE) where another checkpoint was saved over this one meanwhile:
-    some tensors may have its values then. ``dcp.load`` wraps them in a CheckpointException.
+    some tensors may have its values then. ``dcp.load`` wraps them in a CheckpointException; since torch 2.9 it has an
+    AssertionError with the text in place of what the metadata's reading raised, which :meth:`read_metadata` raises itself.
     """
 
     _metadata_read: tuple[Path, Version] | None = None
@@ -95,6 +96,10 @@ class NVMeReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # The files of NVMeWriter are never written to again, but those of torch's are.
         versions: dict[str | os.PathLike[str], Version] = dict([self._metadata_read] if self._metadata_read else [])
+        for request in plan.items:
+            if request.storage_index not in self.storage_data:
+                file = self._metadata_read[0] if self._metadata_read else Path(self.path)
+                raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
             with contextlib.suppress(FileNotFoundError):  # told by whoever opens it
                 versions[Path(self.path) / name] = version_of(Path(self.path) / name)

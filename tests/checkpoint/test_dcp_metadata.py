@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -127,6 +128,48 @@ def test_an_impossible_place_is_refused(path: Path, place: tuple[Any, Any]) -> N
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): filesystem._StorageInfo("f", *place)})))
     with pytest.raises(CorruptCheckpoint, match="no file, offset and length for item"):
         load_metadata(path)
+
+
+def tensor_metadata(**fields: Any) -> metadata.TensorStorageMetadata:
+    """Of a tensor of 4 elements, in one chunk; or with other fields, or without those that are given as None."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    made = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([4]), [chunk])
+    for name, value in fields.items():
+        owner = chunk if name in ("offsets", "sizes") else made
+        delattr(owner, name) if value is None else setattr(owner, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in ("properties", "size", "chunks", "offsets", "sizes")),
+        {"size": "4"}, {"size": torch.Size([3])}, {"chunks": [[0, 4]]}, {"properties": torch.float32},
+        {"offsets": torch.Size([1])}, {"sizes": torch.Size([2, 2])}, {"sizes": [True]}, {"sizes": (-1,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tensor_that_is_not_described_is_refused(path: Path, fields: dict[str, Any]) -> None:
+    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata()}, storage_data={})))
+    load_metadata(path)
+    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata(**fields)}, storage_data={})))
+    with pytest.raises(CorruptCheckpoint, match="what item 'a' is") as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+
+
+def test_metadata_without_places_are_refused(path: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(path.parent), **ALONE)
+    whole = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(dataclasses.replace(whole, storage_data=None)))
+    with pytest.raises(CorruptCheckpoint, match="where the items are"):
+        load_metadata(path)
+    path.write_bytes(pickle.dumps(dataclasses.replace(whole, storage_data={})))
+    with pytest.raises(CheckpointException) as wrapped:
+        dcp.load({"a": torch.zeros(3)}, storage_reader=NVMeReader(path.parent), **ALONE)
+    ((error, _),) = wrapped.value.failures.values()
+    assert isinstance(error, CorruptCheckpoint)
+    assert error.filename == str(path)
 
 
 def test_any_damage_is_told(path: Path) -> None:
