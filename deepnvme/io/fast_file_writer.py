@@ -172,7 +172,7 @@ class FastFileWriter(BaseFileWriter):
         """Flush, have the drive make it stable (as DeepSpeed's does), and close. The file is closed also if that raises."""
         if self.closed:
             return
-        if self._file is None:
+        if self._file is None or self._file.closed:  # by a close() that was interrupted
             super().close()
             return
         try:
