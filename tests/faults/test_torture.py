@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from .torture import Torn, Wrong
 from .torture.__main__ import table
 from .torture.interruption import interrupted
 from .torture.one_part import part_named
+from .torture.parts import power_cuts
 from .torture.running import all_parts, run_part
 
 SEED = 1
@@ -37,6 +40,22 @@ def test_what_goes_wrong_is_counted(control: str, failures: dict[str, int], driv
     assert outcome.skipped == ("needs what there is not" if control == "skipped" else None)
     assert all("--seed 1 --first" in report for report in outcome.reports)
     assert ("skipped: needs" if control == "skipped" else control) in table([outcome])
+
+
+@pytest.mark.root
+def test_a_rename_without_fsync_is_seen_to_lose_data_in_a_power_cut(drive: Path) -> None:
+    """As it nearly always does; some tries may find all."""
+    missing = power_cuts.requires()
+    if missing is not None:
+        pytest.skip(missing)
+    for number in range(20):
+        (directory := drive / str(number)).mkdir()
+        try:
+            power_cuts.control(random.Random(number), directory)
+        except (Torn, Wrong) as lost:
+            assert "was saved" in str(lost), lost
+            return
+    pytest.fail("nothing was lost in 20 power cuts")
 
 
 def test_the_table_of_a_failure_ends_the_program_with_1(drive: Path) -> None:

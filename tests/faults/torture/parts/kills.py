@@ -5,27 +5,32 @@ What is there then is what the child had said was saved, or the next, whole; and
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import deepnvme
 from deepnvme.checkpoint.publication import SUFFIX
+from deepnvme.streaming.weight_store import WeightStore
 from deepnvme.swap import TensorStore
 
 from .. import Leaked, Torn, Wrong
 
-SHORT = 3
+SHORT = 8
 SECONDS = 120
-_ROOT = Path(__file__).resolve().parents[4]
+_FORKS = multiprocessing.get_context("forkserver")  # of a process that has torch imported and nothing else: in some milliseconds
+_FORKS.set_forkserver_preload([__name__])
 _SIZES = (1000, 70_000, 300_000)
 
 
@@ -37,7 +42,7 @@ def tensors(value: int) -> dict[str, torch.Tensor]:
 def value_of(found: dict[str, torch.Tensor]) -> int:
     """That all of them have. Raises Torn."""
     values = {int(bound) for tensor in found.values() for bound in tensor.aminmax()}
-    if len(values) != 1 or [tensor.numel() for tensor in found.values()] != list(_SIZES):
+    if len(values) != 1 or [found[name].numel() for name in sorted(found)] != list(_SIZES):
         raise Torn(f"there are {values} in {list(found)}")
     return values.pop()
 
@@ -108,27 +113,125 @@ class Committing(Saving):
             return value_of({name: store.get(name).result() for name in sorted(store.names())})
 
 
-WAYS: dict[str, type[Saving]] = {way.__name__: way for way in (Saving, SavingBehind, Managing, SavingSafetensors, Committing)}
+class Distributing(Saving):
+    durably = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.path = directory / "checkpoint"
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)|Detected an existing checkpoint")
+
+    def save(self, value: int) -> None:
+        writer = deepnvme.NVMeWriter(self.path, thread_count=value % 3 + 1, sync_files=self.durably)
+        dcp.save(tensors(value), storage_writer=writer, no_dist=True)
+
+    def load(self) -> int:
+        found = tensors(-1)
+        dcp.load(found, storage_reader=dcp.FileSystemReader(self.path), no_dist=True)
+        return value_of(found)
+
+    def leftovers(self) -> list[str]:
+        named = {info.relative_path for info in dcp.FileSystemReader(self.path).read_metadata().storage_data.values()}
+        return sorted({entry.name for entry in self.path.iterdir()} - named - {".metadata"})
+
+
+class Building(Saving):
+    """A store for each value, in place of the one before the last. What is not built to its end does not open."""
+
+    def save(self, value: int) -> None:
+        shutil.rmtree(self._store(value - 2), ignore_errors=True)
+        WeightStore.build(tensors(value), self._store(value)).close()
+
+    def load(self) -> int:
+        values = sorted((int(path.suffix[1:]) for path in self.directory.glob("store.*")), reverse=True)
+        for value in values[:2]:
+            with contextlib.suppress(FileNotFoundError), WeightStore.open(self._store(value)) as store:
+                store.verify()
+                found: dict[str, torch.Tensor] = {}
+                for name, extent in store.extents.items():
+                    memory = torch.empty(extent.nbytes, dtype=torch.uint8)
+                    found.update(extent.tensors(store.read(name, memory).result()))
+                if value_of(found) != value:
+                    raise Torn(f"the store of {value} has {value_of(found)}")
+                return value
+        raise Torn(f"none of the stores of {values} opens")
+
+    def _store(self, value: int) -> Path:
+        return self.directory / f"store.{value}"
+
+
+WAYS: tuple[type[Saving], ...] = (Saving, SavingBehind, Managing, SavingSafetensors, Distributing, Committing, Building)
+
+
+class Child:
+    """A process that saves one value after the other until it is killed, at the end of ``with`` at the latest."""
+
+    last = -1
+    """That it has said to be saved, as far as was listened to."""
+
+    def __init__(self, way: type[Saving], directory: Path) -> None:
+        self._what = way.__name__
+        self._told, tells = _FORKS.Pipe(duplex=False)
+        self._process = _FORKS.Process(target=_go_on, args=(way, directory, tells))
+        self._process.start()
+        tells.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._told.close()
+
+    def listen(self, count: int) -> None:
+        """Until it has said so many more. Raises Wrong if it ends."""
+        for _ in range(count):
+            try:
+                self._hear(self._told.recv())
+            except EOFError:
+                self._process.join()
+                raise Wrong(f"{self._what} ended by itself, with {self._process.exitcode}") from None
+
+    def stop(self, by: signal.Signals) -> None:
+        """Send it SIGKILL or SIGSTOP, and listen to what it has said before. Raises Wrong if it had ended."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, by)
+        if by == signal.SIGKILL:
+            self._process.join()
+        with contextlib.suppress(EOFError):
+            while self._told.poll():
+                self._hear(self._told.recv())
+
+    def _hear(self, said: int | str) -> None:
+        if isinstance(said, str):
+            raise Wrong(f"{self._what} ended by itself: {said}")
+        self.last = said
+
+
+def _go_on(way: type[Saving], directory: Path, tells: Connection) -> None:
+    """Save one value after the other, and say so, until killed."""
+    torch.set_num_threads(1)
+    value = 0
+    try:
+        saving = way(directory)
+        while True:
+            saving.save(value)
+            tells.send(value)  # in one piece: it is killed before or after
+            value += 1
+    except BaseException:
+        tells.send(traceback.format_exc())
 
 
 def attack(random: Random, directory: Path) -> None:
-    name = random.choice(list(WAYS))
-    child = subprocess.Popen(
-        [sys.executable, "-m", __name__, name, str(directory)],
-        cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert child.stdout is not None
-    assert child.stderr is not None
-    try:
-        said = [child.stdout.readline() for _ in range(2)]
+    way = random.choice(WAYS)
+    with Child(way, directory) as child:
+        child.listen(2)
         time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
-    finally:
-        child.send_signal(signal.SIGKILL)
-        out, err = child.communicate()
-    if child.returncode != -signal.SIGKILL or not all(said):
-        raise Wrong(f"{name} ended by itself: {err}")
-    last = max(int(line) for line in [*said, *out.splitlines(keepends=True)] if line.endswith("\n"))
-    check(WAYS[name](directory), last, name)
+        child.stop(signal.SIGKILL)
+        last = child.last
+    check(way(directory), last, way.__name__)
 
 
 def check(way: Saving, last: int, what: str) -> None:
@@ -147,17 +250,3 @@ def check(way: Saving, last: int, what: str) -> None:
         kind = type(error) if isinstance(error, Torn | Wrong | Leaked) else Wrong
         text = str(error) if kind is not Wrong else "".join(traceback.format_exception(error))
         raise kind(f"{what}, after {last} was saved: {text}") from error
-
-
-def go_on(save: Callable[[int], None]) -> None:
-    """Save one value after the other, and say so, until killed."""
-    torch.set_num_threads(1)
-    value = 0
-    while True:
-        save(value)
-        os.write(1, f"{value}\n".encode())  # at once, and at a time
-        value += 1
-
-
-if __name__ == "__main__":
-    go_on(WAYS[sys.argv[1]](Path(sys.argv[2])).save)

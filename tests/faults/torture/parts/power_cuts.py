@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ SECONDS = 180
 _MIB = 1 << 20
 _SIZES = {"ext4": 96 * _MIB, "xfs": 320 * _MIB, "btrfs": 128 * _MIB}
 _OPTIONS = {"ext4": ["-F"], "xfs": ["-f"], "btrfs": ["-f"]}
-_ROOT = Path(__file__).resolve().parents[4]
 
 
 class DurablySaving(kills.Saving):
@@ -56,6 +54,10 @@ class DurablySavingSafetensors(kills.SavingSafetensors):
         deepnvme.safetensors.save_file(kills.tensors(value), self.path)
 
 
+class DurablyDistributing(kills.Distributing):
+    durably = True
+
+
 class Renaming(kills.Saving):
     """The control: what a power cut can undo, or leave half."""
 
@@ -65,10 +67,15 @@ class Renaming(kills.Saving):
         os.replace(beside, self.path)
 
 
-WAYS: dict[str, type[kills.Saving]] = {
-    way.__name__: way
-    for way in (DurablySaving, DurablySavingBehind, DurablyManaging, DurablySavingSafetensors, kills.Committing, Renaming)
-}
+WAYS: tuple[type[kills.Saving], ...] = (
+    DurablySaving,
+    DurablySavingBehind,
+    DurablyManaging,
+    DurablySavingSafetensors,
+    DurablyDistributing,
+    kills.Committing,
+    kills.Building,
+)
 
 
 def requires() -> str | None:
@@ -88,43 +95,28 @@ def filesystems() -> list[str]:
 
 
 def attack(random: Random, directory: Path) -> None:
-    name = random.choice([name for name in WAYS if name != "Renaming"])
-    attack_one(name, random.choice(filesystems()), random, directory)
+    attack_one(random.choice(WAYS), random.choice(filesystems()), random, directory)
 
 
 def control(random: Random, directory: Path) -> None:
     """Raises Wrong or Torn, nearly always."""
-    attack_one("Renaming", "ext4", random, directory)
+    attack_one(Renaming, "ext4", random, directory)
 
 
-def attack_one(name: str, filesystem: str, random: Random, directory: Path) -> None:
+def attack_one(way: type[kills.Saving], filesystem: str, random: Random, directory: Path) -> None:
     image, copy = directory / "image", directory / "copy"
     with image.open("wb") as file:
         file.truncate(_SIZES[filesystem])
     _run(f"mkfs.{filesystem}", "-q", *_OPTIONS[filesystem], image)
-    with _mounted(image, directory / "mounted", filesystem) as (device, mounted):
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__, name, str(mounted)],
-            cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        assert child.stdout is not None
-        try:
-            said = [child.stdout.readline() for _ in range(2)]
-            time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
-            child.send_signal(signal.SIGSTOP)
-            # What is said by now was saved before the copy begins.
-            os.set_blocking(child.stdout.fileno(), False)
-            said += (child.stdout.read() or b"").splitlines(keepends=True)
-            _copy(device, image, copy)
-        finally:
-            child.send_signal(signal.SIGKILL)
-            _, err = child.communicate()
-    if child.returncode != -signal.SIGKILL or not all(said[:2]):
-        raise Wrong(f"{name} ended by itself: {err.decode()}")
-    last = max(int(line) for line in said if line.endswith(b"\n"))
+    with _mounted(image, directory / "mounted", filesystem) as (device, mounted), kills.Child(way, mounted) as child:
+        child.listen(2)
+        time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
+        child.stop(signal.SIGSTOP)  # what it has said by now was saved before the copy begins
+        _copy(device, image, copy)
+        last = child.last
     image.unlink()
     with _mounted(copy, directory / "after", filesystem) as (_, mounted):
-        kills.check(WAYS[name](mounted), last, f"{name} on {filesystem}")
+        kills.check(way(mounted), last, f"{way.__name__} on {filesystem}")
 
 
 def _copy(device: str, image: Path, copy: Path) -> None:
@@ -171,7 +163,3 @@ def _run(*words: object) -> str:
     if done.returncode != 0:
         raise OSError(done.returncode, f"{words[0]} failed: {done.stderr.strip()}", str(words[-1]))
     return done.stdout.strip()
-
-
-if __name__ == "__main__":
-    kills.go_on(WAYS[sys.argv[1]](Path(sys.argv[2])).save)
