@@ -35,9 +35,9 @@ def attack(random: randoms.Random, directory: Path) -> None:
         if random.random() < 0.5:
             _generated(model, prompt, cache)
             cache.reset()
-        if random.random() < 0.5:
+        if random.random() < 0.3:
             _with_faults(random, model, prompt, cache, expected, directory)
-        else:
+        for _ in range(3):
             _with_an_interrupt(random, model, prompt, cache, expected)
         cache.reset()
         report = cache.report()
@@ -87,23 +87,26 @@ def _with_an_interrupt(random: randoms.Random, model: Any, prompt: torch.Tensor,
     import transformers
 
     kind = (model.config.sliding_window, cache._budget)
-    outside = (str(Path(transformers.__file__).parent),) if random.random() < 0.7 else ()
+    outside = (str(Path(transformers.__file__).parent),) if random.random() < 0.5 else ()
+    begin = prompt.shape[1]
+    pieces = [(0, begin), (begin, begin + 1), (begin + 1, begin + 2)]
 
-    def generate() -> None:
-        _generated(model, prompt, cache)
+    def forwards() -> None:
+        with torch.no_grad():
+            for start, end in pieces:
+                model(expected[:, start:end], past_key_values=cache)
 
     key = (*kind, outside)
     if key not in _points:
-        _points[key] = streams.interrupt(0, generate, outside)[0].passed
+        _points[key] = streams.interrupt(0, forwards, outside)[0].passed
         cache.reset()
-    _, error = streams.interrupt(random.randint(1, _points[key]), generate, outside)
+    _, error = streams.interrupt(random.randint(1, _points[key]), forwards, outside)
     there = cache.get_seq_length()
     if there and there < expected.shape[1]:
         # Whatever it holds: all of some forwards, or it says that it is not to be used.
         reference = transformers.DynamicCache(config=model.config)
-        begin = prompt.shape[1]
         with torch.no_grad():
-            for start, end in [(0, begin), *((at, at + 1) for at in range(begin, there))]:
+            for start, end in pieces[: 1 + there - begin]:
                 model(expected[:, start:end], past_key_values=reference)
             following = expected[:, there : there + 1]
             try:
