@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 
@@ -36,4 +37,7 @@ class Latch:
             self._waiting.append(mine)
             if not self._is_set:  # or this one came too late to be let go
                 mine.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            if not self._is_set:  # whoever polls would leave a lock each time
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(mine)
         return self._is_set

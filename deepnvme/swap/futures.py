@@ -17,6 +17,15 @@ Failure = tuple[OSError, Sequence[Any]]
 _POLL_SECONDS = 0.001
 
 
+def check_not_owned(lock: threading.RLock) -> None:
+    """Raise RuntimeError where this thread has a store's lock, and so may have left a change half done."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "the store is in the midst of another call of this thread: a finalizer or a signal handler may not use it then;"
+            " note there what is to be done, and do it later"
+        )
+
+
 class Operation:
     """The transfers of one call, each for some of its tensors, and what has to be done when all have ended.
 
@@ -74,17 +83,22 @@ class Operation:
     def settle(self, timeout: float | None = None) -> OSError | None:
         """Wait until all transfers have ended, finish, and return the first error. TimeoutError after ``timeout`` seconds.
 
-        RuntimeError in the midst of starting it, as in a signal handler that uses the store.
+        RuntimeError where this thread is in the midst of another call, as in a finalizer or a signal handler that uses the store.
         """
         if not self.settled:
+            check_not_owned(self._lock)
             deadline = None if timeout is None else time.monotonic() + timeout
             self._wait_for_start(deadline)
             for transfer, _ in list(self._transfers):
                 transfer.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             with self._lock:
-                if not self.settled:
-                    self._end()
+                self.settle_ended()
         return self.error
+
+    def settle_ended(self) -> None:
+        """Finish one whose transfers have ended. With the lock held."""
+        if not self.settled:
+            self._end()
 
     def _wait_for_start(self, deadline: float | None) -> None:
         while not self.complete and self.starting.locked():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -59,7 +60,8 @@ class TensorStore:
     Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
     FileNotFoundError for one without, with ``read_only``;
     CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
-    Thread-safe. In a forked child every method raises RuntimeError, and its end leaves the files alone.
+    Thread-safe, but for finalizers and signal handlers: where they run in the midst of another call of their thread, methods may
+    raise RuntimeError. In a forked child every method does, and its end leaves the files alone.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class TensorStore:
         self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
         self._turns = Turns()
+        self._closing = threading.Lock()
         self._committing: Operation | None = None
         self._flush: Operation | None = None  # of the last commit
         try:
@@ -99,12 +102,16 @@ class TensorStore:
     # What is there.
 
     def __contains__(self, name: object) -> bool:
-        self._turns.settle_interrupted()
-        return name in self._catalogue.entries
+        with self._turns.lock:
+            self._turns.settle_interrupted()
+            found = name in self._catalogue.entries
+        return found
 
     def __len__(self) -> int:
-        self._turns.settle_interrupted()
-        return len(self._catalogue.entries)
+        with self._turns.lock:
+            self._turns.settle_interrupted()
+            count = len(self._catalogue.entries)
+        return count
 
     def names(self) -> list[str]:
         """In the order in which they were first put."""
@@ -288,16 +295,17 @@ class TensorStore:
         waiting: call it again then. Leaving ``with`` does it too; after an exception there, without raising another.
         """
         self._turns.close()
-        if not self._directories.left:
-            self._turns.wait_for_all()
-            try:
-                if self._persist and not self._read_only:
-                    self._space.trim()
-            finally:
-                self._directories.leave()
-                self._end_engine()
-            self._turns.raise_unseen()
-        self._end_engine()
+        self._turns.wait_for_all()
+        with self._closing:  # who closes it at the same time waits, and finds it closed
+            if not self._directories.left:
+                try:
+                    if self._persist and not self._read_only:
+                        self._space.trim()
+                finally:
+                    self._directories.leave()
+                    self._end_engine()
+                self._turns.raise_unseen()
+            self._end_engine()  # where Ctrl-C came before that was done
 
     def __enter__(self) -> TensorStore:
         with self._turns.lock:

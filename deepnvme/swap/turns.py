@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from .futures import Failure, Operation
+from .futures import Failure, Operation, check_not_owned
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,13 @@ class Turns:
 
     @property
     def lock(self) -> threading.RLock:
+        """To be taken by whoever is called from outside.
+
+        Raises RuntimeError where this thread has it already: a finalizer or a signal handler, that uses the store in the midst of
+        a change which is half done.
+        """
         self._check_process()
+        check_not_owned(self._lock)
         return self._lock
 
     def check_open(self) -> None:
@@ -70,14 +76,17 @@ class Turns:
         self.under_way.add(operation)
         if len(self.under_way) > self._swept:  # futures that were dropped would keep their tensors
             for other in [other for other in self.under_way if other is not operation and other.ended()]:
-                other.settle()
+                other.settle_ended()
             self._swept = max(_SWEPT_FROM, 2 * len(self.under_way))
 
     def settle_interrupted(self) -> None:
-        """Undo what was interrupted while it was being started, as far as its transfers have ended. Never blocks."""
+        """Undo what was interrupted while it was being started, as far as its transfers have ended. Never blocks.
+
+        With the lock held.
+        """
         for operation in [operation for operation in self.under_way.copy() if not operation.complete]:
             if operation.ended():
-                operation.settle()
+                operation.settle_ended()
 
     def wait_for_all(self) -> None:
         """Until what is under way now has ended."""

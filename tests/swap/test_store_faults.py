@@ -16,7 +16,9 @@ import stat
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.data_file import DATA_NAME
 from deepnvme.swap.extents import padded
 from deepnvme.swap.owner import LOCK_NAME, StoreLocked
+from deepnvme.swap.space import Space
 from deepnvme.swap.store import CorruptTensor, TensorStore
 
 from ..faults.torture.interruption import interrupted
@@ -959,3 +962,55 @@ def test_a_crash_at_any_point_leaves_the_last_commit(drive, interpreters):
             assert all(tensors[f"small {index}"].eq(n).all() for index in range(n % 7, 20))
             assert all((tensor == tensor.flatten()[0]).all() for tensor in tensors.values())
     assert committed >= 21
+
+
+class TestUseByMany:
+    def test_many_threads_close_a_store_at_once(self, drive: Path) -> None:
+        for _ in range(30):
+            store = TensorStore(drive / "store", persist=True)
+            store.put("a", torch.ones(3))
+            errors: list[BaseException] = []
+            together = threading.Barrier(4)
+
+            def close(store: TensorStore = store, errors: Any = errors, together: Any = together) -> None:
+                together.wait()
+                try:
+                    store.close()
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=close) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert errors == []
+
+    def test_a_finalizer_in_the_midst_of_a_change_is_refused(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with TensorStore(drive / "store") as store:
+            store.put_many({str(index): torch.full((5000,), index) for index in range(4)}).result()
+            refused = []
+
+            def finalizer() -> None:
+                uses: list[Callable[[], object]] = [lambda: store.delete("0"), lambda: store.put("0", torch.ones(1)), store.names]
+                for use in (*uses, store.close):
+                    try:
+                        use()
+                    except RuntimeError as error:
+                        refused.append(str(error))
+
+            allocate = Space.allocate
+
+            def allocating(space: Space, sizes: Any) -> Any:
+                placed = allocate(space, sizes)
+                finalizer()  # the garbage collector may run one at any such point
+                return placed
+
+            monkeypatch.setattr(Space, "allocate", allocating)
+            store.put_many({f"new {index}": torch.full((5000,), 10 + index) for index in range(4)}).result()
+            monkeypatch.undo()
+            assert len(refused) == 4
+            store.delete("0").result()
+            store.put("newest", torch.full((5000,), 99)).result()
+            assert [int(store.get(f"new {index}").result()[0]) for index in range(4)] == [10, 11, 12, 13]
+            assert int(store.get("newest").result()[0]) == 99

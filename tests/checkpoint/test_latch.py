@@ -1,0 +1,27 @@
+"""Waiting for something that happens once."""
+
+from __future__ import annotations
+
+import threading
+
+from deepnvme.checkpoint.latch import Latch
+
+
+def test_all_who_wait_go_on() -> None:
+    latch = Latch()
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(latch.wait(30))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    latch.set()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 5
+    assert latch.wait(0)
+
+
+def test_polling_leaves_nothing_behind() -> None:
+    latch = Latch()
+    for _ in range(100):
+        assert not latch.wait(0)
+    assert not latch._waiting
