@@ -184,7 +184,8 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer in memory has it, with ``master_weight`` in a parameter's state if there is one. Tensors are mapped
         from the drive: no memory is taken. They stay as they are when the optimizer goes on, or is closed; each keeps its room on
-        the drive for as long as it lives."""
+        the drive for as long as it lives. A drive that fails to read a page ends the process with SIGBUS when
+        that is touched; ``checksum`` reads all before, and raises OSError."""
         self._stepping.standing.check_usable()
         self._stepping.check_between_steps()
         if self._checksum:

@@ -222,7 +222,7 @@ class TensorStore:
     def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         """Bytes of several tensors, each (name, first byte, count), as one tensor of bytes, mapped like :meth:`map`.
 
-        First bytes are multiples of 4096, and so are all counts but the last.
+        First bytes are multiples of 4096, and so are all counts but the last. SIGBUS, as there, where the drive fails.
         """
 
         names = [name for name, _, _ in ranges]
