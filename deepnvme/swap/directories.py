@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import functools
 import math
 import os
 import uuid
@@ -49,11 +51,8 @@ class Directories:
     """
 
     def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
-        self._owners: list[Ownership] = []
-        self.files: list[DataFile] = []
-        self._published: list[bool] = []  # empty until a manifest is
-        self._leaving = os.getpid(), self._published, self._owners, self.files
-        self._finalizer = weakref.finalize(self, _leave, *self._leaving)
+        self._taken = _Taken(self)
+        self._owners, self.files, self._published = self._taken.owners, self._taken.files, self._taken.published
         try:
             self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
@@ -66,17 +65,14 @@ class Directories:
     @property
     def left(self) -> bool:
         """Whether :meth:`leave` has done everything."""
-        return not self._finalizer.alive
+        return self._taken.left
 
     def leave(self) -> None:
         """Close and unlock everything; remove what was not published. Idempotent, also where it was interrupted.
 
         Raises the first OSError from closing, when all is done.
         """
-        errors = _leave(*self._leaving)
-        self._finalizer.detach()
-        if errors:
-            raise errors[0]
+        self._taken.leave()
 
     def publish(self, tensors: Mapping[str, Stored]) -> None:
         """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
@@ -95,6 +91,8 @@ class Directories:
         known = self._recognise(list(weights), persist)
         if known is not None:
             self._published.append(True)
+        else:
+            self._taken.fresh = True
         for owner in self._owners:
             self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
         return known
@@ -133,29 +131,76 @@ class Directories:
             manifest.join(owner.directory, Membership(self._identity, index, first))
 
 
-def _leave(process: int, published: list[bool], owners: Sequence[Ownership], files: Sequence[DataFile]) -> list[OSError]:
-    """Return the errors of what could not be closed properly. Nothing in a forked child: all is the parent's there."""
-    errors: list[OSError] = []
-    if os.getpid() != process:
-        return errors
-    for owner, file in zip(owners, files, strict=False):  # as many, unless taking them failed half-way
-        if not published:
-            file.remove()
-            with _noted(errors):
-                if owner.intact():
-                    manifest.remove(file.directory)
-    for file in files:
-        with _noted(errors):
-            file.close()
-    for owner in reversed(owners):
-        with _noted(errors):
-            owner.release()
-    return errors
-
-
 @contextlib.contextmanager
 def _noted(errors: list[OSError]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         errors.append(error)
+
+
+_all_taken: dict[int, _Taken] = {}
+
+
+class _Taken:
+    """What a Directories has to close and to remove. It is in ``_all_taken``, so that a garbage collection that finds the
+    Directories does not find these files and close them first, until the Directories are left or dropped.
+
+    Ctrl-C in a finalizer ends that, and is lost. So what happens when they are dropped is a call of ``dict.pop`` alone, which is
+    not interrupted; and what ``__del__`` does not come to then, closes itself and so unlocks the directories.
+    """
+
+    left = True
+    """Whether :meth:`leave` has done everything, or there is nothing yet."""
+
+    def __init__(self, directories: Directories) -> None:
+        self.owners: list[Ownership] = []
+        self.files: list[DataFile] = []
+        self.published: list[bool] = []  # empty until a manifest is
+        self.fresh = False
+        """Whether there was no store in the directories, which may have files of one that was just begun then."""
+        self._process = os.getpid()
+        self._dropped = weakref.ref(directories, functools.partial(_all_taken.pop, id(self)))
+        _all_taken[id(self)] = self
+        self.left = False
+
+    def leave(self) -> None:
+        """See :meth:`Directories.leave`."""
+        if self.left:
+            return
+        errors: list[OSError] = []
+        if os.getpid() == self._process:  # in a forked child all is the parent's
+            self._leave(errors)
+        self.left = True
+        _all_taken.pop(id(self), None)
+        if errors:
+            raise errors[0]
+
+    def _leave(self, errors: list[OSError]) -> None:
+        for owner, file in zip(self.owners, self.files, strict=False):  # as many, unless taking them failed half-way
+            if not self.published:
+                file.remove()
+                with _noted(errors):
+                    if owner.intact():
+                        manifest.remove(file.directory)
+        for owner in self.owners[len(self.files) :]:
+            with _noted(errors):
+                if self.fresh and not self.published and owner.intact():
+                    data_file.remove(owner.directory)
+        for file in self.files:
+            with _noted(errors):
+                file.close()
+        for owner in reversed(self.owners):
+            with _noted(errors):
+                owner.release()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.leave()
+
+
+@atexit.register
+def _leave_all() -> None:
+    for taken in list(_all_taken.values()):
+        with contextlib.suppress(OSError):
+            taken.leave()

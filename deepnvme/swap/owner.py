@@ -50,18 +50,23 @@ class Ownership:
     made. A child forked meanwhile does not share it.
     """
 
+    _file: io.FileIO | None = None  # which closes itself, so that no lock outlives this
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._pid = os.getpid()
-        self._made: list[Path] = []
-        self._file: io.FileIO | None = None  # which closes itself, so that no lock outlives this
+        self._made: list[Path] = []  # outermost first
         self._locked = False
         try:
             while not self._locked:
-                self._made += _make(directory)
+                self._made += reversed([path for path in (directory, *directory.parents) if not path.exists()])  # before it is
+                directory.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # the last owner had made the directory, and has removed it since
                     self._take()
         except BaseException:
+            if self._made and not self._locked:  # what was interrupted may have left a lock file in a directory that is to go
+                with contextlib.suppress(OSError):
+                    self._take()
             self.release()
             self._remove_made()
             raise
@@ -113,6 +118,10 @@ class Ownership:
             self._remove_made()
         unlock_and_close(self._file, self.directory / LOCK_NAME)
 
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.release()
+
     def leave_to_parent(self) -> None:
         """In a forked child: close what it inherited, or the lock would outlive the parent."""
         if self._file is not None:
@@ -152,13 +161,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _make(directory: Path) -> list[Path]:
-    """Make the directory and its parents; return those that were missing, outermost first."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
 
 
 def lock(descriptor: int, kind: int, path: Path) -> None:

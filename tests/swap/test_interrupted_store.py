@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import gc
+import itertools
+import mmap
 import random
 import shutil
 import sys
@@ -212,6 +216,61 @@ def test_closing_and_opening(world: World, tries: int) -> None:
             world.put_anew()
         del error
         assert world.pool.in_use == 0
+
+
+def test_opening_that_was_interrupted_leaves_no_directory(drive: Path, engine: deepnvme.Engine) -> None:
+    opened: list[TensorStore] = []
+
+    def attempt(number: int) -> Interruption:
+        interruption = Interruption(number)
+        try:
+            with interruption:
+                opened.append(TensorStore(drive / "new" / "store", engine=engine))
+        except KeyboardInterrupt:
+            assert interruption.where
+        for store in opened:
+            store.close()
+        opened.clear()
+        TensorStore(drive / "new" / "store", engine=engine).close()
+        assert not (drive / "new").exists(), interruption.where
+        return interruption
+
+    attempt(0)
+    for number in chosen(attempt(0).passed, 100):
+        attempt(number)
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_a_store_that_is_dropped_locks_nothing(drive: Path, engine: deepnvme.Engine, persist: bool) -> None:
+    """Ctrl-C in a finalizer ends it, and what it had to close closes itself."""
+    gc.collect()
+    gc.freeze()  # no other garbage is to be looked for, each time
+    for number in itertools.count(1, 3):
+        stores = [TensorStore([drive / "a", drive / "b"], persist=persist, engine=engine)]
+        stores[0].put("tensor", torch.ones(5000)).result()
+        interruption = Interruption(number)
+        with contextlib.suppress(KeyboardInterrupt), interruption:
+            stores.clear()
+            gc.collect()
+        TensorStore([drive / "a", drive / "b"], persist=persist, engine=engine).close()
+        if not interruption.where:
+            break
+    gc.unfreeze()
+    assert number > 20
+
+
+def test_a_mapping_that_is_dropped_is_unmapped(drive: Path, engine: deepnvme.Engine) -> None:
+    def addresses() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    with TensorStore(drive / "a", engine=engine) as store:
+        store.put("tensor", torch.ones(1 << 24)).result()
+        before = addresses()
+        for number in range(1, 20):
+            mapped = [store.map("tensor")]
+            with contextlib.suppress(KeyboardInterrupt), Interruption(number):
+                mapped.clear()
+        assert addresses() - before < 1 << 26
 
 
 def test_the_transfer_is_still_under_way(drive: Path, faulty: Any, testing: Any) -> None:

@@ -7,10 +7,10 @@ import fcntl
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from deepnvme.swap import owner
 from deepnvme.swap.owner import LOCK_NAME, Ownership, StoreLocked
 
 HOLDER = """
@@ -79,12 +79,13 @@ def test_what_was_made_is_removed_and_what_was_there_stays(drive):
 def test_a_directory_that_its_last_owner_removes_is_made_again(drive, monkeypatch):
     place, made = drive / "a", []
 
-    def making(directory):
+    def making(directory, *arguments, **options):
         made.append(directory)
-        return make(directory) if len(made) > 1 else []  # removed just after that
+        if len(made) > 1:  # the first is removed just after that
+            mkdir(directory, *arguments, **options)
 
-    make = owner._make
-    monkeypatch.setattr(owner, "_make", making)
+    mkdir = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", making)
     Ownership(place).release()
     assert len(made) == 2
     assert list(drive.iterdir()) == []
