@@ -145,15 +145,19 @@ class WeightStore:
         not all of one's; CorruptManifest and CorruptExtent for one that is not whole; StoreLocked while it is being built.
         """
         directories = directories_of(path)
-        with contextlib.ExitStack() as undo:
-            engine = undo.enter_context(Engine(queue_depth=_QUEUE_DEPTH * len(directories)))
-            tensors = undo.enter_context(TensorStore(path, read_only=True, engine=engine))
+        engine = Engine(queue_depth=_QUEUE_DEPTH * len(directories))
+        tensors = None
+        try:
+            tensors = TensorStore(path, read_only=True, engine=engine)
             where = next(iter(directories))
             if NAME not in tensors:
                 raise ValueError(f"the store in '{where}' holds {len(tensors)} tensors, and no weights that were built")
-            store = cls(tensors, engine, where, verify)
-            undo.pop_all()
-            return store
+            return cls(tensors, engine, where, verify)
+        except BaseException:
+            if tensors is not None:
+                tensors.close()
+            engine.close()
+            raise
 
     # What is there.
 
@@ -330,7 +334,8 @@ def _build(
     told: Progress | None,
 ) -> None:
     total = sum(each.extent.nbytes for each in coming)
-    with TensorStore(path, persist=True, engine=engine) as store:
+    store = TensorStore(path, persist=True, engine=engine)
+    try:
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"
             text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
@@ -343,3 +348,8 @@ def _build(
         said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
         store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
         store.commit()
+        store.close()
+    except BaseException:  # of closing, too, which may be interrupted as it begins; ``with`` would not try again
+        with contextlib.suppress(OSError):
+            store.close()
+        raise
