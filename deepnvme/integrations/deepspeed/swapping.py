@@ -6,12 +6,13 @@ one that starts later removes the other's parameters.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import logging
 import os
 import types
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ def _derived(base: type, __init__: Any) -> type:
     return type(base.__name__, (base,), own)
 
 
+class _Held:
+    """A file that is closed when this is dropped, also where an interrupt ends that: then the file closes itself."""
+
+    def __init__(self, path: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            io.FileIO(path, "x").close()
+        self.file = io.FileIO(path)  # another user's, it may be, who lets nobody else write
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+
+
 def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
     """``nvme_path``, or where another swapper of this kind and rank is using that, the first folder job-N in it that none uses.
 
@@ -75,16 +89,12 @@ def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
         folder = os.path.join(nvme_path, f"job-{number + 1}") if number else os.fspath(nvme_path)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"deepnvme-{kind}-rank{rank()}.lock")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        held = _Held(path)
         try:
-            lock(descriptor, fcntl.LOCK_EX, Path(path))
+            lock(held.file.fileno(), fcntl.LOCK_EX, Path(path))
         except BlockingIOError:
-            os.close(descriptor)
             continue
-        except BaseException:
-            os.close(descriptor)
-            raise
-        weakref.finalize(swapper, os.close, descriptor)
+        swapper._held = held
         if number:
             _logger.warning("'%s' is in use by another job: this one has its %s in '%s'", nvme_path, kind, folder)
         return folder
