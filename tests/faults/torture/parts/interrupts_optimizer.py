@@ -27,7 +27,7 @@ from tests.swap.training import (
 from .. import Leaked, Wrong
 from ..interruption import Interruption, interrupted
 
-SHORT = 24
+SHORT = 12
 SECONDS = 60
 
 SHAPES = ((41, 300), (7,), (513,), (90, 50), (3, 5))

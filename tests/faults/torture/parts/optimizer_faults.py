@@ -17,7 +17,7 @@ from tests.swap.training import assert_same, copied
 from .. import Wrong
 from .interrupts_optimizer import World, doubled, some_world
 
-SHORT = 20
+SHORT = 10
 SECONDS = 60
 
 GONE = "run backward again"
