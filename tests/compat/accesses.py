@@ -70,6 +70,13 @@ def set_weights(engine: Any, number: int) -> list[str]:
     return [digest(utils.safe_get_full_fp32_param(parameter)) for parameter in engine.module.parameters()]
 
 
+def see_gradients(engine: Any, number: int) -> list[str]:
+    """All of them, in both ways."""
+    parameters = list(engine.module.parameters())
+    whole = [digest(utils.safe_get_full_grad(parameter)) for parameter in parameters]
+    return whole + [digest(utils.safe_get_local_grad(parameter)) for parameter in parameters]
+
+
 def evaluate(engine: Any, number: int) -> list[str]:
     """The model's own output, without gradients."""
     engine.eval()
@@ -115,6 +122,7 @@ ACCESSES: dict[str, Callable[[Any, int], list[str]]] = {
         set_local,
         set_gradients,
         set_weights,
+        see_gradients,
         evaluate,
         gather_and_change,
         consolidate,

@@ -60,8 +60,9 @@ class OptimizerSwapper:
     Errors are OSError, with the path. Nothing is lost by one: the call that raised it can be repeated. A write that failed is
     raised by the call after, before that does anything; its data stay in memory and are written again.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: a part of a gradient that has not come since
-    the last step is zero; there it is the step's before, or undefined, as is a small one after states were set before the step.
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: a gradient, or a part of one, that has not
+    come since the last step is zero; there it is the step's before where it is large enough to be swapped, and else undefined or
+    None. So is a small one there after states were set before the step.
     Not thread-safe.
     """
 
@@ -236,7 +237,8 @@ class OptimizerSwapper:
     # Steps
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Give a parameter and its states their values, and ``parameter.grad`` what has come of it since the last step.
+        """Give a parameter and its states their values, and ``parameter.grad`` what has come of it since the last step, and zeros
+        for what has not.
 
         ``async_parameter``: the next one, which is then read in the meantime, with those after it. Nothing for an unknown
         parameter; one that is in already is left as it is.
@@ -252,7 +254,9 @@ class OptimizerSwapper:
                 self._states.restore(info)
                 self._to_restore.discard(info.param_id)
             self._cache.acquire(info.tiles() + [info.gradient] * info.has_gradients())
-            for offset, length in info.gradient_gaps() if info.has_gradients() else ():
+            if not info.has_gradients():
+                self._cache.create(info.gradient)
+            for offset, length in info.gradient_gaps():
                 info.gradient_memory()[offset : offset + length].zero_()
             with held_back():
                 info.attach()
@@ -356,7 +360,7 @@ class OptimizerSwapper:
 
     def _let_go(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
         gradient = info.parameter.grad
-        write_gradients = write_gradients and info.has_gradients() and gradient is not None
+        write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
             memory = info.gradient_memory()
             if gradient.data_ptr() != memory.data_ptr():
@@ -365,12 +369,14 @@ class OptimizerSwapper:
             used_up = info.stepped and write_opt_state
             info.detach()
             if used_up:
-                self._consume_gradient(info)
+                info.gradient_ranges.clear()
             elif write_gradients:
                 info.gradient_ranges = {0: info.numel()}  # also where none had come, and one was set
             self._cache.release(info.tiles(), changed=write_opt_state)
-            if not used_up:
+            if info.has_gradients():
                 self._cache.release([info.gradient], changed=write_gradients)
+            else:
+                self._consume_gradient(info)
 
     def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
         info.gradient_ranges.clear()

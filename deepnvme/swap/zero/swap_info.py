@@ -110,11 +110,10 @@ class OptimizerStateSwapInfo:
         return SwappedTensor(tensor, shape, stride, tile)
 
     def attach(self) -> None:
-        """Give the tensors the memory of their tiles, the gradient too if there is any."""
+        """Give the tensors the memory of their tiles, the gradient too."""
         for swapped in self.swapped():
             swapped.attach()
-        if self.has_gradients():
-            self.parameter.grad = self.gradient_memory()
+        self.parameter.grad = self.gradient_memory()
         self.active = True
 
     def detach(self) -> None:
