@@ -18,6 +18,8 @@ from typing import BinaryIO
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
 from .cut_off import what_is_missing
 from .pickle_scan import PickleScan, names_only_plain
 from .zip_directory import BadDirectory, data_of, entries
@@ -152,22 +154,41 @@ def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes
 
 
 def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
-    """That its bytes are those that were saved: before anything is made of them. Raises WrongChecksum."""
+    """That its bytes are those that were saved, and no more than a pickler writes for what they make: before anything is made
+    of them. Raises CorruptCheckpoint."""
     record = found.pickle
-    if not (record.crc32 and found.stored):
+    if not found.stored:
         return
     with open(path, "rb") as file:
         offset = data_offset(path, file.fileno(), record)
         file.seek(offset)
-        crc = zlib.crc32(file.read(record.nbytes))
-    if crc != record.crc32:
+        stream = file.read(record.nbytes)
+    if record.crc32 and (crc := zlib.crc32(stream)) != record.crc32:
         raise WrongChecksum(path, record, offset, crc)
+    if not found.script:  # its pickles are of another pickler, with no such limits
+        refuse_wasteful(path, stream)
+
+
+def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
+    """Raise CorruptCheckpoint for a pickle that no pickler writes, in which a byte makes an object of a hundred: torch would
+    take minutes and gigabytes before it refused some megabytes of them."""
+    deepest, unregistered, whole = AsyncIOBuilder().load().pickle_walk(stream)
+    if deepest > _MOST_UNUSUAL:
+        raise CorruptCheckpoint(path, f"the pickle is nested {deepest} times, and may be {_MOST_UNUSUAL} times")
+    if unregistered > _MOST_UNUSUAL:
+        raise CorruptCheckpoint(path, f"the pickle leaves {unregistered} objects out of its memo, where picklers enter all")
+    if not whole:
+        raise CorruptCheckpoint(path, f"the pickle is cut off at its byte {len(stream)}")
+
+
+_MOST_UNUSUAL = 1_000_000
+"""They take less than 300 MB; tools that make pickles smaller leave entries out that are never asked for."""
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
     """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
     file.seek(data_offset(path, file.fileno(), found.pickle))
-    return PickleScan(file)
+    return PickleScan(file, found.pickle.nbytes)
 
 
 def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
@@ -177,7 +198,7 @@ def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
         stream = file.read(found.pickle.nbytes)
     if names_only_plain(stream):
         return True
-    scan = PickleScan(io.BytesIO(stream))
+    scan = PickleScan(io.BytesIO(stream), len(stream))
     try:
         scan.load()
     except Exception:  # another's pickle, or one that torch is going to refuse

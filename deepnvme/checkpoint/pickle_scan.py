@@ -72,8 +72,9 @@ class PickleScan(pickle._Unpickler):
 
     # In Python, as torch's own for weights_only: of a hostile pickle the one in C fills gigabytes, for the number of a memo.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(_Counted(file))
+    def __init__(self, file: IO[bytes], most: int = _MOST_OPERATIONS) -> None:
+        """``most``: reads after which it is given up, two of most operations; a pickle of known size has no more than bytes."""
+        super().__init__(_Counted(file, most))
         self.nbytes: dict[str, int] = {}
         """Of each storage, by its key, in the order of the file."""
         self.plain = True
@@ -107,15 +108,15 @@ class PickleScan(pickle._Unpickler):
 class _Counted:
     """A file that ends where a pickle has more operations than any that is looked through: each takes time, and memory."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], most: int) -> None:
         self._read = file.read
         self.readline = file.readline
-        self._left = _MOST_OPERATIONS
+        self._most = self._left = most
 
     def read(self, nbytes: int) -> bytes:
         self._left -= 1
         if self._left < 0:
-            raise pickle.UnpicklingError(f"it has more than {_MOST_OPERATIONS} operations")
+            raise pickle.UnpicklingError(f"it has more than {self._most} operations")
         return self._read(nbytes)
 
 

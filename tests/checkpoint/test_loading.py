@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading, verify
+from deepnvme.checkpoint import CorruptCheckpoint, loading, placing, verify
 from deepnvme.checkpoint.contents import contents, is_plain
 from deepnvme.checkpoint.zip_directory import data_of, entries
 
@@ -101,6 +101,33 @@ class TestFilesThatAreNotThere:
         path.write_bytes(content)
         with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError)):
             deepnvme.load(path)
+
+
+class TestPicklesThatTakeTooMuch:
+    @pytest.mark.parametrize(
+        ("stream", "why"),
+        [(b"(" * 1_500_000, "nested"), (b"]" * 1_500_000, "memo"), (b"]0" * 1_000_000, "memo"), (b"N" * 1_500_000, "cut off")],
+        ids=["marks", "lists", "dropped", "endless"],
+    )
+    @pytest.mark.parametrize("safe", [True, False])
+    def test_are_refused_before_they_are_unpickled(
+        self, path: Path, stream: bytes, why: str, safe: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/data.pkl", b"\x80\2" + stream)
+            archive.writestr("a/version", b"3")
+        unpickled = count_calls(monkeypatch, placing, "torch_load")
+        with pytest.raises(CorruptCheckpoint, match=why):
+            deepnvme.load(path, weights_only=safe)
+        assert not unpickled
+        (problem,) = verify(path).problems
+        assert why in problem
+
+    @pytest.mark.parametrize("numbers", [list(range(10**6)), [[]] * 10**6, [None] * 10**6], ids=["int", "same", "none"])
+    def test_long_lists_are_loaded(self, path: Path, numbers: list[Any]) -> None:
+        torch.save({"numbers": numbers}, path)
+        assert deepnvme.load(path)["numbers"] == numbers
+        assert verify(path).ok
 
 
 class TestCutFiles:

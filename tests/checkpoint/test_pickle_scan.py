@@ -14,6 +14,7 @@ import torch
 
 from deepnvme.checkpoint.pickle_scan import PickleScan, names_only_plain
 from deepnvme.checkpoint.pickled import pickled
+from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .objects import OBJECTS
 
@@ -79,3 +80,49 @@ class TestNames:
         assert names_only_plain(stream)
         registry["module", "name"] = 7
         assert not names_only_plain(stream)
+
+
+class TestWalks:
+    """What a pickle takes is known before anything is made of it."""
+
+    @pytest.mark.parametrize("kind", OBJECTS)
+    @pytest.mark.parametrize("protocol", [2, 4, 5])
+    def test_whatever_is_pickled_enters_the_memo(self, kind: str, protocol: int) -> None:
+        deepest, unregistered, whole = walk(pickled(OBJECTS[kind](), pickle, protocol).stream)
+        assert max(deepest, unregistered) < 20
+        assert whole
+
+    @pytest.mark.parametrize("protocol", range(6))
+    def test_ordinary_objects(self, protocol: int) -> None:
+        value = [{"a\n": (1, 2, 3, 4, 1.5, 1 << 70), b"]" * 300: {5}, "(" * 300: frozenset([6])}, bytearray(b"}"), [[]]] * 3
+        copies = [list(value) for _ in range(50)]
+        for stream in (pickle.dumps([value, copies], protocol), pickle.dumps(value, protocol) + b"(" * 99):
+            deepest, unregistered, whole = walk(stream)
+            assert max(deepest, unregistered) < 20
+        assert whole
+
+    @pytest.mark.parametrize(
+        ("stream", "expected"),
+        [
+            (b"", (0, 0, False)),
+            (b"\x80", (0, 0, False)),
+            (b"(((.", (3, 0, True)),
+            (b"((tt((.", (2, 0, True)),
+            (b"]]]q\0]q\1.", (0, 3, True)),
+            (b"]0}2\x8f", (0, 5, False)),
+            (b"q\0q\0]]", (0, 2, False)),
+            (b"X\xff\xff\xff\xff(((", (0, 0, False)),
+            (b"\x8d" + b"\xff" * 8 + b"(((", (0, 0, False)),
+            (b"X\2\0\0\0((.", (0, 0, True)),
+            (b"cmodule\n", (0, 0, False)),
+            (b"cmodule\n((\n.", (0, 0, True)),
+            (b"\xff((", (0, 0, True)),
+        ],
+        ids=repr,
+    )
+    def test_of_a_stream(self, stream: bytes, expected: tuple[int, int, bool]) -> None:
+        assert walk(stream) == expected
+
+
+def walk(stream: bytes) -> tuple[int, int, bool]:
+    return AsyncIOBuilder().load().pickle_walk(stream)

@@ -67,6 +67,18 @@ def other_sizes(path: Path) -> None:
     pt(path, stream, {"0": bytes(1 << 30)})
 
 
+def stored_operations(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"]0" * (25 << 20), {}, zipfile.ZIP_STORED)
+
+
+def stored_lists(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"]" * (50 << 20) + b".", {}, zipfile.ZIP_STORED)
+
+
+def marks(path: Path) -> None:
+    pt(path, b"\x80\x02" + b"(" * (50 << 20), {}, zipfile.ZIP_STORED)
+
+
 def a_huge_directory(path: Path) -> None:
     pt(path, b"\x80\x02N.", {}, zipfile.ZIP_STORED)
     data = path.read_bytes()
@@ -89,6 +101,9 @@ FILES: dict[str, Callable[[Path], None]] = {
     "pickle of nothing.pt": deflated_pickle,
     "pickle of text.pt": deflated_text,
     "other sizes.pt": other_sizes,
+    "operations.pt": stored_operations,
+    "lists.pt": stored_lists,
+    "marks.pt": marks,
     "directory.pt": a_huge_directory,
     "brackets.safetensors": lambda path: header(path, b"[" * (78 << 20)),
     "nested.safetensors": lambda path: header(path, b'{"a":' * (15 << 20)),
