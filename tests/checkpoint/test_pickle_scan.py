@@ -99,7 +99,7 @@ class TestWalks:
         for stream in (pickle.dumps([value, copies], protocol), pickle.dumps(value, protocol) + b"(" * 99):
             deepest, unregistered, whole = walk(stream)
             assert max(deepest, unregistered) < 20
-        assert whole
+            assert whole
 
     @pytest.mark.parametrize(
         ("stream", "expected"),
