@@ -33,7 +33,10 @@ test: $(VENV)/installed-for-tests
 
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py tests/examples
 
+# What torch compiles for DeepSpeed goes beside it. A compilation that was killed leaves a lock there, which torch would wait for without end.
+test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
+	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
