@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from deepnvme._tensor_memory import give_pages, memory_of
 from deepnvme.engine import Future as Transfer
+from deepnvme.engine import without_python
 from deepnvme.swap.buffers import buffer_pool
 
 from ._shared_engine import shared_engine
@@ -184,6 +185,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     """Read the parts of tensors that lie in the file into the tensors that the planner has for them. Blocks. Raises
     CorruptCheckpoint for what is not wholly in the file; the first OSError when all has ended."""
     engine = shared_engine()
+    start = without_python(engine.read)
     pending: list[tuple[Transfer, Wanted, torch.Tensor, torch.Tensor | None]] = []
     to_copy = 0
 
@@ -221,7 +223,8 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
                 into = bytes_of(target) if buffer is None else buffer
                 if into.device.type == "cpu":
                     give_pages(into.data_ptr(), into.nbytes)  # while the drive reads those before
-                pending.append((engine.read(into, source, each.offset), each, target, buffer))
+                # In one call, in which Ctrl-C cannot come between the start of the read and the note of it.
+                pending.extend(zip(map(start, [into], [source], [each.offset]), [each], [target], [buffer], strict=True))
             end()
         finally:
             for transfer, *_ in pending:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from deepnvme._progress import Progress
-from deepnvme.engine import Engine, File, Future
+from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
@@ -41,20 +41,21 @@ def _write(
     image: FileImage, file: File, engine: Engine, pool: BufferPool, parts: Sequence[tuple[int, int]], progress: Progress | None
 ) -> None:
     total = sum(end - begin for begin, end in parts)
+    start = without_python(engine.write)
     under_way: deque[tuple[int, Future]] = deque()
     chunks = _Chunks(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)))
     written = 0
     try:
         for begin, end in parts:
             for part in image.ranges(begin, end):
-                if part.tensor is not None:
-                    future = engine.write(part.tensor, file, part.begin)
-                else:
-                    buffer = chunks.memory(part.begin, part.end)
-                    image.copy(part.begin, part.end, buffer)
-                    future = engine.write(buffer, file, part.begin)
-                    chunks.read_by(future)
-                under_way.append((part.end - part.begin, future))
+                tensor = part.tensor
+                if tensor is None:
+                    tensor = chunks.memory(part.begin, part.end)
+                    image.copy(part.begin, part.end, tensor)
+                # In one call, in which Ctrl-C cannot come between the start of the write and the note of it.
+                under_way.extend(zip([part.end - part.begin], map(start, [tensor], [file], [part.begin]), strict=True))
+                if part.tensor is None:
+                    chunks.read_by(under_way[-1][1])
         while under_way:
             nbytes, future = under_way[0]
             future.result()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
+from deepnvme.checkpoint.file_image import DIRECT_FROM, FileImage
 from deepnvme.checkpoint.latch import Latch
 from deepnvme.checkpoint.publication import Publication
+from deepnvme.checkpoint.writing import write
+from deepnvme.swap.buffers import BufferPool
 
 from ..faults.torture.interruption import Interruption, interrupted
 from ..faults.torture.parts import interrupts_save
@@ -62,6 +67,38 @@ def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type
 
         where = interrupted(number, operation, skip=OTHERS).where
         interrupts_save.check(way, f"interrupted at {where}, ended with {kept!r}")
+
+
+def test_an_interrupted_write_ends_what_it_has_begun(drive: Path, faulty: Any, gate: Any) -> None:
+    """Before it raises: memory that nothing waits for would stay in use, of a pool and of the caller."""
+    engine, image = faulty("threads", gate=gate), FileImage()
+    for size in (100, DIRECT_FROM, 100):
+        image.add(torch.zeros(size, dtype=torch.uint8))
+    pool = BufferPool(16 << 20)
+    gate.release()
+    with engine.open(str(drive / "file"), "w+") as file:
+        write(image, file, engine, pool)  # with what is loaded once
+    number, where = 0, "the first point"
+    others = tuple(str(path) for path in PACKAGE.rglob("*.py") if path.name != "writing.py")
+    while where:
+        number += 1
+        kept: list[BaseException] = []
+
+        def operation(kept: list[BaseException] = kept) -> None:
+            try:
+                write(image, file, engine, pool)
+            except BaseException as error:
+                kept.append(error)
+                raise
+
+        with engine.open(str(drive / "file"), "w+") as file:
+            gate.hold()
+            opener = threading.Timer(0.02, gate.release)
+            opener.start()
+            where = interrupted(number, operation, skip=(*OTHERS, *others)).where
+            assert pool.in_use == 0, where
+            opener.join()
+    assert number > 20
 
 
 def test_a_failed_publication_that_is_interrupted_once_more_is_given_up_with_its_traceback(drive: Path, engine: Any) -> None:
