@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import deepnvme
+from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.io import FastFileWriter, FastFileWriterConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.swap import BufferPool, buffer_pool
@@ -193,6 +194,10 @@ def attack(random: Random, directory: Path) -> None:
             way = kind(own, Random(0))
             way.save({"t": torch.ones(1 << 20)})
             _in_another_thread(lambda way=way: _settled(way))
+        # and each of the engine's workers has pinned what it copies memory through that is not aligned
+        unaligned = torch.zeros((1 << 20) + 1, dtype=torch.uint8)[1:]
+        for future in [shared_engine().write(unaligned, directory / "unaligned", number << 20) for number in range(64)]:
+            future.result()
         _warm = True
     (own := directory / "own").mkdir()
     attack_one(random.choice(KINDS), random, own)
