@@ -66,6 +66,7 @@ class Ownership:
         except BaseException:
             if self._made and not self._locked:  # what was interrupted may have left a lock file in a directory that is to go
                 with contextlib.suppress(OSError):
+                    self.release()
                     self._take()
             self.release()
             self._remove_made()
