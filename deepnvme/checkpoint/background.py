@@ -132,6 +132,7 @@ class _Saves:
             save._ended.wait()
 
     def wait_until_gone(self, save: SaveFuture) -> None:
+        """Wait until this save has ended, if it is under way."""
         if self._first(lambda other: other is save) is not None:
             save._ended.wait()
 
@@ -141,6 +142,7 @@ class _Saves:
         return first
 
     def seen(self, save: SaveFuture) -> None:
+        """Note that the caller has been told of this save's error: it is not raised by a later save."""
         with self._lock, contextlib.suppress(ValueError):
             self._unseen.remove(save)
 

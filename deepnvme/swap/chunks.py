@@ -15,11 +15,13 @@ _SLACK = 8
 
 
 def nobody() -> None:
-    """What holds a chunk that is free."""
+    """The ``holder`` of a free chunk."""
 
 
 class Claim:
-    """What holds a chunk from its being chosen until it is leased; made first, so that there is always something to give up."""
+    """Reserves a chunk while its lease is being made. It exists before the chunk is chosen, so an exception at any point
+    can give the chunk back.
+    """
 
     __slots__ = ("chunk", "given_up")
 

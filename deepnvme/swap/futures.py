@@ -29,8 +29,9 @@ def check_not_owned(lock: threading.RLock) -> None:
 class Operation:
     """The transfers of one call, each for some of its tensors, and what has to be done when all have ended.
 
-    Whoever begins one holds ``starting`` until all transfers are started, and sets ``complete`` then. Ctrl-C and other exceptions
-    may come anywhere before: an operation that is not complete when ``starting`` is free has failed for all its tensors.
+    The thread that starts the transfers holds the lock ``starting`` meanwhile, and sets ``complete`` when all are started. If an
+    exception (Ctrl-C, say) ends that early, ``starting`` is free and ``complete`` is not set: the operation has failed for all
+    its tensors.
 
     ``finish`` is called by whoever looks first, with the errors and what each was for; ``lock``, the store's, is held. It is
     called again where it was interrupted. No thread waits behind.

@@ -60,6 +60,10 @@ class TensorStore:
     Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
     FileNotFoundError for one without, with ``read_only``;
     CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
+    The last, unaligned bytes of a tensor that is put by itself go through the system's page cache. If the drive fails while the
+    system writes these back, a later :meth:`get` may return other bytes without an error, unless ``checksum`` is set or a
+    :meth:`commit` has reported it.
+
     Thread-safe, but for finalizers and signal handlers: where they run in the midst of another call of their thread, methods may
     raise RuntimeError. In a forked child every method does, and its end leaves the files alone.
     """
@@ -212,7 +216,7 @@ class TensorStore:
         Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
         the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
 
-        This is the only file that the package maps without being asked to by ``mmap=True``. The store's lock keeps other stores
+        ``OffloadedOptimizer.state_dict`` maps its store's files in the same way. The store's lock keeps other stores
         from it; a process that ignores that and cuts it off, or a drive that fails to read a page, ends this process with SIGBUS
         when the page is touched. :meth:`get` raises OSError instead.
         """
