@@ -78,6 +78,7 @@ class FastFileWriter(BaseFileWriter):
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
         self._file: io.FileIO | None = None  # nothing to flush or close
+        self._sending = False  # the handle may have a write of ours
         self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1
@@ -171,13 +172,18 @@ class FastFileWriter(BaseFileWriter):
     def close(self) -> None:
         """Flush, have the drive make it stable (as DeepSpeed's does), and close. The file is closed also if that raises."""
         if self.closed:
+            if self._sending:  # since a close() that was interrupted
+                self._wait()
             return
         if self._file is None or self._file.closed:  # by a close() that was interrupted
             super().close()
             return
         try:
             with self._file:  # closed whatever happens, so that nothing is written to its number when another file has that
-                super().close()  # which flushes
+                try:
+                    super().close()  # which flushes
+                finally:
+                    self._wait()
                 os.fsync(self._file.fileno())
         except OSError as error:
             if error.filename is None:
@@ -247,6 +253,7 @@ class FastFileWriter(BaseFileWriter):
         """Send off what has been filled, once the write before it has ended: then its half can be filled."""
         self._wait()
         began = time.perf_counter()
+        self._sending = True
         self._handle.async_pwrite(self._halves[0][: self._filled], self._open_file().fileno(), self._begin)
         self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
         new = self._filled - self._flushed
@@ -256,7 +263,12 @@ class FastFileWriter(BaseFileWriter):
 
     def _wait(self) -> None:
         began = time.perf_counter()
-        self._handle.wait()
+        try:
+            self._handle.wait()
+        except OSError:  # all have ended, one of them by failing
+            self._sending = False
+            raise
+        self._sending = False
         self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
 
     def _count_fill(self, began: float) -> None:

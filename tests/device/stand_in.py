@@ -23,6 +23,8 @@ _SIGNATURES = {
     "free_stream": (None, [ctypes.c_void_p]),
     "enqueue": (None, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]),
     "enqueue_back": (None, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
+    "hold": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "go_on": (None, [ctypes.c_void_p]),
     "break_stream": (None, [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]),
     "fail": (None, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]),
     "forget_failures": (None, []),
@@ -59,6 +61,15 @@ class Stream:
         """Nothing is done meanwhile."""
         nothing = self._driver.tensor(b"-", self.device)
         self.fill(nothing, b"-", seconds)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Stream]:
+        """Nothing is done in the ``with`` block, however long that takes."""
+        gate = self._driver.call("hold", self.cuda_stream)
+        try:
+            yield self
+        finally:
+            self._driver.call("go_on", gate)
 
     def break_off(self, after: float, result: int = ILLEGAL_ADDRESS) -> None:
         """Whatever comes after fails."""

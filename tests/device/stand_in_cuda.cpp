@@ -399,6 +399,18 @@ EXPORT void standin_enqueue_back(void* stream, std::uint64_t address, void* host
     });
 }
 
+// The stream does nothing until it is let go on, by the one call to standin_go_on() for what this returns.
+EXPORT void* standin_hold(void* stream) {
+    auto* gate = new std::promise<void>;
+    static_cast<Stream*>(stream)->add([open = gate->get_future().share()] { open.wait(); });
+    return gate;
+}
+
+EXPORT void standin_go_on(void* held) {
+    const std::unique_ptr<std::promise<void>> gate(static_cast<std::promise<void>*>(held));
+    gate->set_value();
+}
+
 // What the stream is given next fails, and all after it.
 EXPORT void standin_break_stream(void* stream, int microseconds, int result) {
     auto* broken = static_cast<Stream*>(stream);
