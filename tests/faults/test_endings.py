@@ -136,15 +136,12 @@ def test_ctrl_c_interrupts_a_handle_that_waits(interpreters: Any, slow_disk: Dis
         _until(lambda: "waiting" in output.read_text())
         time.sleep(0.2)
         os.kill(child, signal.SIGINT)
-        pressed = time.monotonic()
         try:
-            _until(lambda: "interrupted" in output.read_text(), 5)
+            _until(lambda: "interrupted" in output.read_text())  # while the drive is still frozen
         finally:
-            took = time.monotonic() - pressed
             slow_disk.thaw()
             (slow_disk.path.parent / "thawed").touch()
     ended = interpreters.wait(child)
-    assert took < 1
     assert ended.check().split("\n")[-2] == ("1 1 0" if "wait" in call else "0 1 0")
     assert (slow_disk / "file").read_bytes() == b"\7" * MIB
 
