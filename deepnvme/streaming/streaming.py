@@ -18,6 +18,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from deepnvme.swap.buffers import OutOfBuffers
+from deepnvme.swap.heap import give_back_heap
 
 from .arriving import Arrivals
 from .blocks import REST
@@ -128,6 +129,7 @@ class Streaming:
             self._arrivals.close()
             raise
         self._weights.forget_own()
+        give_back_heap()
         self._fetcher.expect(self._order.predict())
 
     # For users.

@@ -1,4 +1,4 @@
-"""The C library's memory, which states are made in before they have a block."""
+"""The C library's memory, which states are made in before they have a block, and models before they are streamed."""
 
 from __future__ import annotations
 

@@ -830,3 +830,28 @@ def test_memory_beyond_the_budget(drive: Path, interpreters: Interpreters, prefe
     ended = interpreters.run(_PROGRAM.format(field="VmHWM", directory=directory, prefetch=prefetch, budget=budget))
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) <= budget + ((prefetch + 1) * 16 << 20) + (64 << 20)
+
+
+def test_the_memory_of_the_model_s_own_weights_goes_back_to_the_system(drive: Path, interpreters: Interpreters) -> None:
+    """Also where the C library has them in one piece with what stays."""
+    interpreters.run(f"""
+        import ctypes, re
+        import torch
+        from torch import nn
+        from deepnvme.streaming import WeightStore, stream
+        def memory():
+            return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+        if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+            raise SystemExit  # not glibc
+        M_MMAP_THRESHOLD = -3
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 25)
+        layers, staying = [], []
+        for _ in range(16):
+            layers.append(nn.Linear(1024, 1024, bias=False))  # 4 MiB
+            staying.append(torch.zeros(300))
+        model = nn.Sequential(*layers)
+        store = WeightStore.build(model, {str(drive / "store")!r})
+        before = memory()
+        with store, stream(model, store, prefetch=0):
+            assert before - memory() > 48 << 20, (before - memory()) >> 20
+    """).check()
