@@ -91,9 +91,9 @@ class Stats:
     bytes_zero_copy: int
     """Direct bytes from or into the tensor itself."""
     bytes_staged: int
-    """Direct bytes copied through an aligned buffer, because the tensor's memory was not aligned, or on a device."""
+    """Direct bytes copied through an aligned buffer: the tensor's memory was not aligned, or on a device, or less than a page."""
     bytes_buffered: int
-    """Bytes through the page cache: the unaligned ends of transfers, and files without direct I/O."""
+    """Bytes through the page cache: the unaligned ends of transfers, unless in files of whole pages; all without direct I/O."""
     bytes_gds: int
     """Direct bytes between the drive and GPU memory, without host memory: the gds op's."""
     blocks: int
@@ -125,8 +125,9 @@ class Engine:
     1 to 4096, filled across requests. ``num_threads``: workers, 1 to 256; one saturates most drives, more share the copying of
     misaligned tensors. ``single_submit``: one system call for each block.
 
-    Memory beyond the tensors: nothing for aligned ones; for misaligned ones at most 8 MiB per worker, 64 MiB in all, and no more
-    than queue_depth x block_size (or 64 KiB, the largest sector) per worker. For tensors on devices the same, with 16 MiB.
+    Memory beyond the tensors: nothing for aligned ones; for misaligned ones, and for files of whole pages, at most 8 MiB per
+    worker, 64 MiB in all, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per worker. For tensors on
+    devices the same, with 16 MiB.
 
     The op is compiled on first use where it was not installed ready-made. Raises ValueError for a setting out of range, OSError
     with the kernel's errno for a backend that it refuses, RuntimeError for one that was compiled out or an op that cannot be
@@ -214,13 +215,18 @@ class Engine:
         future: Future = self._native.fsync(target)
         return future
 
-    def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r") -> File:
+    def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False) -> File:
         """Open a file once, for many transfers.
 
         ``mode``: as for the built-in ``open``: r, r+, w, w+, x, x+; and rw, to read and write a file that is created where
         missing and never truncated. Raises OSError (subclasses) from opening, ValueError for another mode.
+
+        ``whole_pages``: each page of the file (4096 bytes, or the system's, where larger) belongs to one tensor. A write that
+        begins at a multiple of it may fill the rest of its last page with zeros, past the end of the file too. Nothing passes
+        through the page cache then, of which :meth:`fsync` alone tells what could not be written back. Otherwise the
+        unaligned ends of transfers do, and all bytes around them stay as they are.
         """
-        file: File = self._native.open(path, mode)
+        file: File = self._native.open(path, mode, whole_pages=whole_pages)
         return file
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

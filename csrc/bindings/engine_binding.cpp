@@ -47,12 +47,12 @@ Mode mode_of(const std::string& mode) {
     throw py::value_error("mode must be one of r, r+, rw, w, w+, x, x+, got '" + mode + "'");
 }
 
-OpenFile open_file(const Session& session, py::handle path, const std::string& mode) {
+OpenFile open_file(const Session& session, py::handle path, const std::string& mode, bool whole_pages) {
     session.engine().check_usable();
     const Mode how = mode_of(mode);
     const std::string name = path_of(path);
     py::gil_scoped_release release;
-    return {std::make_shared<File>(name, how.access, how.creation), name};
+    return {std::make_shared<File>(name, how.access, how.creation, true, whole_pages), name};
 }
 
 }  // namespace
@@ -187,7 +187,7 @@ void bind_engine(py::module_& module) {
             },
             "tensor"_a, "target"_a, "offset"_a = 0)
         .def("fsync", &Session::sync, "target"_a)
-        .def("open", &open_file, "path"_a, "mode"_a = "r")
+        .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false)
         .def("stats", &Session::stats)
         .def("close", &Session::close);
 }

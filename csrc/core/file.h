@@ -29,7 +29,8 @@ class File {
 public:
     // Throws IoError naming the call, the path and errno; EISDIR for a directory, EINVAL for a pipe, socket or character device.
     // `expect_direct`: which of the two descriptors is opened now; the other follows if it is ever needed.
-    File(std::string path, Access access, Creation creation, bool expect_direct = true);
+    // `whole_pages`: see the accessor.
+    File(std::string path, Access access, Creation creation, bool expect_direct = true, bool whole_pages = false);
 
     // A second owner of the caller's descriptor, which may be closed meanwhile. Throws IoError like the other constructor.
     File(int fd, Access access);
@@ -37,6 +38,9 @@ public:
     const std::string& path() const noexcept { return path_; }
     bool readable() const noexcept { return access_ != Access::write; }
     bool writable() const noexcept { return access_ != Access::read; }
+    // Whether no page of the file belongs to two transfers: a write that begins on a page may fill the rest of its last page with
+    // zeros, and so need not pass through the page cache.
+    bool whole_pages() const noexcept { return whole_pages_; }
 
     // Empty where direct I/O is not to be had; `refusal` then says why.
     std::optional<DirectLimits> limits() const;
@@ -81,6 +85,7 @@ private:
 
     std::string path_;
     Access access_;
+    bool whole_pages_ = false;
     std::uint64_t device_ = 0;
     std::uint64_t inode_ = 0;
     bool block_device_ = false;

@@ -263,10 +263,9 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     request->device_file = std::move(device_file);
     request->place_ = std::move(place);
     if (kind != Request::Kind::sync) {
-        // Without a whole page everything goes through the page cache.
         const auto limits = request->file_->limits();
         request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
-                               request->device_file != nullptr},
+                               request->device_file != nullptr, request->file_->whole_pages()},
                               limits, limits_);
         request->cursor_ = begin;
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());

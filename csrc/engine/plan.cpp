@@ -22,13 +22,15 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
         return plan;
     }
 
-    const std::uint32_t border = std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
-    const std::uint64_t body_end = round_down(end, border);
-    const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
     // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
     const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
+    const bool whole_pages = transfer.whole_pages && transfer.offset % limits.page_size == 0 && unit <= limits.page_size;
+    const std::uint32_t border =
+        whole_pages ? limits.page_size : std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
+    const std::uint64_t body_end = round_down(end, border);
+    const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
     const bool aligned = !transfer.on_device && (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
-    if (body_begin >= body_end || (!aligned && !transfer.gds && unit > limits.staging_size)) {
+    if ((body_begin >= body_end && !whole_pages) || (!aligned && !transfer.gds && unit > limits.staging_size)) {
         add(transfer.offset, end, through_cache, Route::buffered);
         return plan;
     }
@@ -38,7 +40,8 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
 
     add(transfer.offset, body_begin, through_cache, Route::buffered);
     add(body_begin, body_end, stride, body);
-    add(body_end, end, through_cache, Route::buffered);
+    if (whole_pages) add(body_end, end, limits.page_size, Route::padded);
+    else add(body_end, end, through_cache, Route::buffered);
     return plan;
 }
 

@@ -5,6 +5,9 @@
 // through the page cache. The border between them lies on a page (or file system block, where that is larger), not merely on a
 // sector: a buffered write of part of a page reads and later writes back the whole page, and would undo a direct write to the rest.
 //
+// In a file of whole pages nothing need go through the page cache: the last page of a transfer that begins on one belongs to it, and
+// is moved whole, through staging. What write-back loses it loses in silence, and a later read finds what was there before.
+//
 // Blocks of device memory are no larger than a staging slot, whichever route they take.
 #pragma once
 
@@ -18,6 +21,7 @@ namespace deepnvme {
 enum class Route : std::uint8_t {
     zero_copy,  // direct, from or into the caller's memory
     staged,     // direct, through a copy
+    padded,     // the same, with what the caller's memory lacks of a whole page: zeros in a write, left out of a read
     buffered,   // through the page cache
     gds,        // direct, between the drive and device memory
 };
@@ -28,6 +32,7 @@ struct Transfer {
     std::uintptr_t address;  // of the caller's memory; only its alignment matters
     bool on_device = false;  // then it is out of the drive's reach, and every block passes through staging
     bool gds = false;        // unless it goes by a DeviceIo, whatever its alignment
+    bool whole_pages = false;  // as File::whole_pages()
 };
 
 struct BlockLimits {

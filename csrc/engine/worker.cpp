@@ -123,7 +123,7 @@ bool Worker::prepare(const Block& block) {
             route = Route::buffered;  // as planned, or because direct I/O has been refused since
             fd = file.buffered();
         }
-        const bool bounced = route == Route::staged || (request.device && route != Route::gds);
+        const bool bounced = route == Route::staged || route == Route::padded || (request.device && route != Route::gds);
         if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
         if (error.path().empty()) fail(request, error.error(), ": " + error.operation());  // CUDA's
@@ -139,7 +139,8 @@ bool Worker::prepare(const Block& block) {
     free_.pop_back();
     slot.kind = request.kind;
     slot.fd = fd;
-    slot.length = block.length;
+    slot.padding = route == Route::padded ? options_.page_size - block.length : 0;
+    slot.length = block.length + slot.padding;
     slot.memory = staging ? staging : block.memory;
     slot.offset = block.offset;
     slot.request = &request;
@@ -152,6 +153,7 @@ bool Worker::prepare(const Block& block) {
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
     slot.device = route == Route::gds ? *request.device : -1;
     if (staging && slot.kind == Operation::Kind::write) {
+        std::memset(staging + block.length, 0, slot.padding);
         if (request.device) {
             start_copy(slot, DeviceCopier::Way::from_device);
             return true;
@@ -262,8 +264,11 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         return end_slot(slot);
     }
 
-    const std::uint32_t moved = slot.route == Route::buffered || result == slot.length ? static_cast<std::uint32_t>(result)
-                                                                                       : aligned_progress(slot, result);
+    // What was asked for, without the padding: a file may end before it.
+    const std::uint32_t wanted = slot.length - slot.padding;
+    const std::uint32_t moved = result >= wanted                  ? wanted
+                                : slot.route == Route::buffered ? static_cast<std::uint32_t>(result)
+                                                                : aligned_progress(slot, result);
     if (moved > 0) slot.attempts = 0;
     (slot.kind == Operation::Kind::read ? counters_.bytes_read : counters_.bytes_written).add(moved);
     (slot.route == Route::buffered ? counters_.bytes_buffered
@@ -271,7 +276,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
      : slot.staging                ? counters_.bytes_staged
                                    : counters_.bytes_zero_copy)
         .add(moved);
-    if (moved < slot.length) {
+    if (moved < wanted) {
         counters_.short_transfers.add(1);
         return resume(slot, moved);
     }

@@ -42,7 +42,7 @@ class DataFile:
             self._lock(read_only)
             with naming(self.path):
                 self.capacity = os.fstat(self.descriptor).st_size
-            self.file: File = engine.open(str(self.path), "r" if read_only else "rw")
+            self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
         except BaseException:
             with contextlib.suppress(OSError):  # it is closed in any case, and this is not what went wrong
                 self._file.close()

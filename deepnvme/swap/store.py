@@ -60,9 +60,11 @@ class TensorStore:
     Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
     FileNotFoundError for one without, with ``read_only``;
     CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
-    The last, unaligned bytes of a tensor that is put by itself go through the system's page cache. If the drive fails while the
-    system writes these back, a later :meth:`get` may return other bytes without an error, unless ``checksum`` is set or a
-    :meth:`commit` has reported it.
+
+    Tensors bypass the system's page cache, which may drop what a failing drive does not take and tell nobody: a put that has
+    ended well was taken by the drive. Where the file system has no direct I/O, or sectors larger than a page, they do pass
+    through it. A later :meth:`get` may return other bytes there without an error, unless ``checksum`` is set or a :meth:`commit`
+    has reported it.
 
     Thread-safe, but for finalizers and signal handlers: where they run in the midst of another call of their thread, methods may
     raise RuntimeError. In a forked child every method does, and its end leaves the files alone.

@@ -78,6 +78,17 @@ def test_blocks_of_device_memory_go_to_the_drive_directly(driver: StandIn, backe
     assert stats.bytes_zero_copy == 0
 
 
+def test_a_file_of_whole_pages_serves_devices(driver: StandIn, backend: Any, drive: Path) -> None:
+    target = driver.tensor(bytes(len(CONTENT)))
+    with deepnvme.Engine(backend=backend) as engine, engine.open(drive / "file", "w+", whole_pages=True) as file:
+        engine.write(driver.tensor(CONTENT), file).result()
+        engine.read(target, file).result()
+        assert engine.stats().bytes_staged == 2 * len(CONTENT)
+    assert driver.content(target) == CONTENT
+    assert driver.surroundings_are_intact(target)
+    assert (drive / "file").read_bytes() == CONTENT + bytes(-len(CONTENT) % 4096)
+
+
 def test_an_open_file_serves_devices(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
     target = driver.tensor(bytes(len(CONTENT)))
     with engine.open(drive / "file", "w+") as file:

@@ -83,6 +83,28 @@ def test_device_memory_goes_through_staging(testing: ModuleType, case: str, addr
     assert spans == expected
 
 
+# Of files whose pages belong to one transfer each, on file systems with blocks of 16 KiB.
+# offset, length, address, (memory, offset) alignment -> (begin, end, route) of each span
+WHOLE_PAGES = {
+    "one page": (4096, 4096, 0, SECTORS, [(4096, 8192, "zero_copy")]),
+    "one byte": (4096, 1, 0, SECTORS, [(4096, 4097, "padded")]),
+    "a byte more than a page": (4096, 4097, 0, SECTORS, [(4096, 8192, "zero_copy"), (8192, 8193, "padded")]),
+    "the same, memory askew": (4096, 4097, 1, SECTORS, [(4096, 8192, "staged"), (8192, 8193, "padded")]),
+    "from within a page": (512, 4096, 0, SECTORS, [(512, 4608, "buffered")]),
+    "sectors larger than a page": (8192, 8193, 0, (512, 8192), [(8192, 16385, "buffered")]),
+    "no direct I/O": (4096, 4097, 0, None, [(4096, 8193, "buffered")]),
+    "nothing": (4096, 0, 0, SECTORS, []),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_PAGES)
+def test_what_is_no_whole_page_is_padded_where_the_page_is_the_transfers(testing: ModuleType, case: str) -> None:
+    offset, length, address, alignment, expected = WHOLE_PAGES[case]
+    granule = 16384
+    spans, _ = testing.plan(offset, length, address, alignment, BLOCK, BLOCK, PAGE, granule=granule, whole_pages=True)
+    assert _merged([(begin, end, route) for begin, end, _, route in spans]) == expected
+
+
 def _merged(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     merged: list[tuple[int, int, str]] = []
     for begin, end, route in spans:
@@ -128,6 +150,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "staging_size": max(min(block_size, 1 << 20) // 4096 * 4096, 4096),
         "page_size": draw(st.sampled_from([4096, 16384, 65536])),
         "on_device": draw(st.booleans()),
+        "whole_pages": draw(st.booleans()),
     }
 
 
@@ -152,6 +175,11 @@ def test_direct_blocks_are_aligned_in_file_and_memory(testing: ModuleType, argum
             continue
         memory_alignment, offset_alignment = arguments["alignment"]
         assert offset % offset_alignment == 0
+        if route == "padded":
+            assert offset % arguments["page_size"] == 0
+            assert length < arguments["page_size"]
+            assert arguments["page_size"] % offset_alignment == 0
+            continue
         assert length % offset_alignment == 0
         if route == "zero_copy":
             assert (arguments["address"] + offset - arguments["offset"]) % memory_alignment == 0
@@ -180,4 +208,5 @@ def test_no_block_is_longer_than_the_block_size_or_one_aligned_unit(testing: Mod
 @settings(deadline=None)
 def test_no_block_that_is_staged_is_longer_than_its_staging_slot(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
-    assert all(length <= arguments["staging_size"] for _, length, route in blocks if route == "staged" or arguments["on_device"])
+    bounced = [length for _, length, route in blocks if route in ("staged", "padded") or arguments["on_device"]]
+    assert all(length <= arguments["staging_size"] for length in bounced)

@@ -55,17 +55,34 @@ def test_a_read_does_not_mind(direct_disk: FaultyFilesystem, engine: deepnvme.En
     assert engine.read(page_aligned(bytes(len(CONTENT))), direct_disk / "file").result() == len(CONTENT)
 
 
+@pytest.mark.parametrize("nbytes", [4000, 10_000])
+def test_a_store_s_put_tells_of_a_drive_that_does_not_write(writeback_disk: FaultyFilesystem, nbytes: int) -> None:
+    """A page cache that keeps the last bytes would drop them later, and what was there before be got without an error."""
+    old, new = torch.full((nbytes,), 1, dtype=torch.uint8), torch.full((nbytes,), 2, dtype=torch.uint8)
+    with TensorStore(writeback_disk / "store") as store:
+        store.put("name", old).result()
+        assert torch.equal(store.get("name").result(), old)
+        writeback_disk.fail("write", errno.EIO, times=-1)
+        with pytest.raises(OSError, match="write of"):
+            store.put("name", new).result()
+        writeback_disk.heal()
+        with pytest.raises(OSError, match="'name' is damaged"):
+            store.get("name")
+        store.put("name", new).result()
+        assert torch.equal(store.get("name", out=torch.empty_like(new)).result(), new)
+
+
 def test_what_a_store_s_commit_could_not_flush_is_neither_got_nor_published(writeback_disk: FaultyFilesystem) -> None:
-    """The kernel has dropped it: what is read back are zeros, and another fsync succeeds."""
+    """The drive may have dropped it, and another fsync succeeds."""
     old, new = torch.full((10_000,), 1, dtype=torch.uint8), torch.full((9_999,), 2, dtype=torch.uint8)
     with TensorStore(writeback_disk / "store", persist=True) as store:
         store.put("name", old).result()
         store.commit()
         store.put("name", new).result()
-        writeback_disk.fail("write", errno.EIO, times=-1)
+        writeback_disk.fail("fsync", errno.EIO, times=-1)
         with pytest.raises(OSError, match="fsync") as failed:
             store.commit()
-        assert "write:EIO" in writeback_disk.heal()
+        assert "fsync:EIO" in writeback_disk.heal()
         assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(writeback_disk / "store" / "deepnvme-store.data"))
         with pytest.raises(OSError, match="'name' is damaged") as damaged:
             store.get("name")

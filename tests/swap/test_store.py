@@ -103,6 +103,19 @@ def test_small_tensors_go_where_there_is_least(striped):
     assert used == [10, 20, 10]
 
 
+def test_nothing_of_a_store_goes_through_the_page_cache(store, striped, engine):
+    tensors = {f"{nbytes}": numbered(nbytes) for nbytes in (1, 4000, 4097, 600_001, 5 * MIB + 1)}
+    for each in (store, striped):
+        for name, tensor in tensors.items():
+            each.put(f"alone {name}", tensor).result()
+        each.put_many(tensors).result()
+        for name, tensor in tensors.items():
+            assert torch.equal(each.get(name).result(), tensor)
+            assert torch.equal(each.get(f"alone {name}", out=torch.empty_like(tensor)).result(), tensor)
+        each.get_many(list(tensors)).result()
+    assert engine.stats().bytes_buffered == 0
+
+
 def test_tensors_that_are_not_contiguous_are_copied(store):
     whole = torch.arange(120.0).reshape(10, 12)
     for tensor in (whole.t(), whole[:, ::2], whole[3:, 1:5], torch.ones(1).expand(50, 7)):
