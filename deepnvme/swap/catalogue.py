@@ -13,7 +13,7 @@ from .contents import Entry, Version
 from .data_file import DataFile
 from .futures import Failure, Operation
 from .manifest import Stored
-from .space import Parts, Space
+from .space import FilesTooSmall, Parts, Space
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,9 @@ class Catalogue:
         checksums: Sequence[tuple[int, ...] | None],
         operation: Operation,
     ) -> tuple[list[Entry], list[Version]]:
-        """What the names are to hold: in place where that can be, else in new space. Raises OSError, and nothing changes then.
+        """What the names are to hold: in place where that can be, else in new space.
 
+        Raises FilesTooSmall, and nothing changes then.
         Where it is interrupted, :meth:`end_put` undoes what there is of it.
         """
         entries = [self.entries.get(name) or Entry(name) for name in names]
@@ -116,8 +117,8 @@ class Catalogue:
         self.space.change()
         try:
             places = iter(self.space.allocate(wanted))
-        except OSError:
-            self.space.mend()
+        except FilesTooSmall:
+            self.space.changed()
             raise
         versions = [
             version or Version(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)

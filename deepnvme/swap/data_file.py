@@ -7,12 +7,14 @@ import errno
 import fcntl
 import io
 import os
+import threading
 from pathlib import Path
 
 from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 
 from .extents import Extents, padded
+from .futures import check_not_owned
 from .owner import Inherited, StoreLocked, lock, locked, naming, unlock_and_close
 
 DATA_NAME = "deepnvme-store.data"
@@ -35,6 +37,7 @@ class DataFile:
         self.path = directory / DATA_NAME
         self.weight = weight
         self.extents = Extents()
+        self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate holds up growth alone
         with naming(self.path):
             self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this
         try:
@@ -53,21 +56,22 @@ class DataFile:
         """For mappings, which work after the file has lost its name, too."""
         return self._file.fileno()
 
-    def grow_to(self, size: int) -> None:
-        """Have ``size`` bytes preallocated, or more. Raises OSError (ENOSPC) and leaves the file as it was."""
-        if size <= self.capacity:
-            return
-        step = min(max(self.capacity, _SMALLEST_STEP), _LARGEST_STEP)
-        wanted, generous = padded(size), padded(self.capacity + step)
-        if generous > wanted and generous - self.capacity <= self.free() // 2:
-            wanted = generous
-        self.allocate(wanted)
+    def grow_to(self, size: int, exactly: bool = False) -> None:
+        """Have ``size`` bytes preallocated, or more unless ``exactly``. Waits for the drive: not with the store's lock held.
 
-    def allocate(self, size: int) -> None:
-        """Have ``size`` bytes preallocated, which is more than there are. Raises OSError, and leaves the file as it was then."""
-        remedy = "make room, or give this directory a smaller weight or another disk"
-        preallocate(self.descriptor, self.capacity, size, str(self.directory), remedy)
-        self.capacity = size
+        Raises OSError (ENOSPC) and leaves the file as it was; RuntimeError where this thread is in the midst of it already.
+        """
+        check_not_owned(self._growing)
+        with self._growing:
+            if size <= self.capacity:
+                return
+            step = min(max(self.capacity, _SMALLEST_STEP), _LARGEST_STEP)
+            wanted, generous = padded(size), padded(self.capacity + step)
+            if not exactly and generous > wanted and generous - self.capacity <= self.free() // 2:
+                wanted = generous
+            remedy = "make room, or give this directory a smaller weight or another disk"
+            preallocate(self.descriptor, self.capacity, wanted, str(self.directory), remedy)
+            self.capacity = wanted
 
     def trim(self, size: int) -> None:
         """Give back what lies past ``size`` bytes."""

@@ -22,12 +22,21 @@ class Part(NamedTuple):
     nbytes: int
 
 
+class FilesTooSmall(Exception):
+    """What was to be taken lies past the end of these files: it is free again, for whoever comes first once they have grown."""
+
+    def __init__(self, sizes: Sequence[tuple[DataFile, int]]) -> None:
+        super().__init__(f"{len(sizes)} files are too small")
+        self.sizes = sizes
+        """Bytes that each has to have."""
+
+
 Parts = tuple[Part, ...]
 """A tensor's, in the order of its bytes; none if it has no bytes."""
 
 
 class Space:
-    """Not thread-safe.
+    """Not thread-safe. No method waits for the drive, but :meth:`trim`.
 
     What is taken follows from ``held``, which says what somebody holds; the extents are only a faster way to know. Whoever
     changes both calls :meth:`change` before and :meth:`changed` after. Where Ctrl-C or another exception came in between, the
@@ -65,7 +74,7 @@ class Space:
         return [nbytes] if nbytes else []
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
-        """Parts for a new tensor of each size, neighbours where possible. Raises OSError (ENOSPC). Within a change."""
+        """Parts for a new tensor of each size, neighbours where possible. Raises FilesTooSmall. Within a change."""
         placed: list[Parts] = [()] * len(sizes)
         run: list[int] = []
         length = 0
@@ -79,8 +88,11 @@ class Space:
                     self._take_run(run, sizes, placed)
                     run, length = [], 0
         self._take_run(run, sizes, placed)
-        for file in self.files:
-            file.grow_to(file.extents.end)
+        sizes_wanted = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
+        if sizes_wanted:
+            for parts in placed:
+                self.give_back(parts)
+            raise FilesTooSmall(sizes_wanted)
         return placed
 
     def take(self, parts: Iterable[Part]) -> None:
@@ -97,11 +109,9 @@ class Space:
         for part in parts:
             self.files[part.file].extents.give_back(part.offset, padded(part.nbytes))
 
-    def reserve(self, nbytes: int) -> None:
-        """Preallocate, for tensors of ``nbytes`` bytes in all. Raises OSError (ENOSPC)."""
-        for file, share in zip(self.files, shares(nbytes, self._weights), strict=True):
-            if padded(share) > file.capacity:
-                file.allocate(padded(share))
+    def sizes_for(self, nbytes: int) -> list[tuple[DataFile, int]]:
+        """Of the files, for tensors of ``nbytes`` bytes in all."""
+        return [(file, padded(share)) for file, share in zip(self.files, shares(nbytes, self._weights), strict=True)]
 
     def trim(self) -> None:
         """Give back what lies past the last tensor of each file. Raises OSError."""

@@ -15,9 +15,11 @@ from . import memory
 from .buffers import BufferPool, buffer_pool
 from .catalogue import Catalogue, note_gets
 from .contents import CorruptTensor, Entry, TensorInfo, Version
+from .data_file import DataFile
 from .directories import Directories, Directory, weights_of
 from .futures import Operation, StoreFuture
 from .reading import read_into, read_new
+from .space import FilesTooSmall
 from .turns import Turns
 from .writing import Writing
 
@@ -232,19 +234,27 @@ class TensorStore:
         """
 
         names = [name for name, _, _ in ranges]
+        operation = self._turns.operation()
 
-        def start() -> torch.Tensor:
+        def begin() -> list[tuple[DataFile, int, int]]:
+            entries = self._catalogue.readable(names)
+            self._turns.begin(operation)
+            note_gets(list(dict.fromkeys(entries)), operation)
             parts = []
-            for entry, (_, first, count) in zip(self._catalogue.readable(names), ranges, strict=True):
+            for entry, (_, first, count) in zip(entries, ranges, strict=True):
                 for part in entry.newest.parts:
                     inside = min(count, part.nbytes - first)
                     if inside > 0:
                         parts.append((self._space.files[part.file], part.offset + first, inside))
                         count -= inside
                     first = max(0, first - part.nbytes)
-            return memory.map_files(parts, sum(count for _, _, count in ranges))
+            return parts
 
-        return self._in_turn(names, start)
+        with operation.starting:
+            mapped = memory.map_files(self._in_turn(names, begin), sum(count for _, _, count in ranges))
+            operation.complete = True
+        operation.settle()
+        return mapped
 
     def reserve(self, nbytes: int) -> None:
         """Have room for ``nbytes`` bytes of tensors in all, those that are there included; each takes whole pages of 4096 bytes.
@@ -254,10 +264,16 @@ class TensorStore:
         self._check_writable()
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        with self._turns.lock:
-            self._turns.check_open()
-            self._space.mend()
-            self._space.reserve(nbytes)
+        operation = self._turns.operation()  # close() waits for it
+        with operation.starting:
+            with self._turns.lock:
+                self._turns.check_open()
+                self._turns.begin(operation)
+                self._space.mend()
+            for file, size in self._space.sizes_for(nbytes):
+                file.grow_to(size, exactly=True)
+            operation.complete = True
+        operation.settle()
 
     # Ending.
 
@@ -339,6 +355,16 @@ class TensorStore:
         """``start()``, with the lock held, once nothing is under way that it conflicts with."""
         return self._turns.after(lambda: self._conflicts(names, writing), start)
 
+    def _with_room(self, start: Callable[[], Result]) -> Result:
+        """``start()``, again whenever the files that it found too small have grown: without the store's lock, which it takes."""
+        while True:
+            try:
+                return start()
+            except FilesTooSmall as error:
+                sizes = error.sizes
+            for file, size in sizes:
+                file.grow_to(size)
+
     def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
         conflicts = self._catalogue.conflicts(names, writing)
         flush = self._flush
@@ -361,7 +387,7 @@ class TensorStore:
 
         with operation.starting:
             try:
-                entries, versions = self._in_turn(names, begin, writing=True)
+                entries, versions = self._with_room(lambda: self._in_turn(names, begin, writing=True))
                 pool = buffer_pool() if self._pool is None else self._pool
                 writing = Writing(self._engine, pool, self._handles, operation)
                 writing.start([version.parts for version in versions], tensors, addresses, entries)

@@ -18,9 +18,8 @@ _SWEPT_FROM = 64
 class Turns:
     """Operations begin one at a time, with the lock held, and are under way together. Thread-safe.
 
-    Nobody waits for a transfer, an fsync, memory or another lock with the lock held. Preallocation of a file is the exception: a
-    drive that hangs in it holds up the other calls. The lock is only ever taken by ``with`` itself, which Ctrl-C cannot come in
-    between. In a forked child every method raises RuntimeError.
+    Nobody waits with the lock held: not for the drive, nor for memory, nor for another lock. It is only ever taken by ``with``
+    itself, which Ctrl-C cannot come in between. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self) -> None:

@@ -382,6 +382,14 @@ def test_a_mapping_is_private_and_outlives_the_store(drive):
     assert torch.equal(mapped, expected)
 
 
+def test_ranges_of_one_tensor_are_mapped_side_by_side(store):
+    store.put_many({"a": numbered(3 * 4096), "b": numbered(5000, 1)}).result()
+    mapped = store.map_ranges([("a", 8192, 4096), ("a", 0, 4096), ("b", 4096, 904)])
+    assert torch.equal(mapped, torch.cat([numbered(12288)[8192:], numbered(4096), numbered(5000, 1)[4096:]]))
+    store.put("a", numbered(3 * 4096, 2)).result()
+    assert torch.equal(store.get("a").result(), numbered(3 * 4096, 2))
+
+
 def test_a_mapping_goes_with_its_last_view(store):
     def mappings():
         with open("/proc/self/maps") as file:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap import CorruptManifest, manifest
+from deepnvme.swap import CorruptManifest, data_file, manifest
 from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.data_file import DATA_NAME
 from deepnvme.swap.extents import padded
@@ -774,6 +774,83 @@ class TestWaiting:
                     commit.join()
         with TensorStore(drive / "store", persist=True) as store:
             assert torch.equal(store.get("name").result(), numbered(MIB))
+
+    @pytest.mark.parametrize("grow", ["put", "reserve"])
+    def test_others_use_the_store_while_a_file_grows(self, drive, engine, monkeypatch, grow):
+        """And another one with the same pool, and the file, when it has grown."""
+        pool = BufferPool(32 * MIB)
+        begun, may_end = threading.Event(), threading.Event()
+        real = data_file.preallocate
+
+        def preallocate(*arguments):
+            if not begun.is_set():
+                begun.set()
+                may_end.wait(8)  # or a store that does not let others in would hang the test
+            return real(*arguments)
+
+        with (
+            TensorStore(drive / "one", engine=engine, pool=pool) as store,
+            TensorStore(drive / "two", engine=engine, pool=pool) as other,
+        ):
+            many = {str(index): numbered(5000, index) for index in range(100)}
+            for each in (store, other):
+                each.put_many(many).result()
+            monkeypatch.setattr(data_file, "preallocate", preallocate)
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                try:
+                    growing = thread.submit(
+                        lambda: store.put("large", numbered(20 * MIB)).result() if grow == "put" else store.reserve(40 * MIB)
+                    )
+                    assert begun.wait(10)
+                    begin = time.monotonic()
+                    for each in (store, other):
+                        assert torch.equal(self.in_time(lambda each=each: each.get("7").result()), many["7"])
+                        self.in_time(lambda each=each: each.put_many({"7": many["8"], "new": many["9"]}).result())
+                        self.in_time(lambda each=each: each.delete("8").result())
+                        assert self.in_time(lambda each=each: "large" not in each and len(each) == 100)
+                    self.in_time(lambda: other.put("large", numbered(20 * MIB)).result())
+                    assert time.monotonic() - begin < 6
+                    assert not growing.done()
+                finally:
+                    may_end.set()
+                growing.result(10)
+            assert store.allocated_bytes >= (20 if grow == "put" else 40) * MIB
+            assert grow == "reserve" or torch.equal(store.get("large").result(), numbered(20 * MIB))
+            assert torch.equal(store.get("7").result(), many["8"])
+            assert torch.equal(store.get("new").result(), many["9"])
+
+    def test_a_store_that_is_closed_while_a_file_grows(self, drive, monkeypatch):
+        """Waits for it, and the put says what has come in between."""
+        begun, closing = threading.Event(), threading.Event()
+        real = data_file.preallocate
+
+        def preallocate(*arguments):
+            begun.set()
+            assert closing.wait(10)
+            return real(*arguments)
+
+        monkeypatch.setattr(data_file, "preallocate", preallocate)
+        store = TensorStore(drive / "store")
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            put = threads.submit(store.put, "name", numbered(MIB))
+            assert begun.wait(10)
+            close = threads.submit(store.close)
+            time.sleep(0.2)
+            assert not close.done()
+            closing.set()
+            with pytest.raises(ValueError, match="the store is closed"):
+                put.result(10)
+            close.result(10)
+        assert not (drive / "store").exists()
+
+    def test_puts_that_need_more_at_once_do_not_take_each_others_room(self, drive, engine):
+        tensors = {str(index): numbered(3 * MIB + index, index) for index in range(32)}
+        with TensorStore(drive / "store", engine=engine) as store:
+            with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                for put in [threads.submit(store.put, name, tensor) for name, tensor in tensors.items()]:
+                    put.result(60).result(60)
+            assert all(torch.equal(store.get(name).result(), tensor) for name, tensor in tensors.items())
+            assert store.allocated_bytes == (drive / "store" / DATA_NAME).stat().st_size
 
 
 class TestSystemErrors:
