@@ -53,21 +53,21 @@ py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::b
     return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes));
 }
 
-py::tuple pickle_walk(const py::bytes& stream) {
+py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most) {
     const std::string_view bytes = stream;
     PickleWalk found;
     {
         const py::gil_scoped_release released;
-        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()});
+        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most);
     }
-    return py::make_tuple(found.deepest, found.unregistered, found.whole);
+    return py::make_tuple(found.deepest, found.unregistered, found.memo, found.whole);
 }
 
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
     module.def("none_for", &none_for, "types"_a, "otherwise"_a);
-    module.def("pickle_walk", &pickle_walk, "stream"_a);
+    module.def("pickle_walk", &pickle_walk, "stream"_a, "most"_a);
     module.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
 }
 

@@ -3,10 +3,57 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <vector>
 
 namespace deepnvme {
 
 namespace {
+
+constexpr std::uint64_t kMost = ~std::uint64_t{0};
+
+// How deep the tuples are nested in each value that unpickling would have on its stack or in its memo.
+class Values {
+public:
+    std::size_t open() const { return marks_.size(); }
+    void mark() { marks_.push_back(stack_.size()); }
+    void push(std::uint16_t depth = 0) { stack_.push_back(depth); }
+    std::uint16_t top() const { return stack_.empty() ? std::uint16_t{0} : stack_.back(); }
+    std::size_t since_mark() const { return stack_.size() - std::min(stack_.size(), marks_.empty() ? 0 : marks_.back()); }
+    // The deepest of the `count` last ones, which go. Where fewer are left, unpickling fails.
+    std::uint16_t pop(std::size_t count) {
+        std::uint16_t deepest = 0;
+        for (; count && !stack_.empty(); --count) {
+            deepest = std::max(deepest, stack_.back());
+            stack_.pop_back();
+        }
+        return deepest;
+    }
+    // Those since the last MARK, and that.
+    std::uint16_t pop_mark() {
+        const std::uint16_t deepest = pop(since_mark());
+        if (!marks_.empty()) marks_.pop_back();
+        return deepest;
+    }
+    // As POP: the MARK, where nothing is behind it.
+    void drop() {
+        if (!marks_.empty() && !since_mark()) marks_.pop_back();
+        else pop(1);
+    }
+    std::uint64_t entered() const { return entered_; }
+    void put(std::uint64_t number) {
+        if (number >= memo_.size()) memo_.resize(number + 1);
+        entered_ += memo_[number] == 0;
+        memo_[number] = static_cast<std::uint16_t>(top() + 1);
+    }
+    void get(std::uint64_t number) { push(number < memo_.size() && memo_[number] ? static_cast<std::uint16_t>(memo_[number] - 1) : 0); }
+
+private:
+    std::deque<std::uint16_t> stack_;
+    std::vector<std::size_t> marks_;
+    std::vector<std::uint16_t> memo_;  // one more than the depth; 0: there is none
+    std::uint64_t entered_ = 0;
+};
 
 // Where the reading is; everything that is cut off leaves it at the end.
 class Cursor {
@@ -21,19 +68,38 @@ public:
         at_ = there ? at_ + nbytes : stream_.size();
         return there;
     }
-    // Past as many bytes as a little-endian number of `width` bytes says.
-    bool skip_counted(std::size_t width) {
+    // Past a little-endian number of `width` bytes, into `value`.
+    bool number(std::size_t width, std::uint64_t& value) {
         const std::size_t start = at_;
+        value = 0;
         if (!skip(width)) return false;
+        for (std::size_t i = 0; i < width; ++i) value |= std::uint64_t{stream_[start + i]} << (8 * i);
+        return true;
+    }
+    // Past as many bytes as the number before them says.
+    bool skip_counted(std::size_t width) {
         std::uint64_t nbytes = 0;
-        for (std::size_t i = 0; i < width; ++i) nbytes |= std::uint64_t{stream_[start + i]} << (8 * i);
-        return skip(nbytes);
+        return number(width, nbytes) && skip(nbytes);
     }
     bool skip_lines(int count) {
         for (; count; --count) {
             const void* end = ended() ? nullptr : std::memchr(stream_.data() + at_, '\n', stream_.size() - at_);
             if (!end) return skip(stream_.size());
             at_ = static_cast<std::size_t>(static_cast<const unsigned char*>(end) - stream_.data()) + 1;
+        }
+        return true;
+    }
+    // Past a line of digits. What int() takes besides, no pickler writes: it is read as the largest number.
+    bool decimal(std::uint64_t& value) {
+        const std::size_t start = at_;
+        if (!skip_lines(1)) return false;
+        value = 0;
+        for (std::size_t i = start; i + 1 < at_; ++i) {
+            if (stream_[i] < '0' || stream_[i] > '9' || value > kMost / 10 - 1) {
+                value = kMost;
+                break;
+            }
+            value = 10 * value + (stream_[i] - '0');
         }
         return true;
     }
@@ -45,60 +111,111 @@ private:
 
 }  // namespace
 
-PickleWalk walk_pickle(std::span<const unsigned char> stream) {
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most) {
     PickleWalk found;
-    std::uint64_t open = 0;
     std::uint64_t unregistered = 0;
-    const auto made = [&] { found.unregistered = std::max(found.unregistered, ++unregistered); };
-    const auto registered = [&] { unregistered -= unregistered != 0; };
+    Values values;
     Cursor cursor(stream);
-    while (!cursor.ended()) {
+    const auto made = [&] { found.unregistered = std::max(found.unregistered, ++unregistered); };
+    const auto tuple = [&](std::uint16_t inside) {
+        values.push(static_cast<std::uint16_t>(inside + 1));
+        found.deepest = std::max<std::uint64_t>(found.deepest, inside + 1u);
+        made();
+    };
+    const auto call = [&](std::size_t arguments) {
+        values.pop(arguments);
+        values.push();
+        made();
+    };
+    const auto put = [&](std::uint64_t number) {
+        unregistered -= unregistered != 0;
+        found.memo = std::max(found.memo, number);
+        if (number < stream.size()) values.put(number);
+        return number < stream.size();
+    };
+    while (!cursor.ended() && found.deepest <= most) {
         const unsigned char operation = cursor.next();
+        bool going_on = true;
+        std::uint64_t number = 0;
         switch (operation) {
-            case '(': found.deepest = std::max(found.deepest, ++open); break;
-            case 't': case 'e': case 'u': case 0x90: case 0x91:  // TUPLE, APPENDS, SETITEMS, ADDITEMS, FROZENSET
-                open -= open != 0;
+            case '(':
+                values.mark();
+                found.deepest = std::max<std::uint64_t>(found.deepest, values.open());
                 break;
-            case 'l': case 'd': case 'o':  // LIST, DICT, OBJ: from a MARK
-            case '1':                      // POP_MARK
-                open -= open != 0;
+            case 't':  // TUPLE
+                if (values.since_mark()) {
+                    tuple(values.pop_mark());
+                } else {
+                    values.pop_mark();
+                    values.push();
+                }
+                break;
+            case 0x85: case 0x86: case 0x87: tuple(values.pop(operation - 0x84u)); break;  // TUPLE1 to 3
+            case 'e': case 'u': case 0x90: values.pop_mark(); break;                       // APPENDS, SETITEMS, ADDITEMS
+            case 'l': case 'd': case 'o': case 0x91:                                       // LIST, DICT, OBJ, FROZENSET: from a MARK
+                values.pop_mark();
+                call(0);
+                break;
+            case '1':  // POP_MARK
+                values.pop_mark();
                 made();
                 break;
-            case ']': case '}': case 0x8f:   // EMPTY_LIST, EMPTY_DICT, EMPTY_SET
-            case 'R': case 0x81: case 0x92:  // REDUCE, NEWOBJ, NEWOBJ_EX
-            case '0': case '2':              // POP, DUP
+            case ']': case '}': case 0x8f: call(0); break;  // EMPTY_LIST, EMPTY_DICT, EMPTY_SET
+            case 'R': case 0x81: call(2); break;            // REDUCE, NEWOBJ
+            case 0x92: call(3); break;                      // NEWOBJ_EX
+            case '0':                                       // POP
+                values.drop();
                 made();
                 break;
-            case 0x94: registered(); break;  // MEMOIZE
-            case 'q': registered(); if (!cursor.skip(1)) return found; break;        // BINPUT
-            case 'r': registered(); if (!cursor.skip(4)) return found; break;        // LONG_BINPUT
-            case 'p': registered(); if (!cursor.skip_lines(1)) return found; break;  // PUT
-            case 'N': case ')': case 'a': case 'b': case 's': case 'Q':  // NONE, EMPTY_TUPLE, APPEND, BUILD, SETITEM, BINPERSID
-            case 0x85: case 0x86: case 0x87: case 0x88: case 0x89:       // TUPLE1 to 3, NEWTRUE, NEWFALSE
-            case 0x93: case 0x97: case 0x98:                             // STACK_GLOBAL, NEXT_BUFFER, READONLY_BUFFER
+            case '2':  // DUP
+                values.push(values.top());
+                made();
                 break;
-            case 'K': case 'h': case 0x80: case 0x82: if (!cursor.skip(1)) return found; break;  // BININT1, BINGET, PROTO, EXT1
-            case 'M': case 0x83: if (!cursor.skip(2)) return found; break;                       // BININT2, EXT2
-            case 'J': case 'j': case 0x84: if (!cursor.skip(4)) return found; break;             // BININT, LONG_BINGET, EXT4
-            case 'G': case 0x95: if (!cursor.skip(8)) return found; break;                       // BINFLOAT, FRAME
+            case 0x94: going_on = put(values.entered()); break;                             // MEMOIZE
+            case 'q': going_on = cursor.number(1, number) && put(number); break;            // BINPUT
+            case 'r': going_on = cursor.number(4, number) && put(number); break;            // LONG_BINPUT
+            case 'p': going_on = cursor.decimal(number) && put(number); break;              // PUT
+            case 'h': if ((going_on = cursor.number(1, number))) values.get(number); break;  // BINGET
+            case 'j': if ((going_on = cursor.number(4, number))) values.get(number); break;  // LONG_BINGET
+            case 'g':                                                                       // GET
+                going_on = cursor.decimal(number);
+                if (going_on && number == kMost) found.memo = number;
+                going_on = going_on && number != kMost;
+                values.get(number);
+                break;
+            case 'a': case 'b': values.pop(1); break;  // APPEND, BUILD
+            case 's': values.pop(2); break;            // SETITEM
+            case 'Q': case 0x93:                       // BINPERSID, STACK_GLOBAL
+                values.pop(operation == 'Q' ? 1 : 2);
+                values.push();
+                break;
+            case 'N': case ')': case 0x88: case 0x89: case 0x97: values.push(); break;  // NONE, EMPTY_TUPLE, NEWTRUE, NEWFALSE, NEXT_BUFFER
+            case 0x98: break;                                                           // READONLY_BUFFER
+            case 0x80: going_on = cursor.skip(1); break;                                // PROTO
+            case 0x95: going_on = cursor.skip(8); break;                                // FRAME
+            case 'K': case 0x82: values.push(); going_on = cursor.skip(1); break;           // BININT1, EXT1
+            case 'M': case 0x83: values.push(); going_on = cursor.skip(2); break;           // BININT2, EXT2
+            case 'J': case 0x84: values.push(); going_on = cursor.skip(4); break;           // BININT, EXT4
+            case 'G': values.push(); going_on = cursor.skip(8); break;                      // BINFLOAT
             // SHORT_BINSTRING, SHORT_BINBYTES, SHORT_BINUNICODE, LONG1
-            case 'U': case 'C': case 0x8c: case 0x8a: if (!cursor.skip_counted(1)) return found; break;
+            case 'U': case 'C': case 0x8c: case 0x8a: values.push(); going_on = cursor.skip_counted(1); break;
             // BINSTRING, BINBYTES, BINUNICODE, LONG4
-            case 'T': case 'B': case 'X': case 0x8b: if (!cursor.skip_counted(4)) return found; break;
+            case 'T': case 'B': case 'X': case 0x8b: values.push(); going_on = cursor.skip_counted(4); break;
             // BINUNICODE8, BINBYTES8, BYTEARRAY8
-            case 0x8d: case 0x8e: case 0x96: if (!cursor.skip_counted(8)) return found; break;
-            // INT, LONG, FLOAT, STRING, UNICODE, PERSID, GET
-            case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': case 'g': if (!cursor.skip_lines(1)) return found; break;
-            case 'c': if (!cursor.skip_lines(2)) return found; break;  // GLOBAL
-            case 'i':                                                  // INST: from a MARK
-                open -= open != 0;
-                made();
-                if (!cursor.skip_lines(2)) return found;
+            case 0x8d: case 0x8e: case 0x96: values.push(); going_on = cursor.skip_counted(8); break;
+            // INT, LONG, FLOAT, STRING, UNICODE, PERSID
+            case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': values.push(); going_on = cursor.skip_lines(1); break;
+            case 'c': values.push(); going_on = cursor.skip_lines(2); break;  // GLOBAL
+            case 'i':                                                         // INST: from a MARK
+                values.pop_mark();
+                call(0);
+                going_on = cursor.skip_lines(2);
                 break;
             default:  // STOP, or no operation
                 found.whole = true;
                 return found;
         }
+        if (!going_on) return found;
     }
     return found;
 }

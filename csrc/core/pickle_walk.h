@@ -8,12 +8,16 @@
 namespace deepnvme {
 
 struct PickleWalk {
-    std::uint64_t deepest = 0;  // MARKs that are open at a time: how far what is pickled is nested
-    // Lists, dicts, sets and results of calls at a time that are not in the memo yet, where a pickler enters each, and values dropped.
+    // How far what is pickled is nested: MARKs that are open at a time, or tuples in tuples, which are hashed by recursion.
+    std::uint64_t deepest = 0;
+    // Containers and results of calls at a time that are not in the memo yet, where a pickler enters each, and values dropped.
     std::uint64_t unregistered = 0;
+    std::uint64_t memo = 0;  // the largest number of the memo that something is entered under; picklers count from 0 on
     bool whole = false;  // whether it ends within the stream: by STOP, or by what is no operation
 };
 
-PickleWalk walk_pickle(std::span<const unsigned char> stream);
+// Ends early where it is nested more than `most` times, or a number of the memo is no less than the stream has bytes; `whole` is
+// false then.
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most);
 
 }  // namespace deepnvme

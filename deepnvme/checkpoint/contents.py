@@ -21,7 +21,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .cut_off import what_is_missing
-from .pickle_scan import PickleScan, names_only_plain
+from .pickle_scan import DEEPEST, PickleScan, names_only_plain
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 
@@ -170,18 +170,27 @@ def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
 
 
 def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
-    """Raise CorruptCheckpoint for a pickle that no pickler writes, in which a byte makes an object of a hundred: torch would
-    take minutes and gigabytes before it refused some megabytes of them."""
-    deepest, unregistered, whole = AsyncIOBuilder().load().pickle_walk(stream)
-    if deepest > _MOST_UNUSUAL:
-        raise CorruptCheckpoint(path, f"the pickle is nested {deepest} times, and may be {_MOST_UNUSUAL} times")
-    if unregistered > _MOST_UNUSUAL:
-        raise CorruptCheckpoint(path, f"the pickle leaves {unregistered} objects out of its memo, where picklers enter all")
-    if not whole:
-        raise CorruptCheckpoint(path, f"the pickle is cut off at its byte {len(stream)}")
+    """Raise CorruptCheckpoint for a pickle that is :func:`wasteful`, or cut off."""
+    why = wasteful(stream)
+    if why is not None:
+        raise CorruptCheckpoint(path, f"the pickle {why}")
 
 
-_MOST_UNUSUAL = 1_000_000
+def wasteful(stream: bytes) -> str | None:
+    """What is wrong with a pickle that no pickler writes, or None: one that is cut off, or in which a byte makes an object of a
+    hundred, or a number a memo of gigabytes, so that minutes and gigabytes would go before some megabytes of it were refused; or
+    with tuples so deep in tuples that hashing them ends the process."""
+    deepest, unregistered, memo, whole = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
+    if deepest > DEEPEST:
+        return f"is nested more than {DEEPEST} times"
+    if memo >= max(len(stream), 1):
+        return f"has {len(stream)} bytes, and numbers the entries of its memo up to {memo}"
+    if unregistered > _MOST_UNREGISTERED:
+        return f"leaves {unregistered} objects out of its memo, where picklers enter all"
+    return None if whole else f"is cut off at its byte {len(stream)}"
+
+
+_MOST_UNREGISTERED = 1_000_000
 """They take less than 300 MB; tools that make pickles smaller leave entries out that are never asked for."""
 
 

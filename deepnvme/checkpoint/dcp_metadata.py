@@ -12,14 +12,14 @@ import importlib
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from .contents import CorruptCheckpoint
+from .contents import CorruptCheckpoint, refuse_wasteful
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -34,13 +34,8 @@ _ENUMS = {
     "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
 }
-_BUILTINS = {
-    name: getattr(importlib.import_module("builtins"), name)
-    for name in (
-        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple"
-    )
-}
-_PATHS = {"Path", "PosixPath", "WindowsPath"}
+_LARGEST = 2 << 30
+"""Bytes of a file: of a million tensors in ten million parts. Memory for what is made of it is at most some 40 times as much."""
 
 
 def load_metadata(path: Path) -> Metadata:
@@ -51,12 +46,16 @@ def load_metadata(path: Path) -> Metadata:
     OSError naming the file.
     """
     try:
-        text = path.read_bytes()
+        nbytes = path.stat().st_size
+        text = path.read_bytes() if nbytes <= _LARGEST else b""
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+    if nbytes > _LARGEST:
+        raise CorruptCheckpoint(path, f"it has {nbytes} bytes, and metadata may have {_LARGEST}")
+    refuse_wasteful(path, text)
     before = [(record, dict(vars(record))) for record in _records()]
     try:
-        loaded = _Unpickler(io.BytesIO(text)).load()
+        loaded = _Unpickler(text).load()
     except _Refused as error:
         raise pickle.UnpicklingError(
             f"'{path}' has {error} in it, which no writer of torch puts there: it may run code. If you trust it, allow that by"
@@ -68,7 +67,10 @@ def load_metadata(path: Path) -> Metadata:
         changed = [_restore(record, attributes) for record, attributes in before]
     if any(changed):
         raise pickle.UnpicklingError(f"'{path}' changes a class of torch, which no writer of torch does: it is made to do harm")
-    _check(path, loaded)
+    try:
+        _check(path, loaded)
+    except (ValueError, RecursionError) as error:  # of a name with more digits, or deeper, than Python shows
+        raise CorruptCheckpoint(path, f"an item has no name that can be shown: {error}") from error
     return loaded  # type: ignore[no-any-return]
 
 
@@ -77,6 +79,13 @@ class _Refused(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Calls only what picklers call, with what they call it with; together of no more than the pickle has bytes, which a call's
+    arguments stand before it in: a list that is in the memo could be copied by each of millions."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._left = len(text)
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
             found = getattr(importlib.import_module(module), name, None)
@@ -84,31 +93,38 @@ class _Unpickler(pickle.Unpickler):
                 return found
         if name in _ENUMS.get(module, ()):
             return functools.partial(getattr(importlib.import_module(module), name))
-        if module in ("builtins", "__builtin__") and name in _BUILTINS:
-            return _BUILTINS[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in _PATHS:
-            return _path_of(name)  # where the checkpoint was saved, perhaps on another system
-        if (module, name) == ("_codecs", "encode"):
-            return functools.partial(_encode)
+        made = _MADE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
+        if made is not None:
+            return functools.partial(self._call, made)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return functools.partial(_layout)
         return _allowed(module, name)
 
+    def _call(self, made: Callable[..., Any], *arguments: Any) -> Any:
+        self._left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
+        if self._left < 0:
+            raise ValueError("it calls with more than it has bytes")
+        return made(*arguments)
 
-def _path_of(name: str) -> Any:
-    kind = PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
-    return functools.partial(kind)
+
+def _bytes() -> bytes:
+    return b""
+
+
+def _bytearray(text: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(_encode(text, encoding) if isinstance(text, str) else memoryview(text))
+
+
+def _slice(*ends: Any) -> slice:
+    """Of what is no container: a slice hashes what it has, and of one in many others that ends the process."""
+    if not all(each is None or type(each) is int for each in ends):
+        raise ValueError("the ends of a slice are no integers")
+    return slice(*ends)
 
 
 def _encode(text: str, encoding: str) -> bytes:
     """Of bytes, which the older protocols have as text."""
-    if encoding != "latin1":
+    if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{encoding} is not how bytes are pickled")
     return text.encode("latin1")
 
@@ -118,6 +134,27 @@ def _layout(name: str) -> torch.layout:
     if not isinstance(found, torch.layout):
         raise ValueError(f"{name} is no layout")
     return found
+
+
+def _path_of(name: str) -> Callable[..., PurePath]:
+    """Where the checkpoint was saved, perhaps on another system."""
+    return PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
+
+
+_MADE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "complex"): complex,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "set"): set,
+    ("builtins", "slice"): _slice,
+    ("_codecs", "encode"): _encode,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    **{("pathlib", pure + name): _path_of(name) for pure in ("", "Pure") for name in ("Path", "PosixPath", "WindowsPath")},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+}
+"""What picklers call to make what they have no operation for."""
 
 
 def _allowed(module: str, name: str) -> Any:

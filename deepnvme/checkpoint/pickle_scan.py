@@ -25,7 +25,7 @@ _PLAIN = {
 }
 """Make objects without looking at the contents of storages."""
 _MODULES = {"torch", "torch.storage"} | {module for module, _ in _PLAIN}
-_DEEPEST = 10_000
+DEEPEST = 10_000
 """Times that a pickle is nested; no pickler nests more."""
 _MOST_OPERATIONS = 60_000_000
 """Reads, two of most operations: of half a million tensors."""
@@ -81,8 +81,8 @@ class PickleScan(pickle._Unpickler):
         """Whether nothing that it calls could look at the contents of storages."""
 
     def load_mark(self: Any) -> None:
-        if len(self.metastack) == _DEEPEST:
-            raise pickle.UnpicklingError(f"it is nested more than {_DEEPEST} times")
+        if len(self.metastack) == DEEPEST:
+            raise pickle.UnpicklingError(f"it is nested more than {DEEPEST} times")
         pickle._Unpickler.dispatch[pickle.MARK[0]](self)
 
     def load_nothing(self: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from deepnvme._tensor_memory import memory_of
 
 from .archive import archive
+from .contents import wasteful
 from .pickled import is_plain
 from .zip_directory import BadDirectory, Entry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
@@ -155,7 +156,11 @@ def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None
     try:
         records = _records(tail, length)
         stream = records["data.pkl"]
-        found = _Described(io.BytesIO(beginning[_data_of(beginning, stream) :])).load()
+        begin = _data_of(beginning, stream)
+        text = beginning[begin : begin + stream.nbytes]
+        if not stream.stored or wasteful(text):
+            return None
+        found = _Described(io.BytesIO(text)).load()
         if type(found) is not _Tensor or found.first:
             return None
         storage = records[f"data/{found.storage.key}"]
@@ -163,7 +168,7 @@ def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None
     except (pickle.UnpicklingError, struct.error, LookupError, ValueError, TypeError, AttributeError, EOFError):
         return None
     elements = Elements(begin, found.dtype, found.shape, found.stride)
-    whole = stream.stored and storage.stored and begin + found.storage.nbytes <= length
+    whole = storage.stored and begin + found.storage.nbytes <= length
     return elements if whole and elements.nbytes <= found.storage.nbytes else None
 
 

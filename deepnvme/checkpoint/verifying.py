@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import zipfile
@@ -30,6 +31,7 @@ from .contents import (
     data_offsets,
     is_zip,
     scan_of,
+    wasteful,
 )
 from .file_image import CHUNK
 from .pickle_scan import PickleScan
@@ -150,10 +152,13 @@ def _compressed_pickle(
         why = f"the pickle has {entry.file_size} bytes, deflated to {entry.compress_size}: no pickle of tensors is like that"
         return [why], False
     try:
-        with archive.open(entry) as file:
-            sizes: dict[str | None, int] = {record.key: record.whole for record in found.storages}
-            scan = PickleScan(file)
-            return _pickle_problems(scan, sizes, found.script), scan.plain
+        stream = archive.read(entry)
+        waste = None if found.script else wasteful(stream)
+        if waste is not None:
+            return [f"the pickle {waste}"], False
+        sizes: dict[str | None, int] = {record.key: record.whole for record in found.storages}
+        scan = PickleScan(io.BytesIO(stream))
+        return _pickle_problems(scan, sizes, found.script), scan.plain
     except _DAMAGED as error:
         return [f"record data.pkl: {error}"], False
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import pickle
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,48 @@ def test_any_damage_is_told(path: Path) -> None:
             errors.append(error)
     assert len(errors) > len(whole)
     assert all(str(path) in str(error) for error in errors)
+
+
+SIZE = b"ctorch\nSize\n"
+
+
+TOO_MUCH: dict[str, tuple[bytes, str]] = {
+    "a number of the memo": (b"]r\xff\xff\xff\x0f.", "memo"),
+    "a length": (b"\x96" + (1 << 40).to_bytes(8, "little") + b".", "cut off"),
+    "lists": (b"]" * 2_000_000 + b".", "memo"),
+    "marks": (b"(" * 2_000_000 + b".", "nested"),
+    "tuples as a key": (b"}N" + b"\x85" * 1_000_000 + b"Ns.", "nested"),
+    "slices as a key": (b"}c__builtin__\nslice\nc__builtin__\nslice\nN\x85R\x85RNs.", "slice"),
+    "a number of bytes": (b"c__builtin__\nbytes\nJ\xff\xff\xff\x3f\x85R.", "bytes"),
+    "a number of bytes in an array": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85R.", "bytes-like"),
+    "a number of bytes made": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85\x81.", "NEWOBJ"),
+    "another encoding": (b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0idn\x86R.", "how bytes are pickled"),
+    "copies": (SIZE + b"q\0](" + b"K\1" * 1000 + b"eq\1](" + b"h\0h\1\x85R" * 1000 + b"e.", "more than it has bytes"),
+    "a key of many digits": (
+        pickle.dumps(Metadata({1 << 20_000: None}, storage_data={}), 2), "no name that can be shown"  # type: ignore[dict-item]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TOO_MUCH)
+def test_what_takes_too_much_is_refused(path: Path, how: str) -> None:
+    stream, why = TOO_MUCH[how]
+    path.write_bytes(stream if stream.startswith(b"\x80") else b"\x80\2" + stream)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpoint, match=why) as refused:
+            load_metadata(path)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert refused.value.filename == str(path)
+
+
+def test_a_file_that_is_too_long_is_not_read(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpoint, match="1099511627776 bytes"):
+        load_metadata(path)
 
 
 @pytest.mark.parametrize("rank", [None, 0])

@@ -106,17 +106,26 @@ class TestFilesThatAreNotThere:
 class TestPicklesThatTakeTooMuch:
     @pytest.mark.parametrize(
         ("stream", "why"),
-        [(b"(" * 1_500_000, "nested"), (b"]" * 1_500_000, "memo"), (b"]0" * 1_000_000, "memo"), (b"N" * 1_500_000, "cut off")],
-        ids=["marks", "lists", "dropped", "endless"],
+        [
+            (b"(" * 1_500_000, "nested"),
+            (b"}N" + b"\x85" * 1_000_000 + b"Ns.", "nested"),
+            (b"N\x85" * 1_500_000, "memo"),
+            (b"]" * 1_500_000, "memo"),
+            (b"]0" * 1_000_000, "memo"),
+            (b"]r\xff\xff\xff\x0f.", "memo"),
+            (b"N" * 1_500_000, "cut off"),
+        ],
+        ids=["marks", "tuples", "small tuples", "lists", "dropped", "numbers", "endless"],
     )
+    @pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
     @pytest.mark.parametrize("safe", [True, False])
     def test_are_refused_before_they_are_unpickled(
-        self, path: Path, stream: bytes, why: str, safe: bool, monkeypatch: pytest.MonkeyPatch
+        self, path: Path, stream: bytes, why: str, how: int, safe: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(path, "w", how) as archive:
             archive.writestr("a/data.pkl", b"\x80\2" + stream)
             archive.writestr("a/version", b"3")
-        unpickled = count_calls(monkeypatch, placing, "torch_load")
+        unpickled = count_calls(monkeypatch, placing, "torch_load") + count_calls(monkeypatch, loading, "torch_load")
         with pytest.raises(CorruptCheckpoint, match=why):
             deepnvme.load(path, weights_only=safe)
         assert not unpickled

@@ -18,6 +18,8 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .objects import OBJECTS
 
+MOST = (1 << 64) - 1
+
 
 def scan(stream: bytes) -> PickleScan:
     found = PickleScan(io.BytesIO(stream))
@@ -88,7 +90,7 @@ class TestWalks:
     @pytest.mark.parametrize("kind", OBJECTS)
     @pytest.mark.parametrize("protocol", [2, 4, 5])
     def test_whatever_is_pickled_enters_the_memo(self, kind: str, protocol: int) -> None:
-        deepest, unregistered, whole = walk(pickled(OBJECTS[kind](), pickle, protocol).stream)
+        deepest, unregistered, _, whole = walk(pickled(OBJECTS[kind](), pickle, protocol).stream)
         assert max(deepest, unregistered) < 20
         assert whole
 
@@ -97,32 +99,57 @@ class TestWalks:
         value = [{"a\n": (1, 2, 3, 4, 1.5, 1 << 70), b"]" * 300: {5}, "(" * 300: frozenset([6])}, bytearray(b"}"), [[]]] * 3
         copies = [list(value) for _ in range(50)]
         for stream in (pickle.dumps([value, copies], protocol), pickle.dumps(value, protocol) + b"(" * 99):
-            deepest, unregistered, whole = walk(stream)
+            deepest, unregistered, _, whole = walk(stream)
             assert max(deepest, unregistered) < 20
             assert whole
 
     @pytest.mark.parametrize(
         ("stream", "expected"),
         [
-            (b"", (0, 0, False)),
-            (b"\x80", (0, 0, False)),
-            (b"(((.", (3, 0, True)),
-            (b"((tt((.", (2, 0, True)),
-            (b"]]]q\0]q\1.", (0, 3, True)),
-            (b"]0}2\x8f", (0, 5, False)),
-            (b"q\0q\0]]", (0, 2, False)),
-            (b"X\xff\xff\xff\xff(((", (0, 0, False)),
-            (b"\x8d" + b"\xff" * 8 + b"(((", (0, 0, False)),
-            (b"X\2\0\0\0((.", (0, 0, True)),
-            (b"cmodule\n", (0, 0, False)),
-            (b"cmodule\n((\n.", (0, 0, True)),
-            (b"\xff((", (0, 0, True)),
+            (b"", (0, 0, 0, False)),
+            (b"\x80", (0, 0, 0, False)),
+            (b"(((.", (3, 0, 0, True)),
+            (b"((tt((.", (2, 1, 0, True)),
+            (b"]]]q\0]q\1.", (0, 3, 1, True)),
+            (b"]0}2\x8f", (0, 5, 0, False)),
+            (b"q\0q\0]]", (0, 2, 0, False)),
+            (b"X\xff\xff\xff\xff(((", (0, 0, 0, False)),
+            (b"\x8d" + b"\xff" * 8 + b"(((", (0, 0, 0, False)),
+            (b"X\2\0\0\0((.", (0, 0, 0, True)),
+            (b"cmodule\n", (0, 0, 0, False)),
+            (b"cmodule\n((\n.", (0, 0, 0, True)),
+            (b"\xff((", (0, 0, 0, True)),
+            (b"(" * 300, (101, 0, 0, False)),
+            (b"N\x85\x85\x85.", (3, 3, 0, True)),
+            (b"NN\x86N\x85NN\x87.", (2, 3, 0, True)),
+            (b"N" + b"\x85" * 300, (101, 101, 0, False)),
+            (b"(N\x85t((ttN(t.", (2, 3, 0, True)),
+            (b"(N\x85(0(N10\x85.", (2, 5, 0, True)),
+            (b"N\x85q\0Nh\0\x85q\1]h\1\x85q\2.", (3, 2, 2, True)),
+            (b"N\x85r\0\0\0\0Nj\0\0\0\0\x85.", (2, 1, 0, True)),
+            (b"N\x85\x94Nh\0\x85\x94h\1\x85\x94.", (3, 1, 2, True)),
+            (b"N\x85\x94N\x94q\0N\x85\x94h\2\x85.", (2, 1, 2, True)),
+            (b"Np3\n\x85p0\ng0\n\x85.", (2, 1, 3, True)),
+            (b"]q\4.", (0, 1, 4, False)),
+            (b"]r\xff\xff\xff\xff.", (0, 1, (1 << 32) - 1, False)),
+            (b"Np1_0\n" + b"N" * 20, (0, 0, MOST, False)),
+            (b"N\x85p0\ng 0\n\x85.", (1, 1, MOST, False)),
+            (b"Np99999999999999999999999\n.", (0, 0, MOST, False)),
         ],
         ids=repr,
     )
-    def test_of_a_stream(self, stream: bytes, expected: tuple[int, int, bool]) -> None:
+    def test_of_a_stream(self, stream: bytes, expected: tuple[int, int, int, bool]) -> None:
         assert walk(stream) == expected
 
+    @pytest.mark.parametrize("protocol", range(6))
+    def test_tuples_in_tuples_are_counted_through_the_memo(self, protocol: int) -> None:
+        chain: list[Any] = [(None,)]
+        for _ in range(29):
+            chain += [(len(chain), chain[-1]), "text", [chain[-1]]]
+            chain[-1], chain[-3] = chain[-3], chain[-1]
+        assert walk(pickle.dumps(chain, protocol))[0] >= 30
+        assert walk(pickle.dumps(chain, protocol), 20) >= (21, 0)
 
-def walk(stream: bytes) -> tuple[int, int, bool]:
-    return AsyncIOBuilder().load().pickle_walk(stream)
+
+def walk(stream: bytes, most: int = 100) -> tuple[int, int, int, bool]:
+    return AsyncIOBuilder().load().pickle_walk(stream, most)
