@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -25,8 +25,10 @@ from deepnvme.swap.buffers import buffer_pool
 from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint
 from .dcp_metadata import load_metadata
+from .dcp_objects import Damaged, WeightsOnlyPlanner
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
+from .loading import only_weights
 from .one_version import Version, naming, of_one_version, unless_replaced, version_of
 from .reading import in_chunks, scatter
 from .tensor_archive import HEAD, Elements, KnownArchives
@@ -70,6 +72,11 @@ class NVMeReader(FileSystemReader):
     a CUDA device. Of others the bytes from the first element to the last are read, and copied from. What is no plain tensor, and
     what was written with extensions, is left to torch.
 
+    ``weights_only``: of the items that are no tensors, which torch's planner unpickles whatever is in them, only those that
+    ``torch.load(weights_only=True)`` takes: numbers, text, containers, dtypes, and the classes of
+    ``torch.serialization.add_safe_globals``. False for a checkpoint whose writer you trust with your account. None: True, but by
+    the environment's TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, as for :func:`load`.
+
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
     UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
@@ -80,6 +87,10 @@ class NVMeReader(FileSystemReader):
 
     _metadata_read: tuple[Path, Version] | None = None
     """What was read of the checkpoint's metadata, and which version."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._weights_only = only_weights(weights_only)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 gives a rank's own, and looks for "kwargs"
         rank = kwargs.get("rank")
@@ -104,8 +115,9 @@ class NVMeReader(FileSystemReader):
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
             with contextlib.suppress(FileNotFoundError):  # told by whoever opens it
                 versions[Path(self.path) / name] = version_of(Path(self.path) / name)
+        guarded = cast(LoadPlanner, WeightsOnlyPlanner(planner)) if self._weights_only else planner
         with unless_replaced(versions, "the checkpoint"):
-            self._read_items(plan, planner)
+            self._read_items(plan, guarded)
         return done()
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -124,11 +136,10 @@ class NVMeReader(FileSystemReader):
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
             try:
-                super().read_data(dataclasses.replace(plan, items=[request]), planner)
+                with _naming(path, request):
+                    super().read_data(dataclasses.replace(plan, items=[request]), planner)
             except (RuntimeError, EOFError) as error:
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
-            except pickle.UnpicklingError as error:  # damaged as well, or refused
-                raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
 
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Serve those of one file. Returns those that are for torch."""
@@ -147,8 +158,8 @@ class NVMeReader(FileSystemReader):
                     if request.type == LoadItemType.BYTE_IO:
                         if item.nbytes < item.length:
                             file.seek(item.offset)
-                            planner.load_bytes(request, io.BytesIO(file.read(item.length)))
-                        else:
+                            head = memoryview(file.read(item.length))
+                        with _naming(path, request):
                             planner.load_bytes(request, io.BytesIO(head))
                         continue
                     elements = known.elements(file, head, item.offset, item.length)
@@ -240,6 +251,16 @@ def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
         raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
     with file:
         yield file
+
+
+@contextlib.contextmanager
+def _naming(path: Path, request: ReadItem) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as error:
+        raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
+    except pickle.UnpicklingError as error:  # damaged as well, or refused
+        raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
 
 
 def done() -> Future[None]:

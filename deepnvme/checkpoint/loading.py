@@ -91,7 +91,7 @@ def load(
         raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    safe = _only_weights(weights_only, pickle_module)
+    safe = only_weights(weights_only, pickle_module)
 
     def whole() -> Any:
         with following(progress, f"loading {path}") as told:
@@ -107,7 +107,7 @@ def load(
 _TRUE = ("1", "y", "yes", "true")
 
 
-def _only_weights(wanted: bool | None, pickle_module: Any) -> bool:
+def only_weights(wanted: bool | None, pickle_module: Any = None) -> bool:
     """As torch.load decides it. Raises RuntimeError as that does."""
     always, never = (
         os.environ.get(f"TORCH_FORCE_{what}_LOAD", "").lower() in _TRUE for what in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")

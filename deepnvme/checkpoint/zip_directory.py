@@ -41,7 +41,7 @@ class BadDirectory(ValueError):
 
 def entries(file: BinaryIO) -> list[Entry]:
     """In the order of the directory. Raises BadDirectory."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     tail_at = max(0, size - _LONGEST_COMMENT - END.size - LOCATOR_64.size - END_64.size)
     file.seek(tail_at)
     tail = file.read()

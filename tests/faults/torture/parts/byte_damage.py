@@ -94,11 +94,12 @@ def streamed(path: Path) -> Weights:
 def dcp_saved(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(weights(), storage_writer=NVMeWriter(path), no_dist=True)
+        dcp.save({**weights(), "object": ["text", 1.5]}, storage_writer=NVMeWriter(path), no_dist=True)
 
 
 def dcp_loaded(path: Path) -> Weights:
-    state = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+    state: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+    state["object"] = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
