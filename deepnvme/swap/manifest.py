@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +24,18 @@ MANIFEST_NAME = "deepnvme-store.json"
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
 _FORMAT = "deepnvme tensor store"
 _VERSION = 1
+
+_LARGEST = 1 << 30
+"""Bytes of a manifest: of ten million tensors."""
+_LONGEST_LINE = 64 << 10
+"""Bytes of a manifest's first line, and of a membership."""
+# What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
+_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_BEGIN = re.compile(rf'\{{"store":({_TEXT}),"directories":([0-9]+),"tensors":\{{')
+_TENSOR = re.compile(rf'({_TEXT}):\["([a-z0-9_]+)",\[([0-9,]*)\],\[')
+_PART = re.compile(r"\[([0-9]+),([0-9]+),([0-9]+)\],?")
+_TENSOR_END = re.compile(r'\],(?:null|\[([0-9,]*)\])\](?:,(?=")|(?=\}))')
+_END = "}}"
 
 
 class CorruptManifest(OSError):
@@ -70,15 +83,17 @@ def publish(directory: Path, manifest: Manifest) -> None:
     tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
     body = json.dumps({"store": manifest.store, "directories": manifest.directories, "tensors": tensors}, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
-    _replace(directory / MANIFEST_NAME, f"{head}\n{body}\n".encode())
+    data = f"{head}\n{body}\n".encode()
+    if len(data) > _LARGEST:
+        raise ValueError(f"the manifest of {len(tensors)} tensors would have {len(data)} bytes, and may have {_LARGEST}")
+    _replace(directory / MANIFEST_NAME, data)
 
 
 def load(directory: Path) -> Manifest | None:
     """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MANIFEST_NAME
     try:
-        with naming(path):  # an error of reading or closing has no filename of its own
-            data = path.read_bytes()
+        data = _content(path, _LARGEST)
     except FileNotFoundError:
         return None
     head, _, body = data.partition(b"\n")
@@ -90,11 +105,9 @@ def load(directory: Path) -> Manifest | None:
     if facts.get("crc32") != zlib.crc32(body):
         raise CorruptManifest(path, f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
     try:
-        fields = json.loads(body)
-        tensors = {name: _stored(*each) for name, each in fields["tensors"].items()}
-        return Manifest(fields["store"], fields["directories"], tensors)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
+        return _manifest(body.decode("ascii"))
+    except ValueError as error:
+        raise CorruptManifest(path, str(error)) from error
 
 
 def join(directory: Path, membership: Membership) -> None:
@@ -106,9 +119,7 @@ def membership(directory: Path) -> Membership | None:
     """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MEMBERSHIP_NAME
     try:
-        with naming(path):
-            data = path.read_bytes()
-        fields = _parsed(path, data)
+        fields = _parsed(path, _content(path, _LONGEST_LINE))
         return Membership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None
@@ -124,19 +135,49 @@ def remove(directory: Path) -> None:
                 os.unlink(path)
 
 
-def _stored(dtype: Any, shape: Any, parts: Any, checksums: Any) -> Stored:
-    return Stored(
-        str(dtype),
-        tuple(map(int, shape)),
-        tuple((int(directory), int(offset), int(length)) for directory, offset, length in parts),
-        None if checksums is None else tuple(map(int, checksums)),
-    )
+def _manifest(text: str) -> Manifest:
+    """Raises ValueError saying what is wrong."""
+    begin = _BEGIN.match(text)
+    if begin is None:
+        raise ValueError("its second line does not begin with a store's identity and its directories")
+    at = begin.end()
+    tensors: dict[str, Stored] = {}
+    while (found := _TENSOR.match(text, at)) is not None:
+        name, dtype, shape = json.loads(found[1]), found[2], found[3]
+        at = found.end()
+        parts = []
+        while (part := _PART.match(text, at)) is not None:
+            parts.append((int(part[1]), int(part[2]), int(part[3])))
+            at = part.end()
+        end = _TENSOR_END.match(text, at)
+        if end is None or name in tensors:
+            raise ValueError(f"it does not say what tensor {name!r:.200} is, at byte {at} of its second line, or says it twice")
+        at = end.end()
+        tensors[name] = Stored(dtype, _numbers(shape), tuple(parts), None if end[1] is None else _numbers(end[1]))
+    if text[at:] != _END:
+        raise ValueError(f"there is no tensor at byte {at} of its second line")
+    return Manifest(json.loads(begin[1]), int(begin[2]), tensors)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _content(path: Path, most: int) -> bytes:
+    """Raises CorruptManifest for more bytes than that."""
+    with naming(path), path.open("rb") as file:  # an error of reading or closing has no filename of its own
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes <= most:
+            return file.read()
+    raise CorruptManifest(path, f"it has {nbytes} bytes, and may have {most}")
 
 
 def _parsed(path: Path, line: bytes) -> dict[str, Any]:
+    if len(line) > _LONGEST_LINE:
+        raise CorruptManifest(path, f"its first line has {len(line)} bytes, and may have {_LONGEST_LINE}")
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptManifest(path, str(error)) from error
     if not isinstance(fields, dict):
         raise CorruptManifest(path, "expected an object")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -68,6 +70,55 @@ def test_another_version_is_refused_with_both_versions_named(tmp_path):
     path.write_bytes(json.dumps({**json.loads(head), "version": 7}).encode() + b"\n" + body)
     with pytest.raises(CorruptManifest, match=r", 1\).*, 7\)"):
         manifest.load(tmp_path)
+
+
+BODY = '{"store":"s","directories":1,"tensors":{%s}}'
+WRONG = {
+    "brackets": "[" * (8 << 20),
+    "objects": '{"a":' * (1 << 20),
+    "no tensors": '{"store":"s","directories":1}',
+    "lists as tensors": BODY % ('"a":[' + "[]," * (4 << 20) + "[]]"),
+    "lists as parts": BODY % ('"a":["float32",[1],[' + "[]," * (4 << 20) + "[]],null]"),
+    "lists of lists as parts": BODY % ('"a":["float32",[1],' + "[" * (8 << 20)),
+    "empty numbers": BODY % ('"a":["float32",[' + "," * (8 << 20) + "],[],null]"),
+    "objects as tensors": BODY % ('"a":{},' * (1 << 20) + '"a":{}'),
+    "twice": BODY % ('"a":["float32",[1],[],null],' * (1 << 18) + '"a":["float32",[1],[],null]'),
+    "digits": BODY % ('"a":["float32",[' + "1" * (4 << 20) + "],[],null]"),
+    "a name without end": BODY % ('"' + "a" * (8 << 20)),
+    "nothing behind a comma": BODY % '"a":["float32",[1],[],null],',
+    "more behind it": BODY % "" + "{}",
+    "another order": '{"directories":1,"store":"s","tensors":{}}',
+    "not ASCII": BODY % '"\xe9":["float32",[1],[],null]',
+}
+
+
+def write(path, body):
+    head = json.dumps({"format": "deepnvme tensor store", "version": 1, "crc32": zlib.crc32(body)})
+    path.write_bytes(head.encode() + b"\n" + body + b"\n")
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_publish_does_not_write_is_refused_at_once(tmp_path, how):
+    body = WRONG[how].encode()
+    write(tmp_path / MANIFEST_NAME, body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptManifest) as refused:
+            manifest.load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+    assert refused.value.filename == str(tmp_path / MANIFEST_NAME)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
+@pytest.mark.parametrize("line", [b"[" * 60_000, b"[" * (1 << 20), b"1" * 60_000, None], ids=["deep", "long", "digits", "huge"])
+def test_a_line_that_takes_too_much_is_refused(tmp_path, name, line):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40) if line is None else file.write(line)
+    with pytest.raises(CorruptManifest) as refused:
+        manifest.load(tmp_path) if name == MANIFEST_NAME else manifest.membership(tmp_path)
+    assert refused.value.filename == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
