@@ -7,7 +7,6 @@ with the strictest alignment first, then of their names; the header padded with 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import math
 import operator
@@ -125,7 +124,15 @@ class _Wrong(ValueError):
 _LONGEST_ENTRY = 64 << 10
 """Characters of what the header says of one tensor."""
 _MOST_METADATA = 1_000_000
+_NUMBER = "(0|[1-9][0-9]{0,18})"
+_SIZE = "[1-9][0-9]{0,18}"
+_USUAL = re.compile(
+    rf'"(?!{_METADATA}")([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})":\{{"dtype":"([A-Z0-9_]{{1,20}})",'
+    rf'"shape":\[((?:{_SIZE},){{0,7}}{_SIZE}|0|)\],"data_offsets":\[{_NUMBER},{_NUMBER}\]\}},(?=")'
+)
+"""What the library writes of most tensors, up to the next one: matched in a fifth of the time that reading it as JSON takes."""
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
+_NEVER = re.compile(r"(?!)")
 _CLOSE = re.compile(r"\}")
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*(?=\")|(\}))")
@@ -141,15 +148,23 @@ class _Json:
 
     def names(self) -> Iterator[str]:
         """Of an object's members, in their order. The value of each is to be taken before the next name is asked for."""
+        for name, _ in self.members(_NEVER):
+            yield name
+
+    def members(self, usual: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str] | None]]:
+        """The names, with the match of those that are ``usual``: they have been taken."""
         self._take(_OPEN, "is no JSON object")
         if _CLOSE.match(self._text, self._at):
             self._at += 1
             return
         last = None
         while last is None:
+            while (found := usual.match(self._text, self._at)) is not None:
+                self._at = found.end()
+                yield found[1], found
             name = self.string()
             self._take(_COLON)
-            yield name
+            yield name, None
             last = self._take(_NEXT)[1]
 
     def string(self) -> str:
@@ -198,13 +213,13 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 def _parse(text: bytes, data: int, size: int) -> Header:
     try:
-        tensors = sorted(_entries(_Json(text.decode()), data).values(), key=lambda entry: entry.offset)
+        tensors = sorted(_entries(_Json(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
     except _Wrong:
         raise
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"its header is no JSON: {error}") from None
     end = data
-    for entry in sorted(tensors, key=lambda entry: (entry.offset, entry.nbytes)):
+    for entry in tensors:
         if entry.offset != end:
             what = "overlaps the one before it" if entry.offset < end else "leaves a gap before it"
             raise _Wrong(f"tensor {entry.name!r} {what}: expected at byte {end}, found at {entry.offset}")
@@ -220,13 +235,16 @@ def _parse(text: bytes, data: int, size: int) -> Header:
 def _entries(header: _Json, data: int) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     metadata: set[str] | None = None
-    for name in header.names():
+    for name, usual in header.members(_USUAL):
         if name in entries or (name == _METADATA and metadata is not None):
             raise _Wrong(f"its header has {name!r} twice")
-        if name == _METADATA:
+        if usual is not None:
+            _, kind, shape, begin, end = usual.groups()
+            entries[name] = _entry(name, kind, list(map(int, shape.split(","))) if shape else [], int(begin), int(end), data)
+        elif name == _METADATA:
             metadata = set() if header.null() else _metadata(header)
         else:
-            entries[name] = _entry(name, header.value(), data)
+            entries[name] = _entry(name, *_fields(name, header.value()), data)
     header.end()
     return entries
 
@@ -245,7 +263,8 @@ def _metadata(header: _Json) -> set[str]:
     return names
 
 
-def _entry(name: str, field: Any, data: int) -> Entry:
+def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
+    """Its dtype, shape and data_offsets."""
     try:
         kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
         numbers = [*shape, begin, end]
@@ -253,8 +272,17 @@ def _entry(name: str, field: Any, data: int) -> Entry:
             raise TypeError(kind)
     except (TypeError, KeyError, ValueError):
         raise _Wrong(f"tensor {name!r} has no dtype, shape and data_offsets") from None
-    whole = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-    if not whole or begin > end or any(numel >= 1 << 63 for numel in itertools.accumulate(shape, operator.mul)):
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+    return kind, shape, begin, end
+
+
+def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> Entry:
+    numel = most = 1
+    for size in shape:
+        numel *= size
+        most = max(most, size, numel)
+    if begin > end or max(most, end) >= 1 << 63:
         raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
     if kind not in _DTYPES:
         raise _Wrong(f"tensor {name!r} is of {kind!r}, which this torch has not")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,31 @@ class TestCorruptFiles:
         path.write_bytes(written(header))
         with pytest.raises(CorruptCheckpoint, match=match):
             load_file(path)
+
+    @pytest.mark.parametrize("name", ["a", "", "__metadata__", "\\u0061", "\xe9", "a\\", "b", "a\n"], ids=ascii)
+    @pytest.mark.parametrize(
+        "value",
+        [
+            ("U8", "[4]", "[0,4]"), ("U8", "[]", "[0,1]"), ("U8", "[0]", "[0,0]"), ("U8", "[2,1,1,1,1,1,1,1,2]", "[0,4]"),
+            ("F4", "[2,4]", "[0,4]"), ("F4", "[4,1]", "[0,2]"), ("U8", "[04]", "[0,4]"), ("U8", "[4]", "[00,4]"),
+            ("U8", "[4,]", "[0,4]"), ("U8", "[,4]", "[0,4]"), ("U8", "[-4]", "[0,4]"), ("U8", "[4]", "[0,4,4]"),
+            ("u8", "[4]", "[0,4]"), ("U8", "[3]", "[0,4]"), ("U8", "[9223372036854775808]", "[0,9223372036854775808]"),
+            ("U8", "[4294967296,4294967296]", "[0,0]"), ("U8", "[4]", "[4,0]"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_stands_as_the_library_writes_it_is_read_as_any_json(self, name: str, value: tuple[str, str, str]) -> None:
+        dtype, shape, offsets = value
+        compact = f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+        found = []
+        for field in (compact, compact.replace(":", " : ")):
+            end = int(offsets.strip("[]").split(",")[-1])
+            text = f'{{"{name}":{field},"b":{{"dtype":"U8","shape":[1],"data_offsets":[{end},{end + 1}]}}}}'.encode()
+            try:
+                found.append(str(_parse(text, 100, 100 + end + 1)))
+            except _Wrong as error:
+                found.append(re.sub("at character [0-9]+|char [0-9]+|column [0-9]+", "", str(error)))
+        assert found[0] == found[1]
 
     @given(st.binary(max_size=60), st.integers(0, 100))
     def test_a_header_of_any_bytes_is_refused_in_one_way(self, text: bytes, size: int) -> None:
