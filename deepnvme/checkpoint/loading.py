@@ -38,7 +38,7 @@ from .verifying import refuse_compressed, verify_records
 
 
 def load(
-    path: str | os.PathLike[str] | IO[bytes],
+    f: str | os.PathLike[str] | IO[bytes],
     map_location: MapLocation = None,
     pickle_module: Any = None,
     *,
@@ -52,9 +52,9 @@ def load(
 ) -> Any:
     """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
-    The arguments are those of ``torch.load``, in their order, with its defaults (``weights_only``: also by the environment's
-    TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD), so that ``torch.load = deepnvme.load`` works. What is no
-    path, a file object, is left to ``torch.load``, and so are files of the older formats, with deflated records, and TorchScript
+    The arguments are those of ``torch.load``, by their names and in their order, with its defaults (``weights_only``: also by the
+    environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD), so that ``torch.load = deepnvme.load``
+    works. What is no path, a file object, is left to ``torch.load``, and so are files of the older formats, with deflated records, and TorchScript
     archives. A path that ends in .safetensors is loaded as :func:`deepnvme.safetensors.load_file` does.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read; all are where unpickling looks at tensors (sparse
@@ -81,11 +81,12 @@ def load(
         **pickle_load_args,
     }
     chosen = None if keys is None else list(keys)
-    if not isinstance(path, (str, bytes, os.PathLike)):
+    if not isinstance(f, (str, bytes, os.PathLike)):
         if checksum:
             raise ValueError("checksum=True needs the path of a file")
-        loaded = torch_load(path, mmap=mmap, **options)
+        loaded = torch_load(f, mmap=mmap, **options)
         return loaded if chosen is None else _chosen(loaded, chosen)
+    path = f
     mapped = _mapped_by_default() if mmap is None else mmap
     if mapped and checksum:
         raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")

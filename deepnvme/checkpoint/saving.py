@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def save(
     obj: object,
-    path: str | os.PathLike[str] | IO[bytes],
+    f: str | os.PathLike[str] | IO[bytes],
     pickle_module: ModuleType = pickle,
     pickle_protocol: int = 2,
     _use_new_zipfile_serialization: bool = True,
@@ -41,12 +41,12 @@ def save(
     progress: Wanted = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Save ``obj`` to ``path`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
+    """Save ``obj`` to the file ``f`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
 
     The file appears under its name when it is whole: at any error, kill or power cut the name has the old file or the new one.
 
-    The arguments are those of ``torch.save``, in their order, so that ``torch.save = deepnvme.save`` works. What is no path, a
-    file object, is left to ``torch.save``, and so are the older format and a file without the record of the byte order.
+    The arguments are those of ``torch.save``, by their names and in their order, so that ``torch.save = deepnvme.save`` works.
+    What is no path, a file object, is left to ``torch.save``, and so are the older format and a file without the record of the byte order.
 
     ``fsync``: have it on stable storage before that. Without, a power cut can leave less than a whole file.
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
@@ -60,14 +60,14 @@ def save(
     that is Partial. See docs/checkpoints.md for file systems that several machines share.
 
     Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises what pickling raises, before anything
-    is created; OSError naming ``path``, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
+    is created; OSError naming the file, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
     :func:`async_save` that nobody has looked at.
     """
     in_its_way = _use_new_zipfile_serialization and not _disable_byteorder_record
-    if not (in_its_way and isinstance(path, (str, bytes, os.PathLike))):
+    if not (in_its_way and isinstance(f, (str, bytes, os.PathLike))):
         if checksum or group is not None:
             raise ValueError("checksum and group are for the path of a file, in torch's format of 1.6 and later")
-        torch_save(obj, path, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
+        torch_save(obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
         return
 
     def make(across: Across | None) -> FileImage:
@@ -75,8 +75,8 @@ def save(
 
     if progress is True and group is not None and group.rank() != 0:
         progress = None  # one bar for all
-    with following(progress, f"saving {path}") as told:
-        save_to(Destination(Path(path), fsync), make, pool, told, group)
+    with following(progress, f"saving {f}") as told:
+        save_to(Destination(Path(f), fsync), make, pool, told, group)
 
 
 def save_to(

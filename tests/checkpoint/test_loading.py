@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import inspect
 import io
 import mmap
 import os
@@ -651,6 +652,23 @@ class TestInPlaceOfTorchs:
         assert_same(torch.load(path), obj)
         assert_same(torch.load(path, "cpu", pickle), obj)
         assert_same(torch.load(str(path), map_location="cpu", weights_only=False, encoding="utf-8"), obj)
+
+    def test_by_the_names_of_torchs_arguments(self, path: Path) -> None:
+        ours, torchs = (
+            [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+            for function in (deepnvme.load, torch.serialization.load)
+        )
+        assert ours == torchs
+        ours, torchs = (
+            list(inspect.signature(function).parameters)[:6] for function in (deepnvme.save, torch.serialization.save)
+        )
+        assert ours == torchs
+        obj = {"a": torch.ones(3)}
+        for file in (path, io.BytesIO()):
+            torch.save(obj=obj, f=file, pickle_module=pickle, pickle_protocol=2)
+            if isinstance(file, io.BytesIO):
+                file.seek(0)
+            assert_same(torch.load(f=file, map_location="cpu", pickle_module=None, weights_only=True), obj)
 
     def test_a_file_object(self) -> None:
         obj = {"a": torch.ones(3), "b": torch.zeros(2)}
