@@ -51,9 +51,9 @@ class Ranks:
         if self.rank < 0:
             raise ValueError(f"{what}: this process is not of the group given: only those that are may call this")
 
-    def all(self, step: Callable[[], Result]) -> list[Result]:
+    def all(self, step: Callable[[], Result], undo: Callable[[], object] = lambda: None) -> list[Result]:
         """What each rank's step returns. Collective: if any raises, all do: those their own error, the others RuntimeError
-        naming the ranks and their errors."""
+        naming the ranks and their errors; and none before each has called ``undo``, which must not raise."""
         import torch.distributed as dist
 
         result: Result | None = None
@@ -64,12 +64,13 @@ class Ranks:
             error = caught
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, (result, None if error is None else f"{type(error).__name__}: {error}"), self._group)
-        if error is not None:
-            raise error
         failed = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None)
-        if failed:
-            raise RuntimeError(f"{self._what}: {failed}")
-        return [result for result, _ in outcomes]
+        if not failed:
+            return [result for result, _ in outcomes]
+        undo()
+        with contextlib.suppress(RuntimeError):  # a rank is gone, which is not worse
+            dist.all_gather_object([None] * self.size, None, self._group)
+        raise error if error is not None else RuntimeError(f"{self._what}: {failed}")
 
 
 def save_together(
@@ -82,8 +83,8 @@ def save_together(
     """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
 
     Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
-    each byte of a DTensor once. Nothing is published then, unless the error is that of what follows (``Destination.end``), and
-    says so.
+    each byte of a DTensor once. Nothing is published then, and what was begun is removed before any rank raises, unless the error
+    is that of what follows (``Destination.end``), and says so.
     """
     path = destination.path
     ranks = Ranks(group, f"saving '{path}'")
@@ -124,13 +125,16 @@ def save_together(
             new.publish()
             destination.end()
 
-    try:
-        temporary = ranks.all(start)[0]
-        ranks.all(write_part)
-        ranks.all(publish)
-    finally:
+    def discard() -> None:
         if new is not None:
             new.discard()
+
+    try:
+        temporary = ranks.all(start)[0]
+        ranks.all(write_part, discard)
+        ranks.all(publish, discard)
+    finally:  # after an interrupt
+        discard()
 
 
 def _check(path: Path, image: FileImage, described: list[_Description]) -> None:

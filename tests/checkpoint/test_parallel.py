@@ -188,6 +188,42 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
     )
 
 
+def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        3,
+        """
+        import time
+
+        def removed_slowly(path):  # as a large file is, on some drives
+            time.sleep(1)
+            unlink(path)
+
+        def fail(*args, **more):
+            raise OSError(errno.EIO, "Input/output error", "a.pt")
+
+        unlink = os.unlink
+        if rank == 0:
+            publication.os.unlink = removed_slowly
+        for place, name, at in ((parallel, "write", 1), (parallel, "write", 0), (publication.os, "replace", 0)):
+            before = getattr(place, name)
+            if rank == at:
+                setattr(place, name, fail)
+            try:
+                deepnvme.save({"a": whole(100_000)}, path, group=group)
+                found = None
+            except (OSError, RuntimeError) as error:
+                found = error
+            left = os.listdir(drive)
+            setattr(place, name, before)
+            kind = OSError if rank == at else RuntimeError
+            together((type(found) is kind and left == []) or print(name, at, rank, repr(found), left))
+        publication.os.unlink = unlink
+        """,
+        drive,
+        interpreters,
+    )
+
+
 def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpreters: Interpreters) -> None:
     run(
         3,
