@@ -22,21 +22,25 @@ class Ranks:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self._meshes = {param.device_mesh: local_of(param).device for param in map(_distributed, params) if param is not None}
 
-    def all_of_them(self, well: bool) -> bool:
-        """Whether each rank says that it is well. All have to ask, and wait for each other; RuntimeError if one is gone."""
+    def failed(self, here: bool) -> int | None:
+        """The rank that says that it failed, ``here`` this one; of several the last. All have to ask, and wait for each other;
+        RuntimeError if one is gone."""
         import torch
         import torch.distributed as dist
 
+        failed = -1
+        if here:
+            failed = dist.get_rank() if self._meshes else 0
         for mesh, device in self._meshes.items():
             if mesh.get_coordinate() is None:
                 continue  # of other ranks
-            answer = torch.tensor(int(well), dtype=torch.int32, device=device)
+            answer = torch.tensor(failed, dtype=torch.int32, device=device)
             for dimension in range(mesh.ndim):
                 group = mesh.get_group(dimension)
                 if group.size() > 1:
-                    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-            well = bool(answer.item())
-        return well
+                    dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
+            failed = int(answer.item())
+        return None if failed < 0 else failed
 
 
 class Vote:
@@ -49,15 +53,16 @@ class Vote:
     def carry(self) -> None:
         """This rank could make the step. Raises RuntimeError if another could not."""
         self._cast = True
-        if not self._ranks.all_of_them(True):
-            raise RuntimeError("another rank failed in this step, and says why: no rank makes it")
+        failed = self._ranks.failed(here=False)
+        if failed is not None:
+            raise RuntimeError(f"rank {failed} failed in this step, and says why: no rank makes it")
 
     def object(self) -> None:
         """It could not. Has no effect when it has voted before."""
         if not self._cast:
             self._cast = True
             with contextlib.suppress(RuntimeError):  # a rank is gone, which is not worse
-                self._ranks.all_of_them(False)
+                self._ranks.failed(here=True)
 
 
 def over_ranks(

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.swap import BufferPool, OutOfBuffers, stepping
+from deepnvme.swap import BufferPool, OutOfBuffers
 from deepnvme.swap.owner import StoreLocked
-from deepnvme.swap.ranks import Ranks
 from deepnvme.swap.store import CorruptTensor
 from deepnvme.swap.sub_group import SubGroup
 
@@ -398,45 +397,6 @@ def test_an_exception_of_the_optimizer_in_what_is_stepped_first_in_memory_is_und
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
-class Growing(torch.optim.Optimizer):
-    """Keeps a tensor more for each parameter when ``more`` is set."""
-
-    def __init__(self, params: Any, lr: float = 0.1, more: bool = False) -> None:
-        super().__init__(params, {"lr": lr, "more": more})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                for name in ("sum", "more") if group["more"] else ("sum",):
-                    param.sub_(self.state[param].setdefault(name, torch.zeros_like(param)).add_(param.grad), alpha=group["lr"])
-
-
-def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, params = parameters(shapes=[(3000,)]), parameters(shapes=[(3000,)])
-    reference = Growing(plain)
-    with optimizer_in(drive, params, Growing, dram_budget=1 << 40) as optimizer:
-        for step in range(5):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            if step == 3:
-                states = copied(optimizer.state_dict())
-                with monkeypatch.context() as patch:
-                    patch.setattr(Ranks, "all_of_them", lambda self, well: False)
-                    optimizer.param_groups[0]["more"] = True
-                    with pytest.raises(RuntimeError, match="another rank failed"):
-                        optimizer.step()
-                optimizer.param_groups[0]["more"] = False
-                assert_same(params, plain)
-                assert_same_state(optimizer.state_dict(), states)
-                for each in (reference, optimizer):
-                    each.param_groups[0]["more"] = True
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
-
-
 def test_an_exception_of_the_optimizer_later_in_memory_is_said_and_a_checkpoint_mends_it(drive: Path) -> None:
     Failing.left = 1 << 30
     plain, params = parameters(shapes=SUB_GROUPS), parameters(shapes=SUB_GROUPS)
@@ -462,59 +422,6 @@ def test_an_exception_of_the_optimizer_later_in_memory_is_said_and_a_checkpoint_
         optimizer.step()
         assert_same(params, plain)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
-
-
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt("while it is undone"), RuntimeError("of the store")], ids=repr)
-@pytest.mark.parametrize("use", ["step", "clip_grad_norm_"])
-def test_a_rank_that_cannot_undo_votes_all_the_same(
-    drive: Path, use: str, interrupt: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others wait for its vote."""
-    votes: list[bool] = []
-    pair = Pair(drive, offload_gradients=True)
-    with pair.optimizer as optimizer:
-        pair.step(1)
-        pair.give_gradients()
-
-        def fail(*_: Any) -> None:
-            raise interrupt
-
-        with monkeypatch.context() as patch, failing(optimizer, "read", 0):
-            patch.setattr(Ranks, "all_of_them", lambda self, well: votes.append(well) or well)
-            patch.setattr(optimizer._stepping._sweep, "undo", fail)
-            with pytest.raises(KeyboardInterrupt if isinstance(interrupt, KeyboardInterrupt) else OSError):
-                optimizer.step() if use == "step" else optimizer.clip_grad_norm_(1.0)
-        assert votes == [False]
-        if isinstance(interrupt, RuntimeError):
-            optimizer.step()
-            pair.reference.step()
-            pair.steps += 1
-            pair.check()
-
-
-def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    met: list[str] = []
-    pair = Pair(drive, offload_gradients=True)
-
-    def vote(ranks: Ranks, well: bool) -> bool:
-        met.append(f"vote {well}")
-        signal.raise_signal(signal.SIGINT)
-        return True
-
-    def norms_of_all(params: Any, norms: Any, norm_type: float) -> Any:
-        met.append("norms")
-        return norms
-
-    with pair.optimizer as optimizer:
-        pair.give_gradients()
-        with monkeypatch.context() as patch:
-            patch.setattr(Ranks, "all_of_them", vote)
-            patch.setattr(stepping, "over_ranks", norms_of_all)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.clip_grad_norm_(1.0)
-        assert met == ["vote True", "norms"]
 
 
 def test_what_fails_when_all_is_done_is_said_to_be_after_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

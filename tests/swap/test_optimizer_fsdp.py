@@ -239,7 +239,7 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
                         found = train(other, optimizer, [step])
                     except (OSError, RuntimeError) as error:
                         said = str(error) + "".join(getattr(error, "__notes__", []))
-                        assert ("as asked for" if rank == failing else "another rank failed in this step") in said, said
+                        assert ("as asked for" if rank == failing else f"rank {failing} failed in this step") in said, said
                         assert f"as after step {step}" in said, said
                     else:
                         raise AssertionError(f"rank {rank} has made a step that rank {failing} could not make")
@@ -250,6 +250,137 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
                         assert torch.equal(param.to_local(), old)
                     assert train(other, optimizer, [step]) == expected
                     assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        class Growing(torch.optim.Optimizer):
+            # Keeps a tensor more for each parameter when "more" is set.
+            def __init__(self, params, lr=0.1, more=False):
+                super().__init__(params, {"lr": lr, "more": more})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        for name in ("sum", "more") if group["more"] else ("sum",):
+                            sums = self.state[param].setdefault(name, torch.zeros_like(param))
+                            param.sub_(sums.add_(param.grad), alpha=group["lr"])
+
+        model, other = sharded(), sharded()
+        plain = Growing(model.parameters())
+        directory = os.path.join(drive, "states")
+        with deepnvme.OffloadedOptimizer(
+            other.parameters(), Growing, nvme_path=directory, sub_group_size=4096, dram_budget=1 << 40
+        ) as optimizer:
+            train(model, plain, range(2))
+            train(other, optimizer, range(2))
+            states = optimizer.state_dict()["state"]
+            states = {key: {name: value.clone() for name, value in each.items()} for key, each in states.items()}
+            smallest = min(optimizer._sub_groups, key=lambda each: each.numel)
+            if rank == 1:
+                def fail(*arguments):
+                    raise OSError(5, "as asked for")
+                smallest.step = fail
+            optimizer.param_groups[0]["more"] = True
+            try:
+                train(other, optimizer, [2])
+            except (OSError, RuntimeError) as error:
+                assert ("as asked for" if rank == 1 else "rank 1 failed in this step") in str(error), error
+            else:
+                raise AssertionError(f"rank {rank} has made a step that rank 1 could not make")
+            optimizer.param_groups[0]["more"] = False
+            smallest.__dict__.pop("step", None)
+            assert_same(other, model)
+            assert_same_states(optimizer.state_dict()["state"], states)
+            for each in (plain, optimizer):
+                each.param_groups[0]["more"] = True
+            assert train(other, optimizer, range(2, 4)) == train(model, plain, range(2, 4))
+            assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_a_rank_that_cannot_undo_votes_all_the_same(drive: Path, interpreters: Interpreters) -> None:
+    """The other waits for its vote."""
+    run_two(
+        """
+        def fail(error):
+            def fail(*arguments):
+                raise error
+            return fail
+
+        for use in ("step", "clip_grad_norm_"):
+            for undoing in (RuntimeError("of the store"), KeyboardInterrupt("while it is undone")):
+                model, other = sharded(), sharded()
+                plain = torch.optim.AdamW(model.parameters(), **ADAM)
+                optimizer = offloaded(other, f"{use}-{type(undoing).__name__}", offload_gradients=True)
+                train(model, plain, [0])
+                train(other, optimizer, [0])
+                def cannot(_, optimizer):
+                    get, undo = optimizer._store.get, optimizer._stepping._sweep.undo
+                    if rank == 1:
+                        optimizer._store.get = fail(OSError(5, "as asked for"))
+                        optimizer._stepping._sweep.undo = fail(undoing)
+                    try:
+                        optimizer.step() if use == "step" else optimizer.clip_grad_norm_(0.1)
+                        found = None
+                    except BaseException as error:
+                        found = error
+                    optimizer._store.get, optimizer._stepping._sweep.undo = get, undo
+                    if rank == 1:
+                        assert isinstance(found, OSError if isinstance(undoing, RuntimeError) else KeyboardInterrupt), repr(found)
+                    else:
+                        assert "rank 1 failed in this step" in str(found), repr(found)
+                if isinstance(undoing, RuntimeError):
+                    assert train(other, optimizer, [1], cannot) == train(model, plain, [1])
+                    assert_same(other, model)
+                    optimizer.close()
+                else:
+                    try:
+                        train(other, optimizer, [1], cannot)
+                    except RuntimeError:
+                        pass
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
+    drive: Path, interpreters: Interpreters
+) -> None:
+    run_two(
+        """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        all_reduce = dist.all_reduce
+        def interrupted(*arguments, **named):
+            signal.raise_signal(signal.SIGINT)
+            met.append(all_reduce(*arguments, **named))
+        met = []
+        def clip(_, optimizer):
+            if rank == 0:
+                dist.all_reduce = interrupted
+            try:
+                norm = optimizer.clip_grad_norm_(0.1)
+                assert rank == 1 and norm > 0
+            except KeyboardInterrupt:
+                assert rank == 0 and len(met) == 2, met
+            dist.all_reduce = all_reduce
+        other = sharded()
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(other, optimizer, [0], clip)
         """,
         drive,
         interpreters,
@@ -290,7 +421,7 @@ def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(d
                 try:
                     optimizer.clip_grad_norm_(0.1)
                 except (OSError, RuntimeError) as error:
-                    assert ("as asked for" if rank == 0 else "another rank failed") in str(error), error
+                    assert ("as asked for" if rank == 0 else "rank 0 failed in this step") in str(error), error
                 else:
                     raise AssertionError("clipped by half of the norm")
                 optimizer._store.get = get
