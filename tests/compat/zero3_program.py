@@ -39,6 +39,18 @@ WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
 LAYERS = 6
 
 
+class Layers(torch.nn.Sequential):
+    """Leaves out those whose numbers are ``skipped``."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            if number not in self.skipped:
+                input = layer(input)
+        return input
+
+
 OUR_PARTS: dict[Any, tuple[str, ...]] = {
     partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
     pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
@@ -96,7 +108,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": width * width,
+            "sub_group_size": width * width * case.get("layers_of_a_sub_group", 1),
             "stage3_param_persistence_threshold": 0,
             **({"stage3_prefetch_bucket_size": case["prefetch"]} if "prefetch" in case else {}),
             **offload,
@@ -109,7 +121,7 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         layers: list[torch.nn.Module] = []
         for _ in range(LAYERS):
             layers += [torch.nn.Linear(width, width, bias=case.get("bias", "resume" not in case)), torch.nn.GELU()]
-        model = torch.nn.Sequential(*layers)
+        model = Layers(*layers)
     optimizers = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
@@ -136,7 +148,10 @@ def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str,
     for number in batches:
         if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
             shutil.rmtree(directory)
+        if "skips" in case and number % 2:
+            trained.module.skipped = tuple(case["skips"])
         losses += train(trained, case.get("width", WIDTH), range(number, number + 1), lambda: access("before step"))
+        trained.module.skipped = ()
         access("after step")
     return losses
 

@@ -62,6 +62,9 @@ def modules() -> dict[str, ModuleType]:
     class PipelinedOptimizerSwapper(PartitionedOptimizerSwapper):
         pass
 
+    class DeepSpeedZeroOptimizer_Stage3:
+        def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None: ...
+
     class AsyncPartitionedParameterSwapper:
         def __init__(self, ds_config: Any, model_dtype: Any) -> None:
             self.nvme_path = ds_config.zero_config.offload_param.nvme_path
@@ -90,7 +93,10 @@ def modules() -> dict[str, ModuleType]:
         "ops.op_builder": {each.__name__: each for each in (AsyncIOBuilder, GDSBuilder, PinMemoryBuilder)},
         "runtime": {},
         "runtime.zero": {},
-        "runtime.zero.stage3": {each.__name__: each for each in (PartitionedOptimizerSwapper, PipelinedOptimizerSwapper)},
+        "runtime.zero.stage3": {
+            each.__name__: each
+            for each in (DeepSpeedZeroOptimizer_Stage3, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper)
+        },
         "runtime.zero.partition_parameters": {each.__name__: each for each in (AsyncPartitionedParameterSwapper, Init)},
         "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine, "create_checkpoint_engine": create_checkpoint_engine},
         "runtime.checkpoint_engine": {"create_checkpoint_engine": create_checkpoint_engine},

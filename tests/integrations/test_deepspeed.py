@@ -71,6 +71,7 @@ PLACES = [
     ("ops.op_builder", "PinMemoryBuilder"),
     ("runtime.zero.stage3", "PartitionedOptimizerSwapper"),
     ("runtime.zero.stage3", "PipelinedOptimizerSwapper"),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
     ("runtime.zero.partition_parameters", "AsyncPartitionedParameterSwapper"),
     ("runtime.zero.partition_parameters", "Init"),
     ("runtime.engine", "DeepSpeedEngine"),

@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import logging
 import os
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from deepnvme.swap import zero
 from deepnvme.swap.owner import lock
@@ -28,6 +32,7 @@ _logger = logging.getLogger(__name__)
 _MOST_JOBS = 1000
 _OPTIMIZER = ("swap_config", "aio_config", "base_folder", "optimizer", "largest_numel", "device", "dtype", "timers")
 _PARAMETERS = ("ds_config", "model_dtype")
+_SWAPPING = ("offload_optimizer_config", "aio_config")
 
 
 def replacements(*, ours: bool) -> Iterator[Replacement]:
@@ -36,6 +41,10 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
     for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
         theirs = attribute(stage3, name, _OPTIMIZER)
         yield Replacement(stage3, name, _optimizer_swapper(getattr(zero, name) if ours else theirs))
+    stage3_optimizer = attribute(stage3, "DeepSpeedZeroOptimizer_Stage3")
+    configure = attribute(stage3_optimizer, "_configure_tensor_swapping", _SWAPPING)
+    if ours:
+        yield Replacement(stage3_optimizer, "_configure_tensor_swapping", _with_last_gradients(configure))
     partition_parameters = module("deepspeed.runtime.zero.partition_parameters")
     theirs = attribute(partition_parameters, "AsyncPartitionedParameterSwapper", _PARAMETERS)
     kind = _parameter_swapper(zero.AsyncPartitionedParameterSwapper if ours else theirs)
@@ -59,6 +68,31 @@ def _parameter_swapper(base: Any) -> type:
         base.__init__(self, types.SimpleNamespace(zero_config=zero_config, aio_config=ds_config.aio_config), model_dtype)
 
     return _derived(base, __init__)
+
+
+def _with_last_gradients(theirs: Any) -> Any:
+    """Stage 3 keeps each parameter's gradient until the next one comes. DeepSpeed's own swappers do so in their files, so a
+    parameter that a backward does not reach is stepped with the gradient that it had before, as it is without offloading."""
+
+    @functools.wraps(theirs)
+    def _configure_tensor_swapping(self: Any, offload_optimizer_config: Any, aio_config: Any) -> None:
+        theirs(self, offload_optimizer_config, aio_config)
+        self.optimizer_swapper.last_gradients = functools.partial(_last_gradients, weakref.ref(self))
+
+    return _configure_tensor_swapping
+
+
+def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of a sub-group's parameters: where in it, and this rank's part."""
+    stage3 = stage3_optimizer()
+    if stage3 is None:
+        return
+    partitions = getattr(stage3, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})  # none yet when it is made
+    offset = 0
+    for group, flat in zip(stage3.fp16_groups, stage3.fp32_partitioned_groups_flat, strict=True):
+        for param in group if flat is parameter and partitions else ():
+            yield offset, partitions[param.ds_id]
+            offset += partitions[param.ds_id].numel()
 
 
 def _derived(base: type, __init__: Any) -> type:

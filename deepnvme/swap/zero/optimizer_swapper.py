@@ -61,8 +61,8 @@ class OptimizerSwapper:
     raised by the call after, before that does anything; its data stay in memory and are written again.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: a gradient, or a part of one, that has not
-    come since the last step is zero; there it is the step's before where it is large enough to be swapped, and else undefined or
-    None. So is a small one there after states were set before the step.
+    come since the last step is what :attr:`last_gradients` has, by default zeros; there it is the step's before where it is large
+    enough to be swapped, and else undefined or None. So is a small one there after states were set before the step.
     Not thread-safe.
     """
 
@@ -93,6 +93,8 @@ class OptimizerSwapper:
         self.optimizer = optimizer
         self.dtype = dtype
         self.timers = timers
+        self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
+        """Of a parameter, what has come of its gradient most lately, used or not: offsets (elements) and tensors."""
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         self.swap_element_size = dtype.itemsize
         self.min_aio_bytes = min_swappable_bytes(aio_config)
@@ -116,7 +118,7 @@ class OptimizerSwapper:
         self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
         self._end.atexit = False  # that would be after the engine's
         atexit.register(self._end)
-        describe(self, exclude=("optimizer", "swap_params_info", "timers"))
+        describe(self, exclude=("last_gradients", "optimizer", "swap_params_info", "timers"))
 
     @property
     def swap_folder(self) -> str:
@@ -237,8 +239,8 @@ class OptimizerSwapper:
     # Steps
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Give a parameter and its states their values, and ``parameter.grad`` what has come of it since the last step, and zeros
-        for what has not.
+        """Give a parameter and its states their values, and ``parameter.grad`` what has come of it since the last step, and
+        :attr:`last_gradients` or zeros for what has not.
 
         ``async_parameter``: the next one, which is then read in the meantime, with those after it. Nothing for an unknown
         parameter; one that is in already is left as it is.
@@ -256,8 +258,7 @@ class OptimizerSwapper:
             self._cache.acquire(info.tiles() + [info.gradient] * info.has_gradients())
             if not info.has_gradients():
                 self._cache.create(info.gradient)
-            for offset, length in info.gradient_gaps():
-                info.gradient_memory()[offset : offset + length].zero_()
+            self._fill_gaps(info)
             with held_back():
                 info.attach()
             self._read_ahead(info, async_parameter)
@@ -377,6 +378,14 @@ class OptimizerSwapper:
                 self._cache.release([info.gradient], changed=write_gradients)
             else:
                 self._consume_gradient(info)
+
+    def _fill_gaps(self, info: OptimizerStateSwapInfo) -> None:
+        gaps = list(info.gradient_gaps())
+        for offset, length in gaps:
+            info.gradient_memory()[offset : offset + length].zero_()
+        for start, gradient in self.last_gradients(info.parameter) if gaps else ():
+            if any(offset <= start and start + gradient.numel() <= offset + length for offset, length in gaps):
+                info.gradient_memory()[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
 
     def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
         info.gradient_ranges.clear()

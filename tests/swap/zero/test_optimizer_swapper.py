@@ -370,6 +370,27 @@ def test_a_step_without_gradients_has_zeros(drive: Path, buffer_count: int) -> N
 
 
 @pytest.mark.parametrize("buffer_count", [4, 64])
+def test_what_has_not_come_is_the_gradient_before_where_there_is_one(drive: Path, buffer_count: int) -> None:
+    training = Training(drive, buffer_count=buffer_count)
+    training.train(1)
+    cut = NUMEL // 3
+    before = {id(parameter): training.random(NUMEL) for parameter in training.parameters}
+    training.swapper.last_gradients = lambda parameter: [
+        (0, before[id(parameter)][:cut]),
+        (cut, before[id(parameter)][cut : 2 * cut]),
+    ]
+    for number, (parameter, copy) in enumerate(zip(training.parameters, training.copies, strict=True)):
+        copy.grad = torch.cat([before[id(parameter)][: 2 * cut], torch.zeros(NUMEL - 2 * cut)])
+        if number % 2:
+            part = training.random(cut)
+            copy.grad[:cut] = part
+            training.swapper.swap_out_gradients(parameter, [0], [part])
+    training.step()
+    training.train(1)
+    training.assert_same_as_in_memory()
+
+
+@pytest.mark.parametrize("buffer_count", [4, 64])
 def test_gradients_of_a_step_that_is_skipped_are_forgotten(drive: Path, buffer_count: int) -> None:
     training = Training(drive, buffer_count=buffer_count)
     training.train(1)
