@@ -136,6 +136,30 @@ File::File(int fd, Access access) : access_(access) {
     (direct ? direct_ : buffered_) = std::move(copy);
 }
 
+namespace {
+
+// Where the destructor leaves an error for the release() that runs it. Only the count in the shared_ptr knows which of several
+// owners is the last, and it tells by running the destructor.
+thread_local std::optional<IoError>* closing_error = nullptr;
+
+}  // namespace
+
+File::~File() {
+    attachment_.reset();
+    const int direct = direct_.close();
+    const int buffered = buffered_.close();
+    const int error = direct ? direct : buffered;
+    if (error && closing_error) *closing_error = IoError(error, "close", path_);
+}
+
+std::optional<IoError> File::release(std::shared_ptr<File>& file) {
+    std::optional<IoError> error;
+    closing_error = &error;
+    file.reset();
+    closing_error = nullptr;
+    return error;
+}
+
 void File::learn(const Facts& facts) {
     if (facts.type() == S_IFDIR) throw IoError(EISDIR, verb_of(access_), path_);
     if (facts.type() != S_IFREG && facts.type() != S_IFBLK)
@@ -241,14 +265,6 @@ std::uint64_t File::size() {
     struct stat now;
     if (::fstat(fd, &now) != 0) throw IoError(errno, "fstat", path_);
     return static_cast<std::uint64_t>(now.st_size);
-}
-
-int File::close() noexcept {
-    std::lock_guard lock(mutex_);
-    attachment_.reset();
-    const int direct = direct_.close();
-    const int buffered = buffered_.close();
-    return direct ? direct : buffered;
 }
 
 bool File::covers(std::uint64_t end) {

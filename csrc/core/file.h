@@ -35,6 +35,12 @@ public:
     // A second owner of the caller's descriptor, which may be closed meanwhile. Throws IoError like the other constructor.
     File(int fd, Access access);
 
+    ~File();
+
+    // Let go of a file. If nobody else has it this closes it, and returns what the system could not write: some file systems say
+    // that only now (NFS, FUSE). Of several who let go of it at a time one closes it, and is told.
+    static std::optional<IoError> release(std::shared_ptr<File>& file);
+
     const std::string& path() const noexcept { return path_; }
     bool readable() const noexcept { return access_ != Access::write; }
     bool writable() const noexcept { return access_ != Access::read; }
@@ -70,9 +76,6 @@ public:
     // What a DeviceIo made of the direct descriptor, `make` being asked the first time and again after it threw. It is closed before
     // the descriptors are. Null where there is no direct I/O.
     std::shared_ptr<void> attachment(const std::function<std::shared_ptr<void>(int fd)>& make);
-
-    // Close it before the object goes: nobody may use it any more. 0, or errno of what the system could not write.
-    int close() noexcept;
 
     // The file system's device number: fallbacks are warned about once for each.
     std::uint64_t device() const noexcept { return device_; }

@@ -326,13 +326,10 @@ void Engine::ended(Request& request) {
     const auto self = std::move(request.self_);
     // Closed before anybody is told, so that the file is whole and its descriptor free when a waiter goes on.
     request.device_file.reset();
-    if (request.file_.use_count() == 1) {
-        // NFS and FUSE write what the page cache holds when the file is closed. An fsync that opens it again is not told of that.
-        const int error = request.file_->close();
-        if (error && request.kind != Request::Kind::read)
-            request.fail(IoError(error, request.describe() + ": close", request.file_->path()));
-    }
-    request.file_.reset();
+    // NFS and FUSE write what the page cache holds when the file is closed. An fsync that opens it again is not told of that.
+    const auto error = File::release(request.file_);
+    if (error && request.kind != Request::Kind::read)
+        request.fail(IoError(error->error(), request.describe() + ": " + error->operation(), error->path()));
     request.place_ = OpenFilePlace();
     {
         std::lock_guard lock(mutex_);

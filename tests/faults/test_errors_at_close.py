@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,11 @@ def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
     direct_disk.fail("flush")
     with pytest.raises(OSError, match="close"):
         future.result(30)
+
+
+def test_of_two_last_requests_that_end_together_one_tells_it(testing: Any, drive: Path) -> None:
+    rounds = 20_000
+    assert testing.told_of_a_failed_close(str(drive / "file"), rounds) == rounds
 
 
 def test_a_read_does_not_mind(direct_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:

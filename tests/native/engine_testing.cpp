@@ -1,5 +1,9 @@
 // A module for tests and for the engine's own benchmark: the engine with backends that the op does not have, and its planner.
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 #include "bindings/pinned_buffer.h"
 #include "bindings/python.h"
@@ -78,6 +82,28 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
         std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make));
 }
 
+// Has the last two requests of a file end together, on a thread each, `rounds` times. The file's close fails, its descriptor having
+// been closed behind its back. Returns the rounds in which one of both requests was told.
+unsigned told_of_a_failed_close(const std::string& path, unsigned rounds) {
+    Engine engine({});
+    unsigned told = 0;
+    for (unsigned round = 0; round < rounds; ++round) {
+        auto first = std::make_shared<File>(path, Access::write, Creation::if_missing, /*expect_direct=*/false);
+        auto second = first;
+        ::close(first->any_descriptor());
+        std::atomic<unsigned> failed{0}, ready{0};
+        const auto write = [&](std::shared_ptr<File> file) {
+            for (++ready; ready < 2;) {}
+            if (engine.write(nullptr, 0, std::move(file), 0)->error()) ++failed;  // of no bytes: ends here
+        };
+        std::thread other(write, std::move(second));
+        write(std::move(first));
+        other.join();
+        told += failed == 1;
+    }
+    return told;
+}
+
 std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
     const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
     return std::make_unique<Session>(
@@ -110,6 +136,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
                "faults"_a, "gate"_a = py::none(), "journal"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
+
+    module.def("told_of_a_failed_close", &told_of_a_failed_close, "path"_a, "rounds"_a,
+               py::call_guard<py::gil_scoped_release>());
 
     module.attr("latency_bins") = kLatencyBins;
     module.def("latency_bin", &latency_bin, "nanoseconds"_a);
