@@ -48,6 +48,10 @@ public:
     // wake or a signal). Throws IoError if the backend itself is broken.
     virtual std::size_t reap(std::span<Completion> completions) = 0;
 
+    // After an error: block until nothing that was submitted uses its memory or its file any more. None of it is reaped, and only
+    // wake() may be called from then on. Where even waiting fails, this returns.
+    virtual void stop() noexcept = 0;
+
     // Make the reap under way, or else the next one, return. Any thread.
     virtual void wake() noexcept = 0;
 };

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "core/error.h"
 #include "core/wake_event.h"
@@ -23,9 +24,14 @@ public:
         // EAGAIN: fs.aio-max-nr is used up.
         if (error) throw IoError(error, "io_setup for " + std::to_string(capacity) + " events (see fs.aio-max-nr)", "");
     }
-    ~Context() { ::io_destroy(context_); }
+    ~Context() { destroy(); }
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
+
+    // Blocks until all that is under way has ended.
+    void destroy() noexcept {
+        if (context_) ::io_destroy(std::exchange(context_, nullptr));
+    }
 
     io_context_t get() const noexcept { return context_; }
 
@@ -84,6 +90,8 @@ public:
         }
         return count;
     }
+
+    void stop() noexcept override { context_.destroy(); }
 
     void wake() noexcept override { event_.signal(); }
 

@@ -35,14 +35,7 @@ public:
         }
     }
 
-    ~ThreadBackend() override {
-        {
-            std::lock_guard lock(mutex_);
-            stopping_ = true;
-        }
-        work_.notify_all();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~ThreadBackend() override { stop(); }
 
     std::string_view name() const noexcept override { return "threads"; }
 
@@ -64,6 +57,17 @@ public:
         std::copy_n(results_.begin(), count, completions.begin());
         results_.erase(results_.begin(), results_.begin() + static_cast<std::ptrdiff_t>(count));
         return count;
+    }
+
+    void stop() noexcept override {
+        {
+            std::lock_guard lock(mutex_);
+            stopping_ = true;
+            queue_.clear();
+        }
+        work_.notify_all();
+        for (auto& thread : threads_) thread.join();
+        threads_.clear();
     }
 
     void wake() noexcept override {

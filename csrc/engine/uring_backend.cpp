@@ -6,6 +6,7 @@
 #include <liburing.h>
 #include <poll.h>
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <thread>
@@ -64,6 +65,7 @@ public:
             prepare(sqe, *operation);
             ++taken;
         }
+        under_way_ += taken;
         // What the kernel leaves in the ring just now (EAGAIN, EBUSY) goes out with the next call, at the latest from reap.
         const int submitted = ::io_uring_submit(ring_.get());
         if (submitted < 0 && !is_passing(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
@@ -87,6 +89,7 @@ public:
             ++seen;
         }
         ::io_uring_cq_advance(ring_.get(), seen);
+        under_way_ -= count;
         if (woken) {
             event_.clear();
             listen();  // goes out with the next submission
@@ -94,6 +97,14 @@ public:
         // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
         if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
         return count;
+    }
+
+    void stop() noexcept override {
+        std::array<Completion, 16> ended;
+        try {
+            while (under_way_ > 0) reap(ended);
+        } catch (const IoError&) {  // the ring itself is lost
+        }
     }
 
     void wake() noexcept override { event_.signal(); }
@@ -135,6 +146,7 @@ private:
         ::io_uring_sqe_set_data(sqe, nullptr);
     }
 
+    std::size_t under_way_ = 0;
     WakeEvent event_;
     Ring ring_;
 };

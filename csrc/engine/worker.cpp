@@ -347,13 +347,15 @@ void Worker::end_block(Request& request) {
     if (request.outstanding_.fetch_sub(1, std::memory_order_acq_rel) == 1) events_.ended(request);
 }
 
-// The backend is beyond repair: nothing it holds will come back, and nothing more can be given to it. Every request gets to know.
+// The backend is beyond repair: what it holds is ended unreaped, and nothing more can be given to it. Every request gets to know.
 void Worker::fail_everything(const IoError& error) {
     const auto end_with_error = [&](Request& request) {
         request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
         end_block(request);
     };
-    if (copier_) copier_->drain();  // they read and write memory that is about to be given back
+    // Both use memory that is about to be given back.
+    backend_->stop();
+    if (copier_) copier_->drain();
     for (Slot& slot : slots_)
         if (std::find(free_.begin(), free_.end(), &slot) == free_.end()) end_with_error(*slot.request);
     for (const Block& block : backlog_) end_with_error(*block.request);

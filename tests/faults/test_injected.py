@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ..faulty_filesystem import FaultyFilesystem
 from ..memory import Surrounded, page_aligned, pattern, zeros
 
 Faulty = Callable[..., Any]
@@ -225,3 +226,23 @@ def test_the_last_attempt_is_not_far_off(faulty: Faulty, drive: Path) -> None:
     begin = time.monotonic()
     engine.write(page_aligned(bytes(4096)), drive / "file").exception(30)
     assert time.monotonic() - begin < 10
+
+
+def test_a_broken_backend_s_requests_end_when_nothing_uses_their_memory_any_more(
+    faulty: Faulty, backend: Any, direct_disk: FaultyFilesystem
+) -> None:
+    (direct_disk.behind / "file").write_bytes(CONTENT)
+    engine = faulty(backend, break_after=2)
+    target, another = page_aligned(bytes(4096)), page_aligned(bytes(4096))
+    direct_disk.fail("read", effect="hang", times=-1)
+    future = engine.read(target, direct_disk / "file")
+    deadline = time.monotonic() + 30
+    while not direct_disk.counts().get("read") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine.read(another, direct_disk / "file")
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    direct_disk.heal()
+    with pytest.raises(OSError, match="a broken backend"):
+        future.result(30)
+    assert bytes(target.numpy()) == CONTENT[:4096]

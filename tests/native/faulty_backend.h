@@ -108,6 +108,8 @@ public:
         return count;
     }
 
+    void stop() noexcept override { inner_->stop(); }
+
     void wake() noexcept override { inner_->wake(); }
 
 private:
@@ -182,6 +184,8 @@ public:
         done_.resize(done_.size() - count);
         return count;
     }
+
+    void stop() noexcept override {}  // nothing is ever under way
 
     void wake() noexcept override {
         woken_.store(true);
