@@ -131,7 +131,7 @@ def remove(directory: Path) -> None:
     """Remove the manifest, the membership and what an interrupted replacement has left, as far as they are there."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), naming(directory / name):
                 os.unlink(path)
 
 

@@ -880,6 +880,15 @@ class TestSystemErrors:
         with TensorStore(drive / "store", persist=True) as store:
             assert torch.equal(store.get("name").result(), numbered(MIB))
 
+    def test_a_close_that_cannot_look_for_what_an_interrupted_commit_left_names_no_temporary_file(self, drive, monkeypatch):
+        store = TensorStore(drive / "store")
+        with monkeypatch.context() as patch:
+            self.failing(patch, "unlink", lambda path: str(path).endswith(".new"))
+            with pytest.raises(OSError, match="Input/output error") as failed:
+                store.close()
+        assert failed.value.filename == str(drive / "store" / manifest.MANIFEST_NAME)
+        TensorStore(drive / "store").close()
+
     def test_a_directory_that_cannot_be_taken_is_not_kept_locked(self, drive, monkeypatch):
         with monkeypatch.context() as patch:
             self.failing(patch, "ftruncate")
