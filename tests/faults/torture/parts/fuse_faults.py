@@ -60,8 +60,10 @@ class FailingDrive:
         finally:
             met = self.disk.heal()
             now = {entry.partition(":")[2] for entry in met} - {"hang", "short"}
-            # What the page cache could not write is told to whoever asks next.
-            self._met = self._met | now if self.mode == "writeback" else now
+            if self.mode == "writeback":
+                # What the page cache could not write is told to whoever asks next: as EIO, but where there was no room.
+                now |= self._met | ({"EIO"} if "EDQUOT" in now else set())
+            self._met = now
             if met:
                 self.history.append(f"   met {', '.join(dict.fromkeys(met))}")
 
