@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepnvme._preallocation import preallocate
-from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream
+from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
 
 try:
     from sglang.srt.utils import offloader  # type: ignore[import-not-found]
@@ -77,13 +77,17 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
             raise ValueError(f"weights must be contiguous to be streamed, and these are not: {', '.join(strided[:4])}")
         where = self._path / "weights"
         self._layers.requires_grad_(False).to("cpu")  # what was made after the layers were taken
-        self._store = WeightStore.open(where) if self._reuse else WeightStore.build(self._layers, where)
-        self._streaming = stream(
-            self._layers, self._store, prefetch=self._prefetch, memory_budget=self._budget, device=self._device
-        )
-        if self._device.type == "cuda":
-            for layer in self._layers:
-                layer.register_forward_pre_hook(_refuse_graphs)
+        try:
+            self._store = WeightStore.open(where) if self._reuse else WeightStore.build(self._layers, where)
+            self._streaming = stream(
+                self._layers, self._store, prefetch=self._prefetch, memory_budget=self._budget, device=self._device
+            )
+            if self._device.type == "cuda":
+                for layer in self._layers:
+                    layer.register_forward_pre_hook(_refuse_graphs)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def forbid_copy_engine_usage(self) -> bool:
@@ -100,8 +104,9 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
 
     def close(self) -> None:
         """End the stream; the layers have no weights then. The store stays where it is. Idempotent."""
-        if self._streaming is not None:
-            self._streaming.close()
+        streaming = self._streaming or streaming_of(self._layers)  # that of a post_init() which was interrupted
+        if streaming is not None:
+            streaming.close()
         if self._store is not None:
             self._store.close()
 

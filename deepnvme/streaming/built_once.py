@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -40,15 +39,20 @@ def opened_or_built(
     """
     first: Path = next(iter(where))
     if (first / MANIFEST_NAME).exists():  # to look closer where nothing is would lock out whoever is about to build
-        with contextlib.suppress(StoreLocked):
+        try:
             store = opened(where, origin)
-            if store is not None:
-                return store
+        except StoreLocked:
+            store = None
+        if store is not None:  # and returned before any call, which Ctrl-C could end, with the store open in this frame
+            return store
     owner = _alone_in(first / BUILDING)
     try:
         return opened(where, origin) or build(first / BUILDING)
     finally:
-        owner.release()
+        try:
+            owner.release()
+        finally:
+            owner.release()  # what Ctrl-C has kept that from: whoever has the traceback has the owner
 
 
 def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:

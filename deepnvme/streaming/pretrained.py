@@ -28,7 +28,7 @@ from .blocks import weights_of
 from .built_once import opened_or_built
 from .offload_index import OffloadIndex
 from .quantization import Scheme
-from .streaming import stream
+from .streaming import stream, streaming_of
 from .weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -96,18 +96,22 @@ def from_pretrained(
     store = opened_or_built(
         where, origin, lambda directory: _build(kind, name, options, where, origin, quantize, progress, directory)
     )
+    model: PreTrainedModel | None = None
     try:
-        model: PreTrainedModel = _without_weights(kind, name, config, store, options)
+        model = _without_weights(kind, name, config, store, options)
         if kv_offload is not None:
             from .kv.cache import offload_kv
 
             offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
         streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)
+        streaming.owns_store = True
+        model.streaming = streaming  # no module and no tensor
     except BaseException:
-        store.close()
+        with contextlib.closing(store):
+            streamed = None if model is None else streaming_of(model)
+            if streamed is not None:  # interrupted before anybody had it
+                streamed.close()
         raise
-    streaming.owns_store = True
-    model.streaming = streaming  # type: ignore[assignment]  # no module and no tensor
     return model
 
 

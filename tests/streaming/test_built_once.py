@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -16,7 +17,11 @@ from deepnvme.streaming import WeightStore, built_once
 from deepnvme.streaming.built_once import BUILDING, opened_or_built
 from deepnvme.swap import StoreLocked, TensorStore
 from deepnvme.swap.owner import Ownership
+from tests.faults.torture.interruption import Interruption, all_but, interrupted
 from tests.interpreters import Interpreters
+
+# Python prints a Ctrl-C that comes in a finalizer, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 ORIGIN = {"checkpoint": "a"}
 
@@ -31,11 +36,11 @@ def never(_: Path) -> WeightStore:
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
-    owner = Ownership(drive / BUILDING)
+    other = Ownership(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)
     assert late.value.filename == str(drive)
-    owner.release()
+    other.release()
 
 
 def test_a_directory_that_somebody_has_for_something_else_is_not_waited_for(drive: Path) -> None:
@@ -49,6 +54,37 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) 
         opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     assert not any(drive.iterdir())
     opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_locked(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """At each point, while the traceback, which has the frames, is alive."""
+    monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
+    where, skip = drive / "store", all_but(built_once)
+
+    def open_or_build() -> WeightStore:
+        return opened_or_built({where: 1.0}, ORIGIN, lambda _: build(where))
+
+    if there:
+        build(where).close()
+    points = interrupted(0, lambda: open_or_build().close(), skip).passed
+    assert points > 5
+    for number in range(1, points + 1):
+        if not there:
+            shutil.rmtree(where, ignore_errors=True)
+        interruption = Interruption(number, skip)
+        error = None
+        try:
+            with interruption:
+                open_or_build().close()
+        except KeyboardInterrupt as interrupt:
+            error = interrupt
+        open_or_build().close()
+        TensorStore(where, persist=True).close()
+        assert not (where / BUILDING).exists(), interruption.where
+        del error
 
 
 def test_the_store_of_another_origin_is_refused(drive: Path) -> None:

@@ -6,10 +6,15 @@ import dis
 import functools
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, TypeVar
+
+import torch
+
+import deepnvme
 
 World = TypeVar("World")
 
@@ -30,11 +35,11 @@ class Interruption:
     returned, a loop begins again. It is a real signal, so that code which has another handler meanwhile is not interrupted.
     Code of the tests is left out, and so is what ``skip`` names: prefixes of paths of source files.
 
-    With ``number`` 0 the points are only counted.
+    With ``number`` 0 the points are only counted. ``by``: another signal, whose handler raises something.
     """
 
-    def __init__(self, number: int, skip: tuple[str, ...] = ()) -> None:
-        self._number = number
+    def __init__(self, number: int, skip: tuple[str, ...] = (), by: signal.Signals = signal.SIGINT) -> None:
+        self._number, self._signal = number, by
         self._skip = (_TESTS, "<frozen importlib", *skip)
         self._before: dict[FrameType, int] = {}  # the offset of the instruction executed last
         self.passed = 0
@@ -73,7 +78,7 @@ class Interruption:
             sys.settrace(None)
             self._before.clear()
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self._signal)
 
 
 def _is_after_call(code: CodeType, before: int, now: int) -> bool:
@@ -92,6 +97,15 @@ def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
 
 def _handler(code: CodeType, offset: int) -> int | None:
     return next((handler for start, end, handler in _handlers(code) if start <= offset < end), None)
+
+
+def all_but(*modules: ModuleType) -> tuple[str, ...]:
+    """What to ``skip`` for points in these modules of the package alone."""
+    kept = {module.__file__ for module in modules}
+    own = (str(path) for path in Path(deepnvme.__file__).parent.rglob("*.py"))
+    libraries = sysconfig.get_paths()
+    others = ("<frozen", libraries["stdlib"], libraries["purelib"], str(Path(torch.__file__).parent))
+    return (*(path for path in own if path not in kept), *others)
 
 
 def interrupted(number: int, operation: Callable[[], object], skip: tuple[str, ...] = ()) -> Interruption:
