@@ -440,7 +440,12 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
 
 
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
-    """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well."""
+    """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well.
+
+    Ctrl-C in a finalizer ends it, and is lost: the files of what was not written yet are then an earlier step's. Nobody reads
+    them: whoever wants the files asks for the swap folder before, which writes them, and raises. Nothing leaks: the cache goes
+    with the last who knows it, with its leases, and what is being written holds its memory until it is.
+    """
     if os.getpid() != process or not os.path.isdir(folder):  # they are the parent's, or were not wanted
         return
     if cache.helping():  # garbage is collected anywhere

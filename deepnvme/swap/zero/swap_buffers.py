@@ -5,6 +5,7 @@ Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py``. Where that asserts, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -269,6 +270,6 @@ class SwapBufferManager:
         return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)
 
     def __del__(self) -> None:
-        # Page-locked memory lives as long as the handle's registry has it, not as long as the tensor.
-        for buffer in getattr(self, "all_buffers", []):
-            self.aio_handle.free_cpu_locked_tensor(buffer)
+        # Page-locked memory lives as long as the registry of DeepSpeed's handle has it, not as long as the tensor, as this
+        # package's does. In one call: Ctrl-C ends a finalizer, and is lost, and would leave those that were still to come.
+        deque(map(self.aio_handle.free_cpu_locked_tensor, getattr(self, "all_buffers", [])), 0)
