@@ -55,9 +55,10 @@ class OffloadedOptimizer(Optimizer):
     directory in use, OutOfBuffers if the ring does not fit into what others leave of the buffer pool's budget, and OSError from
     the drive: ENOSPC if it has no room for the states.
 
-    An exception out of :meth:`step`, Ctrl-C included, leaves parameters and states as they were before it, or as they are after
-    it, and says which; :attr:`steps` does too. Where the drive fails in bringing them back as well, the error says that,
-    nothing is lost, and the next call does it first, or raises OSError again. With one exception, which says so and leaves
+    An exception out of :meth:`step`, also of Ctrl-C or from a handler of SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGUSR1, SIGUSR2 or
+    SIGXCPU, leaves parameters and states as they were before it, or as they are after it, and says which; :attr:`steps` does
+    too. Where the drive fails in bringing them back as well, the error says that, nothing is lost, and the next call does it
+    first, or raises OSError again. With one exception, which says so and leaves
     :meth:`load_state_dict` to be called: what ``dram_budget`` keeps in memory is stepped last, after all that the drive could
     fail in. If then the optimizer's own code raises, when it has stepped others in the same step, and these before, what it has
     changed in memory is lost: a second copy would take as much memory again, or as many bytes written in each step as were kept
