@@ -54,8 +54,8 @@ def load(
 
     The arguments are those of ``torch.load``, by their names and in their order, with its defaults (``weights_only``: also by the
     environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD), so that ``torch.load = deepnvme.load``
-    works. What is no path, a file object, is left to ``torch.load``, and so are files of the older formats, with deflated records, and TorchScript
-    archives. A path that ends in .safetensors is loaded as :func:`deepnvme.safetensors.load_file` does.
+    works. What is no path, a file object, is left to ``torch.load``, and so are files of the older formats, with deflated
+    records, and TorchScript archives. A path that ends in .safetensors is loaded as :func:`deepnvme.safetensors.load_file` does.
 
     ``keys``: of a mapping, only these entries, and only their bytes are read; all are where unpickling looks at tensors (sparse
     ones, classes of others). ``checksum``: verify the CRC-32 of each tensor

@@ -46,7 +46,8 @@ def save(
     The file appears under its name when it is whole: at any error, kill or power cut the name has the old file or the new one.
 
     The arguments are those of ``torch.save``, by their names and in their order, so that ``torch.save = deepnvme.save`` works.
-    What is no path, a file object, is left to ``torch.save``, and so are the older format and a file without the record of the byte order.
+    What is no path, a file object, is left to ``torch.save``, and so are the older format and a file without the record of the
+    byte order.
 
     ``fsync``: have it on stable storage before that. Without, a power cut can leave less than a whole file.
     ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
