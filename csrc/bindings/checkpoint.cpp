@@ -60,7 +60,13 @@ py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most) {
         const py::gil_scoped_release released;
         found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most);
     }
-    return py::make_tuple(found.deepest, found.unregistered, found.memo, found.whole);
+    py::object names = py::none();
+    if (found.whole && found.all_named) {
+        py::list all;
+        for (const std::string_view name : found.names) all.append(py::bytes(name.data(), name.size()));
+        names = std::move(all);
+    }
+    return py::make_tuple(found.deepest, found.unregistered, found.memo, found.whole, names);
 }
 
 }  // namespace

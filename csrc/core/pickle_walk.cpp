@@ -11,6 +11,7 @@ namespace deepnvme {
 namespace {
 
 constexpr std::uint64_t kMost = ~std::uint64_t{0};
+constexpr std::size_t kMostNames = 1000;
 
 // How deep the tuples are nested in each value that unpickling would have on its stack or in its memo.
 class Values {
@@ -89,6 +90,13 @@ public:
         }
         return true;
     }
+    // Past a module's and a name's line, into `name`, without the last line's end.
+    bool name(std::string_view& name) {
+        const std::size_t start = at_;
+        if (!skip_lines(2)) return false;
+        name = {reinterpret_cast<const char*>(stream_.data()) + start, at_ - start - 1};
+        return true;
+    }
     // Past a line of digits. What int() takes besides, no pickler writes: it is read as the largest number.
     bool decimal(std::uint64_t& value) {
         const std::size_t start = at_;
@@ -133,10 +141,15 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
         if (number < stream.size()) values.put(number);
         return number < stream.size();
     };
+    const auto named = [&](std::string_view name) {
+        if (found.all_named) found.names.insert(name);
+        found.all_named = found.all_named && found.names.size() <= kMostNames;
+    };
     while (!cursor.ended() && found.deepest <= most) {
         const unsigned char operation = cursor.next();
         bool going_on = true;
         std::uint64_t number = 0;
+        std::string_view name;
         switch (operation) {
             case '(':
                 values.mark();
@@ -188,14 +201,20 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
             case 'Q': case 0x93:                       // BINPERSID, STACK_GLOBAL
                 values.pop(operation == 'Q' ? 1 : 2);
                 values.push();
+                if (operation != 'Q') found.all_named = false;
                 break;
             case 'N': case ')': case 0x88: case 0x89: case 0x97: values.push(); break;  // NONE, EMPTY_TUPLE, NEWTRUE, NEWFALSE, NEXT_BUFFER
             case 0x98: break;                                                           // READONLY_BUFFER
             case 0x80: going_on = cursor.skip(1); break;                                // PROTO
             case 0x95: going_on = cursor.skip(8); break;                                // FRAME
-            case 'K': case 0x82: values.push(); going_on = cursor.skip(1); break;           // BININT1, EXT1
-            case 'M': case 0x83: values.push(); going_on = cursor.skip(2); break;           // BININT2, EXT2
-            case 'J': case 0x84: values.push(); going_on = cursor.skip(4); break;           // BININT, EXT4
+            case 'K': values.push(); going_on = cursor.skip(1); break;                      // BININT1
+            case 'M': values.push(); going_on = cursor.skip(2); break;                      // BININT2
+            case 'J': values.push(); going_on = cursor.skip(4); break;                      // BININT
+            case 0x82: case 0x83: case 0x84:                                                // EXT1, EXT2, EXT4
+                values.push();
+                found.all_named = false;
+                going_on = cursor.skip(1u << (operation - 0x82));
+                break;
             case 'G': values.push(); going_on = cursor.skip(8); break;                      // BINFLOAT
             // SHORT_BINSTRING, SHORT_BINBYTES, SHORT_BINUNICODE, LONG1
             case 'U': case 'C': case 0x8c: case 0x8a: values.push(); going_on = cursor.skip_counted(1); break;
@@ -205,14 +224,18 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
             case 0x8d: case 0x8e: case 0x96: values.push(); going_on = cursor.skip_counted(8); break;
             // INT, LONG, FLOAT, STRING, UNICODE, PERSID
             case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': values.push(); going_on = cursor.skip_lines(1); break;
-            case 'c': values.push(); going_on = cursor.skip_lines(2); break;  // GLOBAL
-            case 'i':                                                         // INST: from a MARK
+            case 'c':  // GLOBAL
+                values.push();
+                if ((going_on = cursor.name(name))) named(name);
+                break;
+            case 'i':  // INST: from a MARK
                 values.pop_mark();
                 call(0);
-                going_on = cursor.skip_lines(2);
+                if ((going_on = cursor.name(name))) named(name);
                 break;
             default:  // STOP, or no operation
                 found.whole = true;
+                found.all_named = found.all_named && operation == '.';
                 return found;
         }
         if (!going_on) return found;

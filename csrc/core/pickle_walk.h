@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <span>
+#include <string_view>
 
 namespace deepnvme {
 
@@ -13,6 +15,10 @@ struct PickleWalk {
     // Containers and results of calls at a time that are not in the memo yet, where a pickler enters each, and values dropped.
     std::uint64_t unregistered = 0;
     std::uint64_t memo = 0;  // the largest number of the memo that something is entered under; picklers count from 0 on
+    // What it names, once each: a module, a line's end, and a name. Whether that is all: not where it takes names from its stack,
+    // or from the table of numbers that a process may have, or has more of them than any pickle of tensors.
+    std::set<std::string_view> names;
+    bool all_named = true;
     bool whole = false;  // whether it ends within the stream: by STOP, or by what is no operation
 };
 

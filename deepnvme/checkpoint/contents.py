@@ -180,7 +180,7 @@ def wasteful(stream: bytes) -> str | None:
     """What is wrong with a pickle that no pickler writes, or None: one that is cut off, or in which a byte makes an object of a
     hundred, or a number a memo of gigabytes, so that minutes and gigabytes would go before some megabytes of it were refused; or
     with tuples so deep in tuples that hashing them ends the process."""
-    deepest, unregistered, memo, whole = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
+    deepest, unregistered, memo, whole, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
     if deepest > DEEPEST:
         return f"is nested more than {DEEPEST} times"
     if memo >= max(len(stream), 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
 import tracemalloc
@@ -70,18 +69,36 @@ class TestNames:
         assert names_only_plain(pickled(state, pickle, 2).stream)
         assert names_only_plain(pickled({"model": state, "step": 10, "dtype": torch.bfloat16}, pickle, 2).stream)
 
-    def test_text_that_looks_like_names_takes_one(self) -> None:
-        stream = pickled({"text": "a cat\nor\ntwo\n", "tensor": torch.ones(3)}, pickle, 2).stream
+    def test_text_and_numbers_that_look_like_names_take_none(self) -> None:
+        stream = pickled({"text": "a cat\nor\ntwo\n", "tensor": torch.ones(3), "numbers": list(range(10_000))}, pickle, 2).stream
         assert scan(stream).plain
-        assert not names_only_plain(stream)
-
-    def test_what_is_registered_by_a_number_takes_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        registry: dict[Any, int] = {}
-        monkeypatch.setattr(copyreg, "_extension_registry", registry)
-        stream = pickle.dumps([1], 2)
         assert names_only_plain(stream)
-        registry["module", "name"] = 7
-        assert not names_only_plain(stream)
+
+    @pytest.mark.parametrize("operation", [b"\x82\7", b"\x83\7\0", b"\x84\7\0\0\0"], ids=["1", "2", "4"])
+    def test_what_is_registered_by_a_number_takes_one(self, operation: bytes) -> None:
+        assert names_only_plain(b"\x80\2N.")
+        assert not names_only_plain(b"\x80\2" + operation + b".")
+
+    def test_more_names_than_any_pickle_has_take_one(self) -> None:
+        stream = b"".join(b"ctorch\nFloat%dStorage\n" % index for index in range(1000))
+        assert names_only_plain(stream + stream + b".")
+        assert not names_only_plain(stream + b"ctorch\nStorage\n" + b".")
+
+    @pytest.mark.parametrize(
+        ("stream", "names"),
+        [
+            (b"ca\nb\nca\nb\n.", [b"a\nb"]),
+            (b"(ia\nb\n.", [b"a\nb"]),
+            (b"X\4\0\0\0ca\nbca\n\n.", [b"a\n"]),
+            (b"ca\nb\n\xff", None),
+            (b"ca\nb\n", None),
+            (b"ca\nb", None),
+            (b"\x8c\1a\x8c\1b\x93.", None),
+        ],
+        ids=repr,
+    )
+    def test_of_a_stream(self, stream: bytes, names: list[bytes] | None) -> None:
+        assert AsyncIOBuilder().load().pickle_walk(stream, 10)[-1] == names
 
 
 class TestWalks:
@@ -152,4 +169,4 @@ class TestWalks:
 
 
 def walk(stream: bytes, most: int = 100) -> tuple[int, int, int, bool]:
-    return AsyncIOBuilder().load().pickle_walk(stream, most)
+    return AsyncIOBuilder().load().pickle_walk(stream, most)[:-1]
