@@ -1,6 +1,6 @@
-// The engine, copy_many, lay_out and quantisation under load, without Python, for AddressSanitizer and ThreadSanitizer: several
-// submitters, of host memory and of devices' (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with and
-// without injected faults. Contents are checked against a copy in memory. Then backends that fail, break and hang, under requests
+// The engine, copy_many, lay_out, walk_pickle and quantisation under load, without Python, for AddressSanitizer and ThreadSanitizer:
+// several submitters, of host memory and of devices' (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with
+// and without injected faults. Contents are checked against a copy in memory. Then backends that fail, break and hang, under requests
 // that are waited for, waited for a while, or forgotten, and an engine that is closed meanwhile. Exit status 0 when all was well.
 //
 // usage: stress DIRECTORY [ROUNDS]
@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "core/copy.h"
+#include "core/pickle_walk.h"
 #include "core/zip_layout.h"
 #include "engine/engine.h"
 #include "faulty_backend.h"
@@ -331,6 +332,60 @@ void quantize_at_random(unsigned seed) {
 
 }  // namespace
 
+// Pickles of random operations with fitting arguments, then damaged and cut off, each in memory of just its size: nothing is read
+// beyond it, and what is found is within the limits.
+void walk_pickles_at_random(unsigned seed) {
+    std::mt19937_64 random(seed);
+    constexpr unsigned kMost = 6;
+    constexpr std::string_view kOperations =
+        "(((((tttteulod10]}R0N2qqqrrrphhjgabsQ)KKMJGUCTBXILFSVPci.\x80\x81\x82\x83\x84\x85\x85\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8f\x90\x91\x92"
+        "\x93\x94\x94\x94\x95\x96\x97\x98";
+    const auto number = [&](std::string& stream, unsigned width, std::uint64_t most) {
+        const std::uint64_t value = random() % 50 ? random() % most : random();
+        for (unsigned i = 0; i < width; ++i) stream += static_cast<char>(value >> (8 * i));
+        return std::min<std::uint64_t>(value, 100);
+    };
+    std::uint64_t whole = 0, nested = 0, too_large = 0;
+    for (unsigned pickle = 0; pickle < 20'000; ++pickle) {
+        std::string stream;
+        for (auto operations = random() % 300; operations; --operations) {
+            const char operation = kOperations[random() % kOperations.size()];
+            if (operation == '.' && random() % 100) continue;
+            stream += operation;
+            switch (static_cast<unsigned char>(operation)) {
+                case 'q': case 'h': case 'K': case 0x80: case 0x82: number(stream, 1, 30); break;
+                case 'M': case 0x83: number(stream, 2, 30); break;
+                case 'r': case 'j': case 'J': case 0x84: number(stream, 4, 300); break;
+                case 'G': case 0x95: number(stream, 8, 300); break;
+                case 'U': case 'C': case 0x8c: case 0x8a: stream.append(number(stream, 1, 20), 'x'); break;
+                case 'T': case 'B': case 'X': case 0x8b: stream.append(number(stream, 4, 20), 'x'); break;
+                case 0x8d: case 0x8e: case 0x96: stream.append(number(stream, 8, 20), 'x'); break;
+                case 'p': case 'g': case 'I': case 'L': case 'F': case 'S': case 'V': case 'P':
+                    stream += std::to_string(random() % 30) + '\n';
+                    break;
+                case 'c': case 'i': stream += "module\nname" + std::to_string(random() % 30) + '\n'; break;
+                default: break;
+            }
+        }
+        if (random() % 2) stream += '.';
+        for (auto damages = random() % 3; damages && !stream.empty(); --damages)
+            stream[random() % stream.size()] = static_cast<char>(random());
+        if (random() % 4 == 0) stream.resize(random() % (stream.size() + 1));
+        const std::unique_ptr<unsigned char[]> exact(new unsigned char[stream.size()]);
+        std::copy(stream.begin(), stream.end(), exact.get());
+        const PickleWalk found = walk_pickle({exact.get(), stream.size()}, kMost);
+        if (found.deepest > kMost + 1) complain("a pickle was walked deeper than was asked for");
+        for (const std::string_view name : found.names)
+            if (stream.find(name) == std::string::npos || name.find('\n') == std::string_view::npos) complain("no name of a pickle");
+        const bool numbered = !stream.empty() && found.memo >= stream.size();
+        if (found.whole && (found.deepest > kMost || numbered)) complain("a pickle was not walked to its end");
+        whole += found.whole;
+        nested += found.deepest > kMost;
+        too_large += numbered;
+    }
+    if (!whole || !nested || !too_large) complain("random pickles of one kind only");
+}
+
 int main(int argc, char** argv) {
     if (argc < 2) complain("usage: stress DIRECTORY [ROUNDS]");
     const unsigned rounds = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 2;
@@ -353,5 +408,6 @@ int main(int argc, char** argv) {
     for (unsigned seed = 0; seed < 2; ++seed) copying.emplace_back(quantize_at_random, seed);
     for (auto& thread : copying) thread.join();
     for (unsigned seed = 0; seed < 3; ++seed) lay_out_at_random(seed);
+    for (unsigned seed = 0; seed < 3; ++seed) walk_pickles_at_random(seed);
     std::printf("stress: %u rounds, all contents as expected\n", rounds);
 }
