@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 import pickle
+import struct
 import threading
 import warnings
 import zipfile
@@ -138,6 +139,138 @@ class TestPicklesThatTakeTooMuch:
         torch.save({"numbers": numbers}, path)
         assert deepnvme.load(path)["numbers"] == numbers
         assert verify(path).ok
+
+
+class TestArchivesThatTakeTooMuch:
+    """Each of these guards is there for its file alone."""
+
+    @pytest.fixture
+    def archive(self, path: Path) -> Path:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+            made.writestr("a/data.pkl", pickle.dumps([1], 2))
+            made.writestr("a/version", b"3")
+            made.writestr("a/data/0", b"x" * 100_000)
+        return path
+
+    @pytest.mark.parametrize(
+        ("at", "field", "why"),
+        [
+            (10, struct.pack("<H", 60_000), "cannot have 60000 records"),
+            (12, struct.pack("<I", 1 << 30), "at most"),
+            (16, struct.pack("<I", 1 << 30), "directory should be at bytes"),
+        ],
+        ids=["records", "bytes", "place"],
+    )
+    def test_a_directory(self, archive: Path, at: int, field: bytes, why: str) -> None:
+        data = bytearray(archive.read_bytes())
+        end = data.rindex(b"PK\5\6") + at
+        data[end : end + len(field)] = field
+        archive.write_bytes(data)
+        with pytest.raises(CorruptCheckpoint, match=why):
+            deepnvme.load(archive)
+        assert not verify(archive).ok
+
+    @pytest.mark.parametrize(
+        ("at", "field", "why"),
+        [
+            (24, struct.pack("<I", 1 << 30), "deflated"),
+            (20, struct.pack("<I", 1 << 30), "and the file has"),
+            (42, struct.pack("<I", 0), "within record"),
+        ],
+        ids=["more than deflate makes", "more than the file", "shared"],
+    )
+    def test_a_record(self, archive: Path, at: int, field: bytes, why: str) -> None:
+        data = bytearray(archive.read_bytes())
+        entry = data.rindex(b"PK\1\2") + at
+        data[entry : entry + len(field)] = field
+        archive.write_bytes(data)
+        with pytest.raises(CorruptCheckpoint, match=why):
+            deepnvme.load(archive)
+        assert not verify(archive).ok
+
+    def test_two_records_of_a_name(self, archive: Path) -> None:
+        with zipfile.ZipFile(archive, "a") as more, pytest.warns(UserWarning, match="Duplicate name"):
+            more.writestr("a/version", b"3")
+        with pytest.raises(CorruptCheckpoint, match="same name"):
+            deepnvme.load(archive)
+
+    def test_a_deflated_pickle(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+            made.writestr("a/data.pkl", b"\x80\2" + b"N0" * (9 << 20) + b"N.")
+            made.writestr("a/version", b"3")
+        inflated = count_calls(monkeypatch, zipfile.ZipFile, "open")
+        with pytest.raises(CorruptCheckpoint, match="no pickle of tensors is like that"):
+            deepnvme.load(path)
+        assert not inflated
+        (problem,) = verify(path).problems
+        assert "no pickle of tensors is like that" in problem
+
+    def test_a_deflated_storage_of_another_size(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.save([torch.ones(10)], path)
+        with zipfile.ZipFile(path) as whole:
+            stream = whole.read(next(name for name in whole.namelist() if name.endswith("data.pkl")))
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+            made.writestr("a/data.pkl", stream)
+            made.writestr("a/version", b"3")
+            made.writestr("a/data/0", bytes(1 << 20))
+        unpickled = count_calls(monkeypatch, loading, "torch_load")
+        with pytest.raises(CorruptCheckpoint, match="storage 0: expected 40 bytes, found 1048576"):
+            deepnvme.load(path)
+        assert not unpickled
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+class TestFilesOfBefore16:
+    """torch says what is wrong with them by errors of many kinds."""
+
+    @pytest.fixture
+    def data(self, path: Path) -> bytes:
+        torch.save([torch.ones(300), "text"], path, _use_new_zipfile_serialization=False)
+        return path.read_bytes()
+
+    def test_cut_off_anywhere(self, path: Path, data: bytes) -> None:
+        told = set()
+        for length in range(20, len(data), 37):
+            path.write_bytes(data[:length])
+            with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError)) as cut:
+                deepnvme.load(path)
+            told.add(getattr(cut.value, "filename", None))
+        assert str(path) in told
+
+    def test_of_any_class_that_are_cut_off(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data[: data.index(b".") + 1])  # behind the first of its pickles
+        with pytest.raises(CorruptCheckpoint) as cut:
+            deepnvme.load(path, weights_only=False)
+        assert cut.value.filename == str(path)
+
+    def test_damaged_anywhere(self, path: Path, data: bytes) -> None:
+        told = set()
+        for at in range(400):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 0x11]) + data[at + 1 :])
+            try:
+                deepnvme.load(path)
+            except (CorruptCheckpoint, pickle.UnpicklingError) as error:
+                told.add(type(error))
+        assert CorruptCheckpoint in told
+
+
+def test_storages_that_torch_places_in_another_way_are_left_to_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package does that has registered itself before ours: what torch made of unread storages is not used."""
+    saved = {"a": torch.arange(300_000), "b": torch.ones(3)}
+    torch.save(saved, path)
+    registry = list(torch.serialization._package_registry)
+    monkeypatch.setattr(torch.serialization, "_package_registry", registry)
+    asked = []
+
+    def keep(storage: Any, location: str) -> Any:
+        asked.append(location)
+        return storage
+
+    torch.serialization.register_package(0, lambda storage: None, keep)
+    by_torch = count_calls(monkeypatch, loading, "torch_load")
+    assert_same(deepnvme.load(path), saved)
+    assert asked
+    assert len(by_torch) == 1
 
 
 class TestCutFiles:
