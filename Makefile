@@ -31,12 +31,15 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs -n 2 --dist loadfile
 
-with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py tests/examples
+with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
+    tests/examples/test_examples.py::test_deepspeed_trains_alike_with_and_without_this_package
 
-# What torch compiles for DeepSpeed goes beside it. A compilation that was killed leaves a lock there, which torch would wait for without end.
+# What torch compiles for DeepSpeed goes beside it, before the first test's time runs. A compilation that was killed leaves a lock there,
+# which torch would wait for without end.
 test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
+	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
 	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rs -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests

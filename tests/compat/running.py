@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ def interpreter(config: pytest.Config) -> str:
     return python
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """For a server that a program starts. Held meanwhile, so that no other connection of this machine is given it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server, which does so too, can still have it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def environment(io_dir: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -52,18 +55,21 @@ def run(
 ) -> list[list[Any]]:
     """Of each rank what the program printed: a result for each case, and whatever else. ``more``: environment variables."""
     alike = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    alike |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with tempfile.TemporaryDirectory() as directory:  # pipes would fill up
+    alike |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with contextlib.ExitStack() as held:
+        directory = held.enter_context(tempfile.TemporaryDirectory())  # pipes would fill up
+        alike["MASTER_PORT"] = str(held.enter_context(reserved_port()))
         processes = []
         for rank in range(ranks):
             own = environment(io_dir, {**alike, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})})
             with Path(directory, f"{rank}.out").open("w") as stdout, Path(directory, f"{rank}.err").open("w") as stderr:
                 command, pipe = [python, "-m", module], subprocess.PIPE
                 started = subprocess.Popen(command, stdin=pipe, stdout=stdout, stderr=stderr, text=True, cwd=REPOSITORY, env=own)
+            processes.append(held.enter_context(started))
+            held.callback(started.kill)  # where the test's time is over
             assert started.stdin is not None
             with started.stdin:
                 started.stdin.write(json.dumps(list(cases)))
-            processes.append(started)
         codes = [started.wait() for started in processes]
         return [_results(Path(directory, str(rank)), code) for rank, code in enumerate(codes)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from ..disks import MIB, memory_disk
 from ..interpreters import REPOSITORY
-from .running import environment, free_port, interpreter, run
+from .running import environment, interpreter, reserved_port, run
 
 pytestmark = pytest.mark.timeout(600)
 ZERO3 = "tests.compat.zero3_program"
@@ -169,12 +169,12 @@ print("pinned")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_of_a_launcher_train_on_our_op(python: str, drive: Path, launcher: str) -> None:
     own = ["deepnvme.integrations.deepspeed", "--swappers", "tests/compat/launched_program.py", str(drive), "--lr", "1"]
-    port = str(free_port())
-    if launcher == "torchrun":
-        command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", *own]
-    else:
-        command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module", *own]
-    output(command, drive, {"PATH": f"{Path(python).parent}:/usr/bin:/bin"})
+    with reserved_port() as port:
+        if launcher == "torchrun":
+            command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m", *own]
+        else:
+            command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port), "--module", *own]
+        output(command, drive, {"PATH": f"{Path(python).parent}:/usr/bin:/bin"})
     for rank in range(2):
         facts = json.loads((drive / f"rank-{rank}").read_text())
         assert facts["name"] == "__main__"
@@ -187,6 +187,6 @@ def test_two_ranks_of_a_launcher_train_on_our_op(python: str, drive: Path, launc
 
 def output(command: Sequence[str], drive: Path, more: dict[str, str] | None = None) -> str:
     """The standard output of a program that succeeds."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment(drive, more), timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment(drive, more), timeout=500)
     assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
