@@ -21,6 +21,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .cut_off import what_is_missing
+from .one_version import naming
 from .pickle_scan import DEEPEST, PickleScan, names_only_plain
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
@@ -92,7 +93,7 @@ def _header(record: Record) -> int:
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """As torch.load tells the zip format from the older ones: by the first bytes."""
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         return file.read(4) == b"PK\3\4"
 
 

@@ -34,6 +34,7 @@ from .contents import (
     wasteful,
 )
 from .file_image import CHUNK
+from .one_version import naming
 from .pickle_scan import PickleScan
 from .reading import started
 
@@ -69,8 +70,13 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
 
     The pickle and every storage that has a checksum are read, at the speed of the drive or that of CRC-32 on one core, whichever
     is less, with at most 16 MiB leased from ``pool``; a file that somebody has compressed, through zlib. What is wrong is in the
-    report; raises OSError for what cannot be read.
+    report; raises OSError naming the file for what cannot be read.
     """
+    with naming(path):
+        return _verified(path, buffer_pool() if pool is None else pool)
+
+
+def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
     name = os.fspath(path)
     if not is_zip(path):
         return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if _is_pickle(path) else _safetensors(name)
@@ -84,7 +90,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
             with open(path, "rb") as file:
                 sizes = {record.key: record.nbytes for record in found.storages}
                 problems = _pickle_problems(scan_of(path, file, found), sizes, found.script)
-        problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+        problems += _checksum_problems(path, found, pool)
     except CorruptCheckpoint as error:
         return Report(name, "pt", 0, 0, 0, (error.why,))
     except _DAMAGED as error:

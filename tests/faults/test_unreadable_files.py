@@ -12,7 +12,7 @@ import torch
 
 import deepnvme
 import deepnvme.safetensors
-from deepnvme.checkpoint import NVMeReader, NVMeWriter
+from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
 
 from ..faulty_filesystem import FaultyFilesystem
 
@@ -33,9 +33,17 @@ def load_distributed(path: Path) -> dict[str, Any]:
     return found
 
 
-FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path], dict[str, Any]]]] = {
-    "pt": (lambda path: deepnvme.save(STATE, path), lambda path: deepnvme.load(path)),
-    "safetensors": (lambda path: deepnvme.safetensors.save_file(STATE, path), lambda path: deepnvme.safetensors.load_file(path)),
+def verified(path: Path) -> dict[str, Any]:
+    assert verify(path).ok
+    return STATE
+
+
+LOADS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
+    "load": ("model.pt", deepnvme.load),
+    "load of safetensors": ("model.safetensors", deepnvme.load),
+    "load_file": ("model.safetensors", deepnvme.safetensors.load_file),
+    "verify": ("model.pt", verified),
+    "verify of safetensors": ("model.safetensors", verified),
 }
 
 
@@ -56,11 +64,14 @@ def failures(disk: FaultyFilesystem, operation: str, load: Callable[[], object])
 
 
 @pytest.mark.parametrize("operation", ["read", "open", "lookup"])
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, format: str, operation: str) -> None:
-    save, load = FORMATS[format]
-    path = direct_disk / "model"
-    save(path)
+@pytest.mark.parametrize("load_name", LOADS)
+def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, load_name: str, operation: str) -> None:
+    name, load = LOADS[load_name]
+    path = direct_disk / name
+    if path.suffix == ".pt":
+        deepnvme.save(STATE, path)
+    else:
+        deepnvme.safetensors.save_file(STATE, path)
 
     def check() -> None:
         loaded = load(path)
