@@ -113,7 +113,7 @@ def main() -> None:
         # A process keeps some things for good, such as an engine for all saves and its workers' memory: a leak is more each time.
         for _ in range(_TIMES):
             before = held()
-            outcome, text = make_try(part, label, arguments.dir)
+            outcome, text = make_try(part, label, arguments.dir.resolve())
             more = grown(before) if outcome == "passed" else ""
             if not more:
                 break
