@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import textwrap
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from deepnvme.checkpoint import publication, saving, parallel
 warnings.simplefilter("default")  # torch's own
 torch.set_num_threads(1)
 rank = next((rank for rank in range(1, size) if (os.fork() == 0)), 0)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+dist.init_process_group("gloo", init_method=f"file://{drive}.ranks", rank=rank, world_size=size)
 group = dist.group.WORLD
 path = drive / "a.pt"
 
@@ -91,10 +90,7 @@ assert all(os.wait()[1] == 0 for _ in range(1, size))
 
 
 def run(size: int, program: str, drive: Path, interpreters: Interpreters) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    opening = f"import pathlib\ndrive, port, size = pathlib.Path({str(drive)!r}), {port}, {size}\n"
+    opening = f"import pathlib\ndrive, size = pathlib.Path({str(drive)!r}), {size}\n"
     interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
 
 
