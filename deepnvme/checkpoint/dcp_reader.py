@@ -23,7 +23,7 @@ from deepnvme.engine import without_python
 from deepnvme.swap.buffers import buffer_pool
 
 from ._shared_engine import shared_engine
-from .contents import CorruptCheckpoint
+from .contents import CorruptCheckpoint, is_damage
 from .dcp_metadata import load_metadata
 from .dcp_objects import Damaged, WeightsOnlyPlanner
 from .dcp_safetensors import elements_of_safetensors
@@ -135,10 +135,13 @@ class NVMeReader(FileSystemReader):
                 others += self._read(file, path, requests, planner)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
+            watched = _Watched(planner)
             try:
                 with _naming(path, request):
-                    super().read_data(dataclasses.replace(plan, items=[request]), planner)
-            except (RuntimeError, EOFError) as error:
+                    super().read_data(dataclasses.replace(plan, items=[request]), cast(LoadPlanner, watched))
+            except Exception as error:
+                if not is_damage(error) or (watched.used and not isinstance(error, (AssertionError, RuntimeError))):
+                    raise
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
 
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
@@ -251,6 +254,21 @@ def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
         raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
     with file:
         yield file
+
+
+class _Watched:
+    """A planner, and whether it was asked for anything: by then torch has made a tensor of the item's bytes.
+
+    All that can be wrong with that is its size, or that it cannot be copied.
+    """
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self.used = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(self._planner, name)
 
 
 @contextlib.contextmanager

@@ -114,6 +114,27 @@ def test_a_damaged_item_is_an_error_that_names_it(drive: Path, writer: Writer, n
         assert torch.equal(found["damaged"], torch.zeros(nbytes, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("text", [b"data.pkl", b"torch._utils", b"torch\nByteStorage"])
+def test_a_byte_that_is_no_text_is_damage(drive: Path, text: bytes) -> None:
+    """In an archive that is no longer known by its beginning, and so is left to torch."""
+    save({"damaged": torch.zeros(20, dtype=torch.uint8)}, NVMeWriter(drive))
+    info = place_of(drive, "damaged")
+    content = (drive / info.relative_path).read_bytes()
+    places = [found.start() for found in re.finditer(re.escape(text), content)]
+    assert places
+    for place in places:
+        (drive / info.relative_path).write_bytes(content[:place] + b"\xb8" + content[place + 1 :])
+        found = {"damaged": torch.ones(20, dtype=torch.uint8)}
+        try:
+            load(found, drive)
+        except CheckpointException as error:
+            assert isinstance(why(error), (CorruptCheckpoint, pickle.UnpicklingError)), why(error)  # noqa: PT017
+            assert "item 'damaged'" in str(why(error))  # noqa: PT017
+        else:  # the directory is not needed where an archive is known by its beginning
+            assert text == b"data.pkl"
+            assert found["damaged"].sum() == 0
+
+
 def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
     save({"a": torch.zeros(3, 4)}, NVMeWriter(drive))
     reader = NVMeReader(drive)
