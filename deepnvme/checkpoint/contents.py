@@ -262,10 +262,23 @@ def wrong_size(path: str | os.PathLike[str], found: Contents, offset: int, nbyte
     return CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {nbytes} bytes, found {there}")
 
 
+def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Fill the memory with bytes of the file from ``offset`` on, less only where the file ends. Returns how many. Raises OSError.
+
+    A single preadv may return less in the middle of a file, as some network and FUSE file systems do.
+    """
+    count = 0
+    while count < len(memory) and (more := os.preadv(descriptor, [memory[count:]], offset + count)):
+        count += more
+    return count
+
+
 def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
     """Where the data of a record begin. Raises CorruptCheckpoint, also where they would not be wholly in the file."""
+    header = bytearray(LOCAL_HEADER.size)
     try:
-        offset = data_of(os.pread(descriptor, LOCAL_HEADER.size, record.header), record.header)
+        count = read_at(descriptor, memoryview(header), record.header)
+        offset = data_of(bytes(header[:count]), record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
     size = os.fstat(descriptor).st_size

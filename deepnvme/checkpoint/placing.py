@@ -25,7 +25,7 @@ from torch.serialization import load as torch_load  # torch.load may be deepnvme
 
 from deepnvme.swap.memory import address_range
 
-from .contents import Contents, CorruptCheckpoint, refuse_damaged, wrong_size
+from .contents import Contents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
 from .file_image import DIRECT_FROM, PAGE
 from .zip_directory import data_of
 from .zip_layout import LOCAL_HEADER
@@ -184,7 +184,7 @@ class Placing(io.RawIOBase):
             self._position += nbytes
             return nbytes
         try:
-            count = os.preadv(self._file.fileno(), [view], self._position)
+            count = read_at(self._file.fileno(), view, self._position)
         except OSError as error:
             self.failed = self.failed or OSError(error.errno, error.strerror, os.fspath(self._path))
             count = 0

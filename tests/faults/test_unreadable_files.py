@@ -19,6 +19,13 @@ from ..faulty_filesystem import FaultyFilesystem
 STATE = {"large": torch.arange(100_000), "small": torch.arange(3), "step": torch.tensor(7)}
 
 
+def save(path: Path) -> None:
+    if path.suffix == ".pt":
+        deepnvme.save(STATE, path)
+    else:
+        deepnvme.safetensors.save_file(STATE, path)
+
+
 def save_distributed(path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -68,10 +75,7 @@ def failures(disk: FaultyFilesystem, operation: str, load: Callable[[], object])
 def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, load_name: str, operation: str) -> None:
     name, load = LOADS[load_name]
     path = direct_disk / name
-    if path.suffix == ".pt":
-        deepnvme.save(STATE, path)
-    else:
-        deepnvme.safetensors.save_file(STATE, path)
+    save(path)
 
     def check() -> None:
         loaded = load(path)
@@ -80,6 +84,21 @@ def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, l
     found = failures(direct_disk, operation, check)
     assert found
     assert {(error.errno, error.filename) for error in found} <= {(errno.EIO, str(path))}
+
+
+@pytest.mark.parametrize("load_name", LOADS)
+@pytest.mark.parametrize("nbytes", [1, 4096])
+def test_reads_that_return_less_are_gone_on_with(direct_disk: FaultyFilesystem, load_name: str, nbytes: int) -> None:
+    name, load = LOADS[load_name]
+    path = direct_disk / name
+    save(path)
+    before = direct_disk.counts()["read"]
+    load(path)
+    for skip in range(direct_disk.counts()["read"] - before):
+        direct_disk.fail("read", effect="short", value=nbytes, skip=skip, times=10)
+        loaded = load(path)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
+        assert "read:short" in direct_disk.heal()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
