@@ -53,27 +53,27 @@ py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::b
     return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes));
 }
 
-py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most) {
+py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested) {
     const std::string_view bytes = stream;
     PickleWalk found;
     {
         const py::gil_scoped_release released;
-        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most);
+        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most_nested);
     }
     py::object names = py::none();
-    if (found.whole && found.all_named) {
+    if (found.complete && found.all_named) {
         py::list all;
         for (const std::string_view name : found.names) all.append(py::bytes(name.data(), name.size()));
         names = std::move(all);
     }
-    return py::make_tuple(found.deepest, found.unregistered, found.memo, found.whole, names);
+    return py::make_tuple(found.nesting, found.unregistered, found.largest_memo_index, found.complete, names);
 }
 
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
     module.def("none_for", &none_for, "types"_a, "otherwise"_a);
-    module.def("pickle_walk", &pickle_walk, "stream"_a, "most"_a);
+    module.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a);
     module.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
 }
 

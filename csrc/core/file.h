@@ -37,15 +37,15 @@ public:
 
     ~File();
 
-    // Let go of a file. If nobody else has it this closes it, and returns what the system could not write: some file systems say
-    // that only now (NFS, FUSE). Of several who let go of it at a time one closes it, and is told.
+    // Give up this owner. If it is the last, the file is closed, and an error of close() is returned: NFS and FUSE report failed
+    // writes there. If several owners give up at once, exactly one gets the error.
     static std::optional<IoError> release(std::shared_ptr<File>& file);
 
     const std::string& path() const noexcept { return path_; }
     bool readable() const noexcept { return access_ != Access::write; }
     bool writable() const noexcept { return access_ != Access::read; }
-    // Whether no page of the file belongs to two transfers: a write that begins on a page may fill the rest of its last page with
-    // zeros, and so need not pass through the page cache.
+    // As Engine.open(whole_pages=True): each page belongs to one transfer, so a write that begins on a page may fill the rest of
+    // its last page with zeros.
     bool whole_pages() const noexcept { return whole_pages_; }
 
     // Empty where direct I/O is not to be had; `refusal` then says why.

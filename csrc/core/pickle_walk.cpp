@@ -10,18 +10,19 @@ namespace deepnvme {
 
 namespace {
 
-constexpr std::uint64_t kMost = ~std::uint64_t{0};
+constexpr std::uint64_t kNotANumber = ~std::uint64_t{0};  // instead of a memo index that is not only digits
 constexpr std::size_t kMostNames = 1000;
 
-// How deep the tuples are nested in each value that unpickling would have on its stack or in its memo.
-class Values {
+// How deep tuples are nested in each value that unpickling would have on its stack or in its memo. 0 where unpickling would fail
+// because there is no such value, or no MARK.
+class TupleDepths {
 public:
-    std::size_t open() const { return marks_.size(); }
+    std::size_t open_marks() const { return marks_.size(); }
     void mark() { marks_.push_back(stack_.size()); }
     void push(std::uint16_t depth = 0) { stack_.push_back(depth); }
     std::uint16_t top() const { return stack_.empty() ? std::uint16_t{0} : stack_.back(); }
     std::size_t since_mark() const { return stack_.size() - std::min(stack_.size(), marks_.empty() ? 0 : marks_.back()); }
-    // The deepest of the `count` last ones, which go. Where fewer are left, unpickling fails.
+    // Removes the last `count` values. Returns the largest of their depths.
     std::uint16_t pop(std::size_t count) {
         std::uint16_t deepest = 0;
         for (; count && !stack_.empty(); --count) {
@@ -30,46 +31,47 @@ public:
         }
         return deepest;
     }
-    // Those since the last MARK, and that.
+    // Removes the values since the last MARK, and the MARK. Returns the largest of their depths.
     std::uint16_t pop_mark() {
         const std::uint16_t deepest = pop(since_mark());
         if (!marks_.empty()) marks_.pop_back();
         return deepest;
     }
-    // As POP: the MARK, where nothing is behind it.
+    // What POP does: removes the last value, or the last MARK if no value is behind it.
     void drop() {
         if (!marks_.empty() && !since_mark()) marks_.pop_back();
         else pop(1);
     }
-    std::uint64_t entered() const { return entered_; }
-    void put(std::uint64_t number) {
-        if (number >= memo_.size()) memo_.resize(number + 1);
-        entered_ += memo_[number] == 0;
-        memo_[number] = static_cast<std::uint16_t>(top() + 1);
+    std::uint64_t memo_size() const { return memo_size_; }
+    void put(std::uint64_t index) {
+        if (index >= memo_.size()) memo_.resize(index + 1);
+        memo_size_ += memo_[index] == 0;
+        memo_[index] = static_cast<std::uint16_t>(top() + 1);
     }
-    void get(std::uint64_t number) { push(number < memo_.size() && memo_[number] ? static_cast<std::uint16_t>(memo_[number] - 1) : 0); }
+    void get(std::uint64_t index) {
+        push(index < memo_.size() && memo_[index] ? static_cast<std::uint16_t>(memo_[index] - 1) : std::uint16_t{0});
+    }
 
 private:
     std::deque<std::uint16_t> stack_;
-    std::vector<std::size_t> marks_;
-    std::vector<std::uint16_t> memo_;  // one more than the depth; 0: there is none
-    std::uint64_t entered_ = 0;
+    std::vector<std::size_t> marks_;   // the stack's size at each
+    std::vector<std::uint16_t> memo_;  // one more than the depth; 0: no value
+    std::uint64_t memo_size_ = 0;      // values in the memo
 };
 
-// Where the reading is; everything that is cut off leaves it at the end.
+// A position in the stream. Where the stream is cut off, methods leave it at the end and return false.
 class Cursor {
 public:
     explicit Cursor(std::span<const unsigned char> stream) : stream_(stream) {}
 
     bool ended() const { return at_ == stream_.size(); }
     unsigned char next() { return stream_[at_++]; }
-    // False where less than that is left.
     bool skip(std::uint64_t nbytes) {
-        const bool there = nbytes <= stream_.size() - at_;
-        at_ = there ? at_ + nbytes : stream_.size();
-        return there;
+        const bool fits = nbytes <= stream_.size() - at_;
+        at_ = fits ? at_ + nbytes : stream_.size();
+        return fits;
     }
-    // Past a little-endian number of `width` bytes, into `value`.
+    // Reads a little-endian number of `width` bytes.
     bool number(std::size_t width, std::uint64_t& value) {
         const std::size_t start = at_;
         value = 0;
@@ -77,7 +79,7 @@ public:
         for (std::size_t i = 0; i < width; ++i) value |= std::uint64_t{stream_[start + i]} << (8 * i);
         return true;
     }
-    // Past as many bytes as the number before them says.
+    // Skips a number of `width` bytes, and as many bytes as it says.
     bool skip_counted(std::size_t width) {
         std::uint64_t nbytes = 0;
         return number(width, nbytes) && skip(nbytes);
@@ -90,21 +92,21 @@ public:
         }
         return true;
     }
-    // Past a module's and a name's line, into `name`, without the last line's end.
+    // Reads a line with a module and one with a name: "module\nname".
     bool name(std::string_view& name) {
         const std::size_t start = at_;
         if (!skip_lines(2)) return false;
         name = {reinterpret_cast<const char*>(stream_.data()) + start, at_ - start - 1};
         return true;
     }
-    // Past a line of digits. What int() takes besides, no pickler writes: it is read as the largest number.
+    // Reads a line of digits, or anything else as kNotANumber.
     bool decimal(std::uint64_t& value) {
         const std::size_t start = at_;
         if (!skip_lines(1)) return false;
         value = 0;
         for (std::size_t i = start; i + 1 < at_; ++i) {
-            if (stream_[i] < '0' || stream_[i] > '9' || value > kMost / 10 - 1) {
-                value = kMost;
+            if (stream_[i] < '0' || stream_[i] > '9' || value > kNotANumber / 10 - 1) {
+                value = kNotANumber;
                 break;
             }
             value = 10 * value + (stream_[i] - '0');
@@ -119,41 +121,44 @@ private:
 
 }  // namespace
 
-PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most) {
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested) {
     PickleWalk found;
     std::uint64_t unregistered = 0;
-    Values values;
+    TupleDepths values;
     Cursor cursor(stream);
-    const auto made = [&] { found.unregistered = std::max(found.unregistered, ++unregistered); };
-    const auto tuple = [&](std::uint16_t inside) {
-        values.push(static_cast<std::uint16_t>(inside + 1));
-        found.deepest = std::max<std::uint64_t>(found.deepest, inside + 1u);
-        made();
+    const auto not_in_memo = [&] { found.unregistered = std::max(found.unregistered, ++unregistered); };
+    const auto nested = [&](std::uint64_t levels) { found.nesting = std::max(found.nesting, levels); };
+    const auto tuple = [&](std::uint16_t depth_inside) {
+        values.push(static_cast<std::uint16_t>(depth_inside + 1));
+        nested(depth_inside + 1u);
+        not_in_memo();
     };
-    const auto call = [&](std::size_t arguments) {
+    // A container, or the result of a call, from the last `arguments` values.
+    const auto make = [&](std::size_t arguments = 0) {
         values.pop(arguments);
         values.push();
-        made();
+        not_in_memo();
     };
-    const auto put = [&](std::uint64_t number) {
+    const auto put = [&](std::uint64_t index) {
         unregistered -= unregistered != 0;
-        found.memo = std::max(found.memo, number);
-        if (number < stream.size()) values.put(number);
-        return number < stream.size();
+        found.largest_memo_index = std::max(found.largest_memo_index, index);
+        if (index >= stream.size()) return false;
+        values.put(index);
+        return true;
     };
-    const auto named = [&](std::string_view name) {
+    const auto global = [&](std::string_view name) {
         if (found.all_named) found.names.insert(name);
         found.all_named = found.all_named && found.names.size() <= kMostNames;
     };
-    while (!cursor.ended() && found.deepest <= most) {
+    while (!cursor.ended() && found.nesting <= most_nested) {
         const unsigned char operation = cursor.next();
-        bool going_on = true;
+        bool ok = true;  // neither cut off nor a memo index beyond the stream's size
         std::uint64_t number = 0;
         std::string_view name;
         switch (operation) {
-            case '(':
+            case '(':  // MARK
                 values.mark();
-                found.deepest = std::max<std::uint64_t>(found.deepest, values.open());
+                nested(values.open_marks());
                 break;
             case 't':  // TUPLE
                 if (values.since_mark()) {
@@ -163,82 +168,98 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
                     values.push();
                 }
                 break;
-            case 0x85: case 0x86: case 0x87: tuple(values.pop(operation - 0x84u)); break;  // TUPLE1 to 3
-            case 'e': case 'u': case 0x90: values.pop_mark(); break;                       // APPENDS, SETITEMS, ADDITEMS
-            case 'l': case 'd': case 'o': case 0x91:                                       // LIST, DICT, OBJ, FROZENSET: from a MARK
+            // TUPLE1, TUPLE2, TUPLE3
+            case 0x85: case 0x86: case 0x87: tuple(values.pop(operation - 0x84u)); break;
+            // APPENDS, SETITEMS, ADDITEMS
+            case 'e': case 'u': case 0x90: values.pop_mark(); break;
+            // LIST, DICT, OBJ, FROZENSET: of what is behind the last MARK
+            case 'l': case 'd': case 'o': case 0x91:
                 values.pop_mark();
-                call(0);
+                make();
                 break;
             case '1':  // POP_MARK
                 values.pop_mark();
-                made();
+                not_in_memo();
                 break;
-            case ']': case '}': case 0x8f: call(0); break;  // EMPTY_LIST, EMPTY_DICT, EMPTY_SET
-            case 'R': case 0x81: call(2); break;            // REDUCE, NEWOBJ
-            case 0x92: call(3); break;                      // NEWOBJ_EX
-            case '0':                                       // POP
+            // EMPTY_LIST, EMPTY_DICT, EMPTY_SET
+            case ']': case '}': case 0x8f: make(); break;
+            // REDUCE, NEWOBJ
+            case 'R': case 0x81: make(2); break;
+            // NEWOBJ_EX
+            case 0x92: make(3); break;
+            case '0':  // POP
                 values.drop();
-                made();
+                not_in_memo();
                 break;
             case '2':  // DUP
                 values.push(values.top());
-                made();
+                not_in_memo();
                 break;
-            case 0x94: going_on = put(values.entered()); break;                             // MEMOIZE
-            case 'q': going_on = cursor.number(1, number) && put(number); break;            // BINPUT
-            case 'r': going_on = cursor.number(4, number) && put(number); break;            // LONG_BINPUT
-            case 'p': going_on = cursor.decimal(number) && put(number); break;              // PUT
-            case 'h': if ((going_on = cursor.number(1, number))) values.get(number); break;  // BINGET
-            case 'j': if ((going_on = cursor.number(4, number))) values.get(number); break;  // LONG_BINGET
-            case 'g':                                                                       // GET
-                going_on = cursor.decimal(number);
-                if (going_on && number == kMost) found.memo = number;
-                going_on = going_on && number != kMost;
+            // MEMOIZE, BINPUT, LONG_BINPUT, PUT
+            case 0x94: ok = put(values.memo_size()); break;
+            case 'q': ok = cursor.number(1, number) && put(number); break;
+            case 'r': ok = cursor.number(4, number) && put(number); break;
+            case 'p': ok = cursor.decimal(number) && put(number); break;
+            // BINGET, LONG_BINGET, GET
+            case 'h': if ((ok = cursor.number(1, number))) values.get(number); break;
+            case 'j': if ((ok = cursor.number(4, number))) values.get(number); break;
+            case 'g':
+                ok = cursor.decimal(number);
+                if (ok && number == kNotANumber) found.largest_memo_index = number;
+                ok = ok && number != kNotANumber;
                 values.get(number);
                 break;
-            case 'a': case 'b': values.pop(1); break;  // APPEND, BUILD
-            case 's': values.pop(2); break;            // SETITEM
-            case 'Q': case 0x93:                       // BINPERSID, STACK_GLOBAL
+            // APPEND, BUILD
+            case 'a': case 'b': values.pop(1); break;
+            // SETITEM
+            case 's': values.pop(2); break;
+            // BINPERSID, STACK_GLOBAL
+            case 'Q': case 0x93:
                 values.pop(operation == 'Q' ? 1 : 2);
                 values.push();
                 if (operation != 'Q') found.all_named = false;
                 break;
-            case 'N': case ')': case 0x88: case 0x89: case 0x97: values.push(); break;  // NONE, EMPTY_TUPLE, NEWTRUE, NEWFALSE, NEXT_BUFFER
-            case 0x98: break;                                                           // READONLY_BUFFER
-            case 0x80: going_on = cursor.skip(1); break;                                // PROTO
-            case 0x95: going_on = cursor.skip(8); break;                                // FRAME
-            case 'K': values.push(); going_on = cursor.skip(1); break;                      // BININT1
-            case 'M': values.push(); going_on = cursor.skip(2); break;                      // BININT2
-            case 'J': values.push(); going_on = cursor.skip(4); break;                      // BININT
-            case 0x82: case 0x83: case 0x84:                                                // EXT1, EXT2, EXT4
+            // NONE, EMPTY_TUPLE, NEWTRUE, NEWFALSE, NEXT_BUFFER
+            case 'N': case ')': case 0x88: case 0x89: case 0x97: values.push(); break;
+            // READONLY_BUFFER
+            case 0x98: break;
+            // PROTO, FRAME
+            case 0x80: ok = cursor.skip(1); break;
+            case 0x95: ok = cursor.skip(8); break;
+            // BININT1, BININT2, BININT, BINFLOAT
+            case 'K': values.push(); ok = cursor.skip(1); break;
+            case 'M': values.push(); ok = cursor.skip(2); break;
+            case 'J': values.push(); ok = cursor.skip(4); break;
+            case 'G': values.push(); ok = cursor.skip(8); break;
+            // EXT1, EXT2, EXT4
+            case 0x82: case 0x83: case 0x84:
                 values.push();
                 found.all_named = false;
-                going_on = cursor.skip(1u << (operation - 0x82));
+                ok = cursor.skip(1u << (operation - 0x82));
                 break;
-            case 'G': values.push(); going_on = cursor.skip(8); break;                      // BINFLOAT
             // SHORT_BINSTRING, SHORT_BINBYTES, SHORT_BINUNICODE, LONG1
-            case 'U': case 'C': case 0x8c: case 0x8a: values.push(); going_on = cursor.skip_counted(1); break;
+            case 'U': case 'C': case 0x8c: case 0x8a: values.push(); ok = cursor.skip_counted(1); break;
             // BINSTRING, BINBYTES, BINUNICODE, LONG4
-            case 'T': case 'B': case 'X': case 0x8b: values.push(); going_on = cursor.skip_counted(4); break;
+            case 'T': case 'B': case 'X': case 0x8b: values.push(); ok = cursor.skip_counted(4); break;
             // BINUNICODE8, BINBYTES8, BYTEARRAY8
-            case 0x8d: case 0x8e: case 0x96: values.push(); going_on = cursor.skip_counted(8); break;
+            case 0x8d: case 0x8e: case 0x96: values.push(); ok = cursor.skip_counted(8); break;
             // INT, LONG, FLOAT, STRING, UNICODE, PERSID
-            case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': values.push(); going_on = cursor.skip_lines(1); break;
+            case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': values.push(); ok = cursor.skip_lines(1); break;
             case 'c':  // GLOBAL
                 values.push();
-                if ((going_on = cursor.name(name))) named(name);
+                if ((ok = cursor.name(name))) global(name);
                 break;
-            case 'i':  // INST: from a MARK
+            case 'i':  // INST: of what is behind the last MARK
                 values.pop_mark();
-                call(0);
-                if ((going_on = cursor.name(name))) named(name);
+                make();
+                if ((ok = cursor.name(name))) global(name);
                 break;
-            default:  // STOP, or no operation
-                found.whole = true;
+            default:  // STOP, or an unknown operation
+                found.complete = true;
                 found.all_named = found.all_named && operation == '.';
                 return found;
         }
-        if (!going_on) return found;
+        if (!ok) return found;
     }
     return found;
 }

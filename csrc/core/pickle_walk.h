@@ -1,4 +1,4 @@
-// What unpickling a stream takes, found before anything is made of it, in one pass over its operations.
+// What unpickling a stream would cost, found in one pass over its operations, without making any object.
 #pragma once
 
 #include <cstddef>
@@ -10,20 +10,18 @@
 namespace deepnvme {
 
 struct PickleWalk {
-    // How far what is pickled is nested: MARKs that are open at a time, or tuples in tuples, which are hashed by recursion.
-    std::uint64_t deepest = 0;
-    // Containers and results of calls at a time that are not in the memo yet, where a pickler enters each, and values dropped.
+    // Deepest nesting: of open MARKs, or of tuples in tuples. Hashing a tuple recurses in C, and can overflow the stack.
+    std::uint64_t nesting = 0;
+    // Most containers and call results at one time that were not yet in the memo, and values dropped. Picklers memoize all of them.
     std::uint64_t unregistered = 0;
-    std::uint64_t memo = 0;  // the largest number of the memo that something is entered under; picklers count from 0 on
-    // What it names, once each: a module, a line's end, and a name. Whether that is all: not where it takes names from its stack,
-    // or from the table of numbers that a process may have, or has more of them than any pickle of tensors.
-    std::set<std::string_view> names;
+    std::uint64_t largest_memo_index = 0;  // unpickling allocates a memo of this size; picklers count from 0
+    std::set<std::string_view> names;      // globals that it names: "module\nname"; views into the stream
+    // False if there may be others: taken from the stack (STACK_GLOBAL) or from copyreg's table (EXT), or more than 1000.
     bool all_named = true;
-    bool whole = false;  // whether it ends within the stream: by STOP, or by what is no operation
+    bool complete = false;  // it ends within the stream: at STOP, or at an unknown operation
 };
 
-// Ends early where it is nested more than `most` times, or a number of the memo is no less than the stream has bytes; `whole` is
-// false then.
-PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most);
+// Stops early, with `complete` false, at more than `most_nested` levels, or at a memo index not below the stream's size.
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested);
 
 }  // namespace deepnvme

@@ -24,13 +24,14 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
 
     // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
     const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
-    const bool whole_pages = transfer.whole_pages && transfer.offset % limits.page_size == 0 && unit <= limits.page_size;
+    // Sectors larger than a page could reach into another tensor's page: then the end goes through the page cache.
+    const bool owns_last_page = transfer.whole_pages && transfer.offset % limits.page_size == 0 && unit <= limits.page_size;
     const std::uint32_t border =
-        whole_pages ? limits.page_size : std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
+        owns_last_page ? limits.page_size : std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
     const std::uint64_t body_end = round_down(end, border);
     const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
     const bool aligned = !transfer.on_device && (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;
-    if ((body_begin >= body_end && !whole_pages) || (!aligned && !transfer.gds && unit > limits.staging_size)) {
+    if ((body_begin >= body_end && !owns_last_page) || (!aligned && !transfer.gds && unit > limits.staging_size)) {
         add(transfer.offset, end, through_cache, Route::buffered);
         return plan;
     }
@@ -40,7 +41,7 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
 
     add(transfer.offset, body_begin, through_cache, Route::buffered);
     add(body_begin, body_end, stride, body);
-    if (whole_pages) add(body_end, end, limits.page_size, Route::padded);
+    if (owns_last_page) add(body_end, end, limits.page_size, Route::padded);
     else add(body_end, end, through_cache, Route::buffered);
     return plan;
 }

@@ -5,8 +5,9 @@
 // through the page cache. The border between them lies on a page (or file system block, where that is larger), not merely on a
 // sector: a buffered write of part of a page reads and later writes back the whole page, and would undo a direct write to the rest.
 //
-// In a file of whole pages nothing need go through the page cache: the last page of a transfer that begins on one belongs to it, and
-// is moved whole, through staging. What write-back loses it loses in silence, and a later read finds what was there before.
+// If the file's pages each belong to one transfer (File::whole_pages), a transfer that begins on a page also owns the rest of its
+// last page. That end then goes direct as well, padded to a page in staging: the page cache would lose what it fails to write back,
+// and a later read would return the old bytes without an error.
 //
 // Blocks of device memory are no larger than a staging slot, whichever route they take.
 #pragma once
@@ -21,17 +22,17 @@ namespace deepnvme {
 enum class Route : std::uint8_t {
     zero_copy,  // direct, from or into the caller's memory
     staged,     // direct, through a copy
-    padded,     // the same, with what the caller's memory lacks of a whole page: zeros in a write, left out of a read
+    padded,     // direct, through a copy of a whole page: a write pads it with zeros, a read drops the padding
     buffered,   // through the page cache
     gds,        // direct, between the drive and device memory
 };
 
 struct Transfer {
-    std::uint64_t offset;    // bytes into the file
-    std::uint64_t length;    // bytes
-    std::uintptr_t address;  // of the caller's memory; only its alignment matters
-    bool on_device = false;  // then it is out of the drive's reach, and every block passes through staging
-    bool gds = false;        // unless it goes by a DeviceIo, whatever its alignment
+    std::uint64_t offset;      // bytes into the file
+    std::uint64_t length;      // bytes
+    std::uintptr_t address;    // of the caller's memory; only its alignment matters
+    bool on_device = false;    // in device memory: every block is staged, unless gds is set
+    bool gds = false;          // by a DeviceIo, whatever its alignment
     bool whole_pages = false;  // as File::whole_pages()
 };
 

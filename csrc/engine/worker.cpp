@@ -100,7 +100,7 @@ void Worker::fill() {
         const Block block = backlog_.back();
         if (!prepare(block)) break;  // staging is full; a completion makes room
         backlog_.pop_back();
-        // A staged block starts before the next is copied; others go to the kernel together.
+        // A staged block goes to the kernel before the next is copied. Padded ones copy less than a page each: they go together.
         if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) offer();
     }
     offer();
@@ -153,7 +153,7 @@ bool Worker::prepare(const Block& block) {
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
     slot.device = route == Route::gds ? *request.device : -1;
     if (staging && slot.kind == Operation::Kind::write) {
-        std::memset(staging + block.length, 0, slot.padding);
+        std::memset(staging + block.length, 0, slot.padding);  // a lease is whole pages, so there is room for it
         if (request.device) {
             start_copy(slot, DeviceCopier::Way::from_device);
             return true;
@@ -264,7 +264,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         return end_slot(slot);
     }
 
-    // What was asked for, without the padding: a file may end before it.
+    // Without the padding: at the end of a file, a read may not get that far.
     const std::uint32_t wanted = slot.length - slot.padding;
     const std::uint32_t moved = result >= wanted                  ? wanted
                                 : slot.route == Route::buffered ? static_cast<std::uint32_t>(result)
@@ -347,13 +347,13 @@ void Worker::end_block(Request& request) {
     if (request.outstanding_.fetch_sub(1, std::memory_order_acq_rel) == 1) events_.ended(request);
 }
 
-// The backend is beyond repair: what it holds is ended unreaped, and nothing more can be given to it. Every request gets to know.
+// The backend is broken: wait until it uses no memory any more, then fail every request, queued ones too.
 void Worker::fail_everything(const IoError& error) {
     const auto end_with_error = [&](Request& request) {
         request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
         end_block(request);
     };
-    // Both use memory that is about to be given back.
+    // Backend and copier may still use memory that ends with the requests.
     backend_->stop();
     if (copier_) copier_->drain();
     for (Slot& slot : slots_)

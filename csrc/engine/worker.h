@@ -59,7 +59,7 @@ private:
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
-        std::uint32_t padding;        // of `length`, what lies behind the block: nobody's bytes
+        std::uint32_t padding;        // of `length`: bytes behind the block up to the end of its page; 0 unless Route::padded
         Clock::time_point taken;      // by the backend, for the first time; the epoch until then
     };
 

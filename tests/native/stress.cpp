@@ -330,13 +330,11 @@ void quantize_at_random(unsigned seed) {
     }
 }
 
-}  // namespace
-
 // Pickles of random operations with fitting arguments, then damaged and cut off, each in memory of just its size: nothing is read
 // beyond it, and what is found is within the limits.
 void walk_pickles_at_random(unsigned seed) {
     std::mt19937_64 random(seed);
-    constexpr unsigned kMost = 6;
+    constexpr unsigned kMostNested = 6;
     constexpr std::string_view kOperations =
         "(((((tttteulod10]}R0N2qqqrrrphhjgabsQ)KKMJGUCTBXILFSVPci.\x80\x81\x82\x83\x84\x85\x85\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8f\x90\x91\x92"
         "\x93\x94\x94\x94\x95\x96\x97\x98";
@@ -345,7 +343,7 @@ void walk_pickles_at_random(unsigned seed) {
         for (unsigned i = 0; i < width; ++i) stream += static_cast<char>(value >> (8 * i));
         return std::min<std::uint64_t>(value, 100);
     };
-    std::uint64_t whole = 0, nested = 0, too_large = 0;
+    std::uint64_t complete = 0, nested = 0, too_large = 0;
     for (unsigned pickle = 0; pickle < 20'000; ++pickle) {
         std::string stream;
         for (auto operations = random() % 300; operations; --operations) {
@@ -373,18 +371,20 @@ void walk_pickles_at_random(unsigned seed) {
         if (random() % 4 == 0) stream.resize(random() % (stream.size() + 1));
         const std::unique_ptr<unsigned char[]> exact(new unsigned char[stream.size()]);
         std::copy(stream.begin(), stream.end(), exact.get());
-        const PickleWalk found = walk_pickle({exact.get(), stream.size()}, kMost);
-        if (found.deepest > kMost + 1) complain("a pickle was walked deeper than was asked for");
+        const PickleWalk found = walk_pickle({exact.get(), stream.size()}, kMostNested);
+        if (found.nesting > kMostNested + 1) complain("a pickle was walked deeper than was asked for");
         for (const std::string_view name : found.names)
             if (stream.find(name) == std::string::npos || name.find('\n') == std::string_view::npos) complain("no name of a pickle");
-        const bool numbered = !stream.empty() && found.memo >= stream.size();
-        if (found.whole && (found.deepest > kMost || numbered)) complain("a pickle was not walked to its end");
-        whole += found.whole;
-        nested += found.deepest > kMost;
+        const bool numbered = !stream.empty() && found.largest_memo_index >= stream.size();
+        if (found.complete && (found.nesting > kMostNested || numbered)) complain("a pickle was not walked to its end");
+        complete += found.complete;
+        nested += found.nesting > kMostNested;
         too_large += numbered;
     }
-    if (!whole || !nested || !too_large) complain("random pickles of one kind only");
+    if (!complete || !nested || !too_large) complain("random pickles of one kind only");
 }
+
+}  // namespace
 
 int main(int argc, char** argv) {
     if (argc < 2) complain("usage: stress DIRECTORY [ROUNDS]");

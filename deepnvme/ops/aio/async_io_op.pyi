@@ -24,11 +24,16 @@ def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
 def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
     """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
 
-def pickle_walk(stream: bytes, most: int) -> tuple[int, int, int, bool, list[bytes] | None]:
-    """How deep a pickle is nested; how many containers and results of calls it leaves out of its memo at a time, or drops; the
-    largest number of its memo; whether it ends within the stream; and what it names, b"module\\nname" once each, or None where
-    only unpickling can tell. Nothing is made of it. Ends early where it is nested more than ``most`` times, at most 65534, or a
-    number of the memo is no less than the stream has bytes."""
+def pickle_walk(stream: bytes, most_nested: int) -> tuple[int, int, int, bool, list[bytes] | None]:
+    """Look through a pickle without making anything of it.
+
+    Stops early, not complete, above ``most_nested`` (at most 65534) levels, or at a memo index not below ``len(stream)``.
+
+    Returns:
+        (nesting, unregistered, largest_memo_index, complete, names): levels of nesting; most containers and call results that
+        were not in the memo at one time; the largest memo index; whether it ends within the stream; and the globals that it
+        names, each once as b"module\\nname", or None if unpickling might find others.
+    """
 
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
     """What :func:`deepnvme.checkpoint.zip_layout.lay_out` documents."""
