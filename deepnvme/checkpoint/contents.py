@@ -171,28 +171,30 @@ def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
 
 
 def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
-    """Raise CorruptCheckpoint for a pickle that is :func:`wasteful`, or cut off."""
-    why = wasteful(stream)
+    """Raise CorruptCheckpoint for a pickle that must not be unpickled; see :func:`why_wasteful`."""
+    why = why_wasteful(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
 
 
-def wasteful(stream: bytes) -> str | None:
-    """What is wrong with a pickle that no pickler writes, or None: one that is cut off, or in which a byte makes an object of a
-    hundred, or a number a memo of gigabytes, so that minutes and gigabytes would go before some megabytes of it were refused; or
-    with tuples so deep in tuples that hashing them ends the process."""
-    deepest, unregistered, memo, whole, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
-    if deepest > DEEPEST:
+def why_wasteful(stream: bytes) -> str | None:
+    """Why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
+
+    Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
+    index beyond the pickle's own size, very many objects outside the memo, or a pickle that is cut off.
+    """
+    nesting, unregistered, largest_memo_index, complete, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
+    if nesting > DEEPEST:
         return f"is nested more than {DEEPEST} times"
-    if memo >= max(len(stream), 1):
-        return f"has {len(stream)} bytes, and numbers the entries of its memo up to {memo}"
+    if largest_memo_index >= max(len(stream), 1):
+        return f"has {len(stream)} bytes, and numbers the entries of its memo up to {largest_memo_index}"
     if unregistered > _MOST_UNREGISTERED:
-        return f"leaves {unregistered} objects out of its memo, where picklers enter all"
-    return None if whole else f"is cut off at its byte {len(stream)}"
+        return f"leaves {unregistered} objects out of its memo, at most {_MOST_UNREGISTERED} are allowed"
+    return None if complete else f"is cut off at its byte {len(stream)}"
 
 
 _MOST_UNREGISTERED = 1_000_000
-"""They take less than 300 MB; tools that make pickles smaller leave entries out that are never asked for."""
+"""They take less than 300 MB. Not 0: ``pickletools.optimize`` leaves out of the memo what is not used again."""
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:

@@ -35,7 +35,7 @@ _ENUMS = {
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
 }
 _LARGEST = 2 << 30
-"""Bytes of a file: of a million tensors in ten million parts. Memory for what is made of it is at most some 40 times as much."""
+"""Most bytes of a metadata file, enough for ten million parts. What is made of it takes up to 40 times as much memory."""
 
 
 def load_metadata(path: Path) -> Metadata:
@@ -79,12 +79,15 @@ class _Refused(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Calls only what picklers call, with what they call it with; together of no more than the pickle has bytes, which a call's
-    arguments stand before it in: a list that is in the memo could be copied by each of millions."""
+    """Unpickles only the classes and functions that torch's writer uses.
+
+    All calls together may take no more arguments than the pickle has bytes: otherwise one long list in the memo could be copied
+    by each of millions of calls.
+    """
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
-        self._left = len(text)
+        self._arguments_left = len(text)
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
@@ -93,21 +96,22 @@ class _Unpickler(pickle.Unpickler):
                 return found
         if name in _ENUMS.get(module, ()):
             return functools.partial(getattr(importlib.import_module(module), name))
-        made = _MADE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
-        if made is not None:
-            return functools.partial(self._call, made)
+        function = _CALLABLE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
+        if function is not None:
+            return functools.partial(self._call, function)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         return _allowed(module, name)
 
-    def _call(self, made: Callable[..., Any], *arguments: Any) -> Any:
-        self._left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
-        if self._left < 0:
-            raise ValueError("it calls with more than it has bytes")
-        return made(*arguments)
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
+        if self._arguments_left < 0:
+            raise ValueError("its calls take more arguments than it has bytes")
+        return function(*arguments)
 
 
 def _bytes() -> bytes:
+    """Empty bytes, as protocol 2 pickles them. Takes no size: ``bytes(1 << 30)`` would allocate it."""
     return b""
 
 
@@ -116,14 +120,14 @@ def _bytearray(text: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
 
 
 def _slice(*ends: Any) -> slice:
-    """Of what is no container: a slice hashes what it has, and of one in many others that ends the process."""
+    """Only of ints and None: hashing a slice of deeply nested values would overflow the stack."""
     if not all(each is None or type(each) is int for each in ends):
         raise ValueError("the ends of a slice are no integers")
     return slice(*ends)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Of bytes, which the older protocols have as text."""
+    """Bytes, which protocols below 3 pickle as Latin-1 text."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{encoding} is not how bytes are pickled")
     return text.encode("latin1")
@@ -137,11 +141,11 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path_of(name: str) -> Callable[..., PurePath]:
-    """Where the checkpoint was saved, perhaps on another system."""
+    """The path class to use here for a checkpoint saved perhaps on another system."""
     return PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
 
 
-_MADE: dict[tuple[str, str], Callable[..., Any]] = {
+_CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "bytes"): _bytes,
     ("builtins", "complex"): complex,
@@ -154,7 +158,7 @@ _MADE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
 }
-"""What picklers call to make what they have no operation for."""
+"""Functions that a pickle may call, by (module, name), for values that have no pickle operation of their own."""
 
 
 def _allowed(module: str, name: str) -> Any:

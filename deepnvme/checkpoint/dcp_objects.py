@@ -1,5 +1,7 @@
-"""Items of a distributed checkpoint that are no tensors: the planner, torch's or somebody's, unpickles them with
-``weights_only=False``, which runs what they say. So they are looked at before it gets them."""
+"""Objects (not tensors) in a distributed checkpoint.
+
+A planner unpickles them with ``weights_only=False``, which can run code, so NVMeReader checks them first.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
-from .contents import DAMAGE, wasteful
+from .contents import DAMAGE, why_wasteful
 from .zip_directory import BadDirectory, data_of, entries
 
 
@@ -19,9 +21,10 @@ class Damaged(ValueError):
 
 
 class WeightsOnlyPlanner:
-    """A planner that is given only objects that ``torch.load(weights_only=True)`` makes, and is asked for all else as it is.
+    """Wraps a planner so that it gets only objects that ``torch.load(weights_only=True)`` accepts; all other calls pass through.
 
-    Its ``load_bytes`` raises UnpicklingError naming what ``weights_only`` refuses; Damaged."""
+    ``load_bytes`` raises UnpicklingError naming what was refused, or Damaged.
+    """
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -47,7 +50,7 @@ def _check(value: io.BytesIO) -> None:
         if not stream.stored:
             raise Damaged("its pickle is compressed, which torch.save never does")
         begin = data_of(data[stream.header : stream.header + 64], stream.header)
-        why = wasteful(data[begin : begin + stream.nbytes])
+        why = why_wasteful(data[begin : begin + stream.nbytes])
         if why is not None:
             raise Damaged(f"its pickle {why}")
         value.seek(0)

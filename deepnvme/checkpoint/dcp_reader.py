@@ -28,7 +28,7 @@ from .dcp_metadata import load_metadata
 from .dcp_objects import Damaged, WeightsOnlyPlanner
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
-from .loading import only_weights
+from .loading import resolve_weights_only
 from .one_version import Version, naming, of_one_version, unless_replaced, version_of
 from .reading import in_chunks, scatter
 from .tensor_archive import HEAD, Elements, KnownArchives
@@ -72,10 +72,10 @@ class NVMeReader(FileSystemReader):
     a CUDA device. Of others the bytes from the first element to the last are read, and copied from. What is no plain tensor, and
     what was written with extensions, is left to torch.
 
-    ``weights_only``: of the items that are no tensors, which torch's planner unpickles whatever is in them, only those that
-    ``torch.load(weights_only=True)`` takes: numbers, text, containers, dtypes, and the classes of
-    ``torch.serialization.add_safe_globals``. False for a checkpoint whose writer you trust with your account. None: True, but by
-    the environment's TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, as for :func:`load`.
+    ``weights_only``: True accepts, among the items that are no tensors, only those that ``torch.load(weights_only=True)``
+    accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False lets torch's
+    planner unpickle anything, which can run code of the checkpoint's writer. None (the default): True, unless
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. RuntimeError if TORCH_FORCE_WEIGHTS_ONLY_LOAD is set as well.
 
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
@@ -90,7 +90,7 @@ class NVMeReader(FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
-        self._weights_only = only_weights(weights_only)
+        self._weights_only = resolve_weights_only(weights_only)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 gives a rank's own, and looks for "kwargs"
         rank = kwargs.get("rank")
@@ -137,7 +137,7 @@ class NVMeReader(FileSystemReader):
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
             watched = _Watched(planner)
             try:
-                with _naming(path, request):
+                with _naming_item(path, request):
                     super().read_data(dataclasses.replace(plan, items=[request]), cast(LoadPlanner, watched))
             except Exception as error:
                 if not is_damage(error) or (watched.used and not isinstance(error, (AssertionError, RuntimeError))):
@@ -162,7 +162,7 @@ class NVMeReader(FileSystemReader):
                         if item.nbytes < item.length:
                             file.seek(item.offset)
                             head = memoryview(file.read(item.length))
-                        with _naming(path, request):
+                        with _naming_item(path, request):
                             planner.load_bytes(request, io.BytesIO(head))
                         continue
                     elements = known.elements(file, head, item.offset, item.length)
@@ -272,7 +272,8 @@ class _Watched:
 
 
 @contextlib.contextmanager
-def _naming(path: Path, request: ReadItem) -> Iterator[None]:
+def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
+    """Errors of unpickling an item name the file and the item."""
     try:
         yield
     except Damaged as error:
@@ -282,7 +283,7 @@ def _naming(path: Path, request: ReadItem) -> Iterator[None]:
 
 
 def done() -> Future[None]:
-    """A future that is."""
+    """Return an already completed future."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

@@ -92,7 +92,7 @@ def load(
         raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    safe = only_weights(weights_only, pickle_module)
+    safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
         with following(progress, f"loading {path}") as told:
@@ -108,14 +108,16 @@ def load(
 _TRUE = ("1", "y", "yes", "true")
 
 
-def only_weights(wanted: bool | None, pickle_module: Any = None) -> bool:
-    """As torch.load decides it. Raises RuntimeError as that does."""
+def resolve_weights_only(weights_only: bool | None, pickle_module: Any = None) -> bool:
+    """Whether to unpickle with ``weights_only``, decided as torch.load does from this argument, ``pickle_module`` and the
+    environment. Raises RuntimeError where these contradict each other.
+    """
     always, never = (
         os.environ.get(f"TORCH_FORCE_{what}_LOAD", "").lower() in _TRUE for what in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")
     )
     if always and never:
         raise RuntimeError("TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set: unset one of them")
-    chosen = (pickle_module is None and not never) if wanted is None else wanted
+    chosen = (pickle_module is None and not never) if weights_only is None else weights_only
     if (always or chosen) and pickle_module is not None:
         raise RuntimeError("weights_only=True unpickles with torch's own module: leave out pickle_module, or load what you trust")
     return always or chosen

@@ -52,8 +52,11 @@ class Ranks:
             raise ValueError(f"{what}: this process is not of the group given: only those that are may call this")
 
     def all(self, step: Callable[[], Result], undo: Callable[[], object] = lambda: None) -> list[Result]:
-        """What each rank's step returns. Collective: if any raises, all do: those their own error, the others RuntimeError
-        naming the ranks and their errors; and none before each has called ``undo``, which must not raise."""
+        """Run ``step`` on every rank and return what each returned. Collective; blocks.
+
+        If one fails, every rank calls ``undo`` (which must not raise), and raises once all have: its own error, or RuntimeError
+        naming the ranks that failed and why.
+        """
         import torch.distributed as dist
 
         result: Result | None = None
@@ -68,7 +71,7 @@ class Ranks:
         if not failed:
             return [result for result, _ in outcomes]
         undo()
-        with contextlib.suppress(RuntimeError):  # a rank is gone, which is not worse
+        with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be waited for; the first error matters more
             dist.all_gather_object([None] * self.size, None, self._group)
         raise error if error is not None else RuntimeError(f"{self._what}: {failed}")
 
@@ -133,8 +136,8 @@ def save_together(
         temporary = ranks.all(start)[0]
         ranks.all(write_part, discard)
         ranks.all(publish, discard)
-    finally:  # after an interrupt
-        discard()
+    finally:
+        discard()  # idempotent: nothing to do after success; after an interrupt the temporary file goes
 
 
 def _check(path: Path, image: FileImage, described: list[_Description]) -> None:

@@ -19,7 +19,7 @@ import torch
 from deepnvme._tensor_memory import memory_of
 
 from .archive import archive
-from .contents import wasteful
+from .contents import why_wasteful
 from .pickled import is_plain
 from .zip_directory import BadDirectory, Entry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
@@ -158,7 +158,7 @@ def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None
         stream = records["data.pkl"]
         begin = _data_of(beginning, stream)
         text = beginning[begin : begin + stream.nbytes]
-        if not stream.stored or wasteful(text):
+        if not stream.stored or why_wasteful(text) is not None:
             return None
         found = _Described(io.BytesIO(text)).load()
         if type(found) is not _Tensor or found.first:

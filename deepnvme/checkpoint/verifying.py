@@ -31,7 +31,7 @@ from .contents import (
     data_offsets,
     is_zip,
     scan_of,
-    wasteful,
+    why_wasteful,
 )
 from .file_image import CHUNK
 from .one_version import naming
@@ -159,9 +159,9 @@ def _compressed_pickle(
         return [why], False
     try:
         stream = archive.read(entry)
-        waste = None if found.script else wasteful(stream)
-        if waste is not None:
-            return [f"the pickle {waste}"], False
+        wasteful = None if found.script else why_wasteful(stream)
+        if wasteful is not None:
+            return [f"the pickle {wasteful}"], False
         sizes: dict[str | None, int] = {record.key: record.whole for record in found.storages}
         scan = PickleScan(io.BytesIO(stream))
         return _pickle_problems(scan, sizes, found.script), scan.plain

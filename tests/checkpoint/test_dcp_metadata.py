@@ -204,7 +204,7 @@ TOO_MUCH: dict[str, tuple[bytes, str]] = {
     "a number of bytes in an array": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85R.", "bytes-like"),
     "a number of bytes made": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85\x81.", "NEWOBJ"),
     "another encoding": (b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0idn\x86R.", "how bytes are pickled"),
-    "copies": (SIZE + b"q\0](" + b"K\1" * 1000 + b"eq\1](" + b"h\0h\1\x85R" * 1000 + b"e.", "more than it has bytes"),
+    "copies": (SIZE + b"q\0](" + b"K\1" * 1000 + b"eq\1](" + b"h\0h\1\x85R" * 1000 + b"e.", "more arguments than it has bytes"),
     "a key of many digits": (
         pickle.dumps(Metadata({1 << 20_000: None}, storage_data={}), 2), "no name that can be shown"  # type: ignore[dict-item]
     ),
