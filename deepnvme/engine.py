@@ -91,9 +91,9 @@ class Stats:
     bytes_zero_copy: int
     """Direct bytes from or into the tensor itself."""
     bytes_staged: int
-    """Direct bytes copied through an aligned buffer: the tensor's memory was not aligned, or on a device, or less than a page."""
+    """Direct bytes copied through an aligned buffer: the tensor was not aligned, or on a device, or the last page was padded."""
     bytes_buffered: int
-    """Bytes through the page cache: the unaligned ends of transfers, unless in files of whole pages; all without direct I/O."""
+    """Bytes through the page cache: unaligned ends of transfers (not in files with whole_pages), and files without direct I/O."""
     bytes_gds: int
     """Direct bytes between the drive and GPU memory, without host memory: the gds op's."""
     blocks: int
@@ -221,10 +221,11 @@ class Engine:
         ``mode``: as for the built-in ``open``: r, r+, w, w+, x, x+; and rw, to read and write a file that is created where
         missing and never truncated. Raises OSError (subclasses) from opening, ValueError for another mode.
 
-        ``whole_pages``: each page of the file (4096 bytes, or the system's, where larger) belongs to one tensor. A write that
-        begins at a multiple of it may fill the rest of its last page with zeros, past the end of the file too. Nothing passes
-        through the page cache then, of which :meth:`fsync` alone tells what could not be written back. Otherwise the
-        unaligned ends of transfers do, and all bytes around them stay as they are.
+        ``whole_pages``: set it if each page of the file (4096 bytes, or the system's page, if larger) belongs to one tensor.
+        Begin each transfer at a multiple of the page size. A write then fills the rest of its last page with zeros, so the file
+        may get longer than the tensor, and the last bytes go to the drive directly. Without it, and where the file system has no
+        direct I/O or sectors larger than a page, unaligned ends go through the page cache: only :meth:`fsync` reports those that
+        could not be written.
         """
         file: File = self._native.open(path, mode, whole_pages=whole_pages)
         return file

@@ -43,7 +43,7 @@ def opened_or_built(
             store = opened(where, origin)
         except StoreLocked:
             store = None
-        if store is not None:  # and returned before any call, which Ctrl-C could end, with the store open in this frame
+        if store is not None:  # returned at once: Ctrl-C in any call before would leave the store open in a kept traceback
             return store
     owner = _alone_in(first / BUILDING)
     try:
@@ -52,7 +52,7 @@ def opened_or_built(
         try:
             owner.release()
         finally:
-            owner.release()  # what Ctrl-C has kept that from: whoever has the traceback has the owner
+            owner.release()  # once more, in case Ctrl-C interrupted the first: a kept traceback would keep the lock
 
 
 def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:

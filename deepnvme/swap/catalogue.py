@@ -44,7 +44,7 @@ class Catalogue:
         """Take a name over from a manifest. Raises ValueError for what cannot be."""
         entry = Entry(name)
         entry.version = Version.restored(stored)
-        self.space.take(entry.version.parts)
+        self.space.claim(entry.version.parts)
         self.entries[name] = entry
 
     def restored(self) -> None:
@@ -81,10 +81,10 @@ class Catalogue:
     def remove(self, name: str) -> int:
         """Return the bytes that it had. Raises KeyError."""
         version = self.entry(name).newest
-        self.space.change()
+        self.space.begin_change()
         del self.entries[name]
         self._release(version)
-        self.space.changed()
+        self.space.end_change()
         return version.info.nbytes
 
     # Putting.
@@ -98,8 +98,7 @@ class Catalogue:
     ) -> tuple[list[Entry], list[Version]]:
         """What the names are to hold: in place where that can be, else in new space.
 
-        Raises FilesTooSmall, and nothing changes then.
-        Where it is interrupted, :meth:`end_put` undoes what there is of it.
+        Raises FilesTooSmall with nothing changed. If interrupted, :meth:`end_put` undoes what was begun.
         """
         entries = [self.entries.get(name) or Entry(name) for name in names]
         found: list[Version | None] = []
@@ -114,11 +113,11 @@ class Catalogue:
             shape, dtype, _, _ = old.info
             same = sums is None and dtype == tensor.dtype and shape == tensor.shape
             found.append(old if same else Version(tensor.shape, tensor.dtype, size, old.parts, sums))
-        self.space.change()
+        self.space.begin_change()
         try:
             places = iter(self.space.allocate(wanted))
         except FilesTooSmall:
-            self.space.changed()
+            self.space.end_change()
             raise
         versions = [
             version or Version(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
@@ -136,7 +135,7 @@ class Catalogue:
             self.entries[entry.name] = entry
             if old is not None and old.parts is not version.parts:
                 self._release(old)
-        self.space.changed()
+        self.space.end_change()
         return entries, versions
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
@@ -148,7 +147,7 @@ class Catalogue:
             for entry in entries if failed else ():
                 entry.damage = failed.get(entry)
             return
-        self.space.change()
+        self.space.begin_change()
         for entry in entries:
             coming, old = entry.coming, entry.version
             if coming is None:
@@ -165,7 +164,7 @@ class Catalogue:
             else:
                 entry.coming = None
             self._release(coming)
-        self.space.changed()
+        self.space.end_change()
 
     # Committing.
 
@@ -201,11 +200,11 @@ class Catalogue:
     def committed(self) -> None:
         """The manifest says just what was flushed: what it said before can go."""
         gone = self._referred - self._flushed
-        self.space.change()
+        self.space.begin_change()
         self._referred = self._flushed
         for version in gone:
             self.space.give_back(version.parts)
-        self.space.changed()
+        self.space.end_change()
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
         """Nothing in these files that was not flushed before can be believed, nor what is being read from it."""

@@ -59,7 +59,8 @@ class DataFile:
     def grow_to(self, size: int, exactly: bool = False) -> None:
         """Have ``size`` bytes preallocated, or more unless ``exactly``. Waits for the drive: not with the store's lock held.
 
-        Raises OSError (ENOSPC) and leaves the file as it was; RuntimeError where this thread is in the midst of it already.
+        Raises OSError (ENOSPC) and leaves the file as it was; RuntimeError in a finalizer or signal handler that has interrupted
+        this thread's own growth of the file.
         """
         check_not_owned(self._growing)
         with self._growing:

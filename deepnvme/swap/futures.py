@@ -18,7 +18,8 @@ _POLL_SECONDS = 0.001
 
 
 def check_not_owned(lock: threading.RLock) -> None:
-    """Raise RuntimeError where this thread has a store's lock, and so may have left a change half done."""
+    """Raise RuntimeError if this thread holds the lock already: a finalizer or signal handler has interrupted a call of the
+    store."""
     if lock._is_owned():  # type: ignore[attr-defined]
         raise RuntimeError(
             "the store is in the midst of another call of this thread: a finalizer or a signal handler may not use it then;"

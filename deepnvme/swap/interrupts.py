@@ -8,23 +8,26 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_NUMBERS: tuple[int, ...] = (
+_SIGNALS: tuple[int, ...] = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-"""Those that people, timers and schedulers send, and programs have handlers for. To look at all 64 takes 0.1 ms."""
+"""Signals that programs commonly handle. Looking at all 64 takes 0.1 ms a call, these 34 us."""
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Signals of ``_NUMBERS`` that have a handler in Python come at the end, each once: it may raise an exception, as that of
-    Ctrl-C does. Has no effect outside the main thread, which alone runs handlers."""
+    """Delay the Python handlers of these signals to the end of the block; each is called once, however often its signal came.
+
+    So an exception that a handler raises (KeyboardInterrupt, a timeout) cannot end the block halfway. No effect outside the main
+    thread: Python runs no handlers there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
     replaced: dict[int, Callable[..., Any]] = {}
     try:
-        for number in _NUMBERS:
+        for number in _SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler):
                 replaced[number] = handler
@@ -40,7 +43,7 @@ def held_back() -> Iterator[None]:
 
 
 def _restore(replaced: dict[int, Callable[..., Any]]) -> None:
-    """All handlers, also where one that is in its place again raises meanwhile."""
+    """Put all handlers back, even if one that is back already raises meanwhile; its exception is raised at the end."""
     raised: BaseException | None = None
     while replaced:
         try:

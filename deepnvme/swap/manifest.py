@@ -26,9 +26,9 @@ _FORMAT = "deepnvme tensor store"
 _VERSION = 1
 
 _LARGEST = 1 << 30
-"""Bytes of a manifest: of ten million tensors."""
+"""Most bytes of a manifest: enough for ten million tensors."""
 _LONGEST_LINE = 64 << 10
-"""Bytes of a manifest's first line, and of a membership."""
+"""Most bytes of a manifest's first line, and of a membership."""
 # What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
 _TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _BEGIN = re.compile(rf'\{{"store":({_TEXT}),"directories":([0-9]+),"tensors":\{{')
@@ -85,7 +85,10 @@ def publish(directory: Path, manifest: Manifest) -> None:
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
     data = f"{head}\n{body}\n".encode()
     if len(data) > _LARGEST:
-        raise ValueError(f"the manifest of {len(tensors)} tensors would have {len(data)} bytes, and may have {_LARGEST}")
+        raise ValueError(
+            f"the manifest of {len(tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
+            " use several stores"
+        )
     _replace(directory / MANIFEST_NAME, data)
 
 
@@ -93,7 +96,7 @@ def load(directory: Path) -> Manifest | None:
     """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MANIFEST_NAME
     try:
-        data = _content(path, _LARGEST)
+        data = _read_at_most(path, _LARGEST)
     except FileNotFoundError:
         return None
     head, _, body = data.partition(b"\n")
@@ -119,7 +122,7 @@ def membership(directory: Path) -> Membership | None:
     """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MEMBERSHIP_NAME
     try:
-        fields = _parsed(path, _content(path, _LONGEST_LINE))
+        fields = _parsed(path, _read_at_most(path, _LONGEST_LINE))
         return Membership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None
@@ -150,12 +153,14 @@ def _manifest(text: str) -> Manifest:
             parts.append((int(part[1]), int(part[2]), int(part[3])))
             at = part.end()
         end = _TENSOR_END.match(text, at)
-        if end is None or name in tensors:
-            raise ValueError(f"it does not say what tensor {name!r:.200} is, at byte {at} of its second line, or says it twice")
+        if end is None:
+            raise ValueError(f"the entry of tensor {name!r:.200} is not well-formed at byte {at} of the second line")
+        if name in tensors:
+            raise ValueError(f"tensor {name!r:.200} is there twice, at byte {at} of the second line")
         at = end.end()
         tensors[name] = Stored(dtype, _numbers(shape), tuple(parts), None if end[1] is None else _numbers(end[1]))
     if text[at:] != _END:
-        raise ValueError(f"there is no tensor at byte {at} of its second line")
+        raise ValueError(f"expected a tensor or the end at byte {at} of the second line")
     return Manifest(json.loads(begin[1]), int(begin[2]), tensors)
 
 
@@ -163,18 +168,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
-def _content(path: Path, most: int) -> bytes:
-    """Raises CorruptManifest for more bytes than that."""
+def _read_at_most(path: Path, most: int) -> bytes:
+    """The file's bytes. Raises CorruptManifest if there are more than ``most``."""
     with naming(path), path.open("rb") as file:  # an error of reading or closing has no filename of its own
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes <= most:
             return file.read()
-    raise CorruptManifest(path, f"it has {nbytes} bytes, and may have {most}")
+    raise CorruptManifest(path, f"it has {nbytes} bytes, at most {most} are allowed")
 
 
 def _parsed(path: Path, line: bytes) -> dict[str, Any]:
     if len(line) > _LONGEST_LINE:
-        raise CorruptManifest(path, f"its first line has {len(line)} bytes, and may have {_LONGEST_LINE}")
+        raise CorruptManifest(path, f"its first line has {len(line)} bytes, at most {_LONGEST_LINE} are allowed")
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -23,12 +23,12 @@ class Part(NamedTuple):
 
 
 class FilesTooSmall(Exception):
-    """What was to be taken lies past the end of these files: it is free again, for whoever comes first once they have grown."""
+    """The files must grow first. The allocation was undone: try again afterwards; another thread may get the space first."""
 
     def __init__(self, sizes: Sequence[tuple[DataFile, int]]) -> None:
         super().__init__(f"{len(sizes)} files are too small")
         self.sizes = sizes
-        """Bytes that each has to have."""
+        """Each file and the bytes that it must have."""
 
 
 Parts = tuple[Part, ...]
@@ -36,11 +36,11 @@ Parts = tuple[Part, ...]
 
 
 class Space:
-    """Not thread-safe. No method waits for the drive, but :meth:`trim`.
+    """Allocates parts of tensors in a store's files. Not thread-safe; only :meth:`trim` waits for the drive.
 
-    What is taken follows from ``held``, which says what somebody holds; the extents are only a faster way to know. Whoever
-    changes both calls :meth:`change` before and :meth:`changed` after. Where Ctrl-C or another exception came in between, the
-    extents are made anew from what is held then, so that no byte is taken twice, and none stays taken.
+    ``held`` returns all parts in use: the truth, of which the files' extents are an index. Whoever changes either calls
+    :meth:`begin_change` before, and :meth:`end_change` when both agree again. If an exception comes in between (Ctrl-C, say), the
+    next call of :meth:`mend` or :meth:`begin_change` rebuilds the extents, so that no byte is allocated twice or leaked.
     """
 
     def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
@@ -49,15 +49,15 @@ class Space:
         self._held = held
         self._changing = False
 
-    def change(self) -> None:
+    def begin_change(self) -> None:
         self.mend()
         self._changing = True
 
-    def changed(self) -> None:
+    def end_change(self) -> None:
         self._changing = False
 
     def mend(self) -> None:
-        """Have the extents be what they were to be, if a change of them was interrupted."""
+        """Rebuild the extents from what is held, if a change was interrupted."""
         if not self._changing:
             return
         extents = [Extents() for _ in self.files]
@@ -67,14 +67,18 @@ class Space:
             file.extents = known
         self._changing = False
 
-    def lengths(self, nbytes: int) -> list[int]:
-        """Of the parts that a new tensor would have."""
+    def part_sizes(self, nbytes: int) -> list[int]:
+        """Bytes of each part that a new tensor of ``nbytes`` bytes would have."""
         if self._is_striped(nbytes):
             return [share for share in shares(nbytes, self._weights) if share]
         return [nbytes] if nbytes else []
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
-        """Parts for a new tensor of each size, neighbours where possible. Raises FilesTooSmall. Within a change."""
+        """Allocate parts for tensors of these sizes (bytes), small ones side by side.
+
+        Call between :meth:`begin_change` and :meth:`end_change`. Raises FilesTooSmall, with nothing allocated, if files must
+        grow; the caller grows them without the store's lock.
+        """
         placed: list[Parts] = [()] * len(sizes)
         run: list[int] = []
         length = 0
@@ -88,15 +92,15 @@ class Space:
                     self._take_run(run, sizes, placed)
                     run, length = [], 0
         self._take_run(run, sizes, placed)
-        sizes_wanted = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
-        if sizes_wanted:
+        too_small = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
+        if too_small:
             for parts in placed:
                 self.give_back(parts)
-            raise FilesTooSmall(sizes_wanted)
+            raise FilesTooSmall(too_small)
         return placed
 
-    def take(self, parts: Iterable[Part]) -> None:
-        """Take just these. Raises ValueError where that is taken, or not in the file."""
+    def claim(self, parts: Iterable[Part]) -> None:
+        """Mark these parts as used, as a manifest says. Raises ValueError where they are used already, or not in the file."""
         for part in parts:
             if not 0 <= part.file < len(self.files):
                 raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
@@ -105,16 +109,16 @@ class Space:
             self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[Part]) -> None:
-        """Within a change."""
+        """Free these parts. Call between :meth:`begin_change` and :meth:`end_change`."""
         for part in parts:
             self.files[part.file].extents.give_back(part.offset, padded(part.nbytes))
 
     def sizes_for(self, nbytes: int) -> list[tuple[DataFile, int]]:
-        """Of the files, for tensors of ``nbytes`` bytes in all."""
+        """How large each file must be (bytes) to hold tensors of ``nbytes`` bytes in all."""
         return [(file, padded(share)) for file, share in zip(self.files, shares(nbytes, self._weights), strict=True)]
 
     def trim(self) -> None:
-        """Give back what lies past the last tensor of each file. Raises OSError."""
+        """Truncate each file behind its last tensor. Raises OSError."""
         self.mend()
         for file in self.files:
             file.trim(file.extents.end)

@@ -63,10 +63,9 @@ class TensorStore:
     FileNotFoundError for one without, with ``read_only``;
     CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
 
-    Tensors bypass the system's page cache, which may drop what a failing drive does not take and tell nobody: a put that has
-    ended well was taken by the drive. Where the file system has no direct I/O, or sectors larger than a page, they do pass
-    through it. A later :meth:`get` may return other bytes there without an error, unless ``checksum`` is set or a :meth:`commit`
-    has reported it.
+    Tensors are written and read by direct I/O, so a put that succeeded was taken by the drive. Where the file system has no
+    direct I/O, or sectors larger than a page, they go through the page cache. If the drive then fails to take them later,
+    :meth:`get` may return old bytes without an error, unless ``checksum`` is set or a :meth:`commit` has reported it.
 
     Thread-safe, but for finalizers and signal handlers: where they run in the midst of another call of their thread, methods may
     raise RuntimeError. In a forked child every method does, and its end leaves the files alone.
@@ -181,7 +180,7 @@ class TensorStore:
         dense, addresses = memory.all_storable(tensors)
         checksums: list[tuple[int, ...] | None] = [None] * len(names)
         if self._checksum:
-            checksums = [memory.checksums(tensor, self._space.lengths(tensor.nbytes)) for tensor in dense]
+            checksums = [memory.checksums(tensor, self._space.part_sizes(tensor.nbytes)) for tensor in dense]
         return self._put(names, dense, addresses, checksums)
 
     def get(self, name: str, out: torch.Tensor | None = None) -> StoreFuture[torch.Tensor]:
@@ -259,7 +258,8 @@ class TensorStore:
     def reserve(self, nbytes: int) -> None:
         """Have room for ``nbytes`` bytes of tensors in all, those that are there included; each takes whole pages of 4096 bytes.
 
-        Raises OSError (ENOSPC) naming the directory, the bytes wanted and those free.
+        Blocks while the files grow; other calls of the store go on meanwhile. Raises OSError (ENOSPC) naming the directory, the
+        bytes wanted and those free.
         """
         self._check_writable()
         if nbytes < 0:
@@ -281,7 +281,8 @@ class TensorStore:
         """Make what has been put, replaced and deleted so far what the directories hold from now on, whatever happens.
 
         Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
-        manifest: the last commit stands then, or this one. ValueError for a store that does not persist.
+        manifest: the last commit stands then, or this one. ValueError for a store that does not persist, and for so many tensors
+        that the manifest would have more than 1 GiB: the last commit stands then.
 
         Raises OSError, too, where a file cannot be flushed (fsync): the last commit stands then. What was put since into that
         file may be lost, whatever its puts said; the system does not say which, and a second fsync would succeed. These names
@@ -356,7 +357,10 @@ class TensorStore:
         return self._turns.after(lambda: self._conflicts(names, writing), start)
 
     def _with_room(self, start: Callable[[], Result]) -> Result:
-        """``start()``, again whenever the files that it found too small have grown: without the store's lock, which it takes."""
+        """Call ``start`` again after growing the files it found too small. The store's lock is not held while a file grows.
+
+        There is no bound on the tries in theory: each time other threads may allocate what has grown before this one does.
+        """
         while True:
             try:
                 return start()

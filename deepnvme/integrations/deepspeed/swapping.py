@@ -71,8 +71,11 @@ def _parameter_swapper(base: Any) -> type:
 
 
 def _with_last_gradients(theirs: Any) -> Any:
-    """Stage 3 keeps each parameter's gradient until the next one comes. DeepSpeed's own swappers do so in their files, so a
-    parameter that a backward does not reach is stepped with the gradient that it had before, as it is without offloading."""
+    """Gives our swapper stage 3's own gradient buffers, which hold each parameter's gradient until the next one comes.
+
+    DeepSpeed's swappers keep it in their files. Either way a parameter that a backward does not reach is stepped with its last
+    gradient.
+    """
 
     @functools.wraps(theirs)
     def _configure_tensor_swapping(self: Any, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -83,7 +86,7 @@ def _with_last_gradients(theirs: Any) -> Any:
 
 
 def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of a sub-group's parameters: where in it, and this rank's part."""
+    """For each parameter of a sub-group's flat tensor: its offset in it (elements), and this rank's part of its gradient."""
     stage3 = stage3_optimizer()
     if stage3 is None:
         return

@@ -60,9 +60,9 @@ class OptimizerSwapper:
     Errors are OSError, with the path. Nothing is lost by one: the call that raised it can be repeated. A write that failed is
     raised by the call after, before that does anything; its data stay in memory and are written again.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: a gradient, or a part of one, that has not
-    come since the last step is what :attr:`last_gradients` has, by default zeros; there it is the step's before where it is large
-    enough to be swapped, and else undefined or None. So is a small one there after states were set before the step.
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: what has not arrived of a gradient since the
+    last step is taken from :attr:`last_gradients`, else it is zero. DeepSpeed's swapper takes the last step's gradient if it is
+    large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
     Not thread-safe.
     """
 
@@ -94,7 +94,8 @@ class OptimizerSwapper:
         self.dtype = dtype
         self.timers = timers
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
-        """Of a parameter, what has come of its gradient most lately, used or not: offsets (elements) and tensors."""
+        """Given a sub-group's flat parameter, returns the latest gradients of its parts, used by a step or not: (offset in
+        elements, flat tensor)."""
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         self.swap_element_size = dtype.itemsize
         self.min_aio_bytes = min_swappable_bytes(aio_config)
@@ -239,8 +240,8 @@ class OptimizerSwapper:
     # Steps
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Give a parameter and its states their values, and ``parameter.grad`` what has come of it since the last step, and
-        :attr:`last_gradients` or zeros for what has not.
+        """Give a parameter and its states their values, and ``parameter.grad`` what has arrived of it since the last step; what
+        has not is taken from :attr:`last_gradients`, or else zero.
 
         ``async_parameter``: the next one, which is then read in the meantime, with those after it. Nothing for an unknown
         parameter; one that is in already is left as it is.
@@ -380,6 +381,8 @@ class OptimizerSwapper:
                 self._consume_gradient(info)
 
     def _fill_gaps(self, info: OptimizerStateSwapInfo) -> None:
+        """Fill what has not arrived of a gradient from last_gradients, or else with zeros. Only parts that are missing as a
+        whole are taken from there."""
         gaps = list(info.gradient_gaps())
         for offset, length in gaps:
             info.gradient_memory()[offset : offset + length].zero_()
@@ -442,9 +445,8 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
     """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well.
 
-    Ctrl-C in a finalizer ends it, and is lost: the files of what was not written yet are then an earlier step's. Nobody reads
-    them: whoever wants the files asks for the swap folder before, which writes them, and raises. Nothing leaks: the cache goes
-    with the last who knows it, with its leases, and what is being written holds its memory until it is.
+    Ctrl-C during a finalizer ends it silently; files not written by then keep an earlier step's values. Nobody reads those:
+    :attr:`OptimizerSwapper.swap_folder` writes all of them first. No memory leaks.
     """
     if os.getpid() != process or not os.path.isdir(folder):  # they are the parent's, or were not wanted
         return

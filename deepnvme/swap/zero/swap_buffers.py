@@ -270,6 +270,6 @@ class SwapBufferManager:
         return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)
 
     def __del__(self) -> None:
-        # Page-locked memory lives as long as the registry of DeepSpeed's handle has it, not as long as the tensor, as this
-        # package's does. In one call: Ctrl-C ends a finalizer, and is lost, and would leave those that were still to come.
+        # DeepSpeed's handle keeps page-locked memory until it is freed. All in one C call: Ctrl-C in a loop here would be
+        # swallowed and leave the rest locked.
         deque(map(self.aio_handle.free_cpu_locked_tensor, getattr(self, "all_buffers", [])), 0)
