@@ -34,8 +34,8 @@ test: $(VENV)/installed-for-tests
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
     tests/examples/test_examples.py::test_deepspeed_trains_alike_with_and_without_this_package
 
-# What torch compiles for DeepSpeed goes beside it, before the first test's time runs. A compilation that was killed leaves a lock there,
-# which torch would wait for without end.
+# torch compiles DeepSpeed's ops before the tests, outside their time limits. A killed compilation leaves a lock file that torch would
+# wait for forever.
 test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
