@@ -1,12 +1,14 @@
-"""Objects (not tensors) in a distributed checkpoint.
+"""Items of a distributed checkpoint that torch unpickles: NVMeReader checks them first.
 
-A planner unpickles them with ``weights_only=False``, which can run code, so NVMeReader checks them first.
+A planner unpickles objects that are no tensors with ``weights_only=False``, which can run code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
@@ -14,6 +16,7 @@ from torch.serialization import load as torch_load  # torch.load may be deepnvme
 
 from .contents import DAMAGE, why_wasteful
 from .zip_directory import BadDirectory, data_of, entries
+from .zip_layout import LOCAL_HEADER
 
 
 class Damaged(ValueError):
@@ -33,28 +36,29 @@ class WeightsOnlyPlanner:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        _check(value)
+        with _told_apart():
+            _check_pickle(value)
+            value.seek(0)
+            torch_load(value, map_location="cpu", weights_only=True)
         value.seek(0)
         self._planner.load_bytes(read_item, value)
+
+
+def check_tensor(value: io.BytesIO) -> None:
+    """Raise UnpicklingError for what ``torch.save`` did not write, and Damaged for a pickle that could take the process with it:
+    torch's ``weights_only`` unpickles any number of tuples in tuples, and hashing these recurses in C."""
+    with _told_apart():
+        _check_pickle(value)
 
 
 _TRUSTING = "If you trust who wrote the checkpoint, NVMeReader(path, weights_only=False) unpickles whatever there is."
 
 
-def _check(value: io.BytesIO) -> None:
-    data = value.getvalue()
-    if data[:4] != b"PK\3\4":
-        raise pickle.UnpicklingError(f"it is no archive of torch.save. {_TRUSTING}")
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    """What is damaged, and what is refused."""
     try:
-        (stream,) = (entry for entry in entries(value) if entry.name.partition("/")[2] == "data.pkl")
-        if not stream.stored:
-            raise Damaged("its pickle is compressed, which torch.save never does")
-        begin = data_of(data[stream.header : stream.header + 64], stream.header)
-        why = why_wasteful(data[begin : begin + stream.nbytes])
-        if why is not None:
-            raise Damaged(f"its pickle {why}")
-        value.seek(0)
-        torch_load(value, map_location="cpu", weights_only=True)
+        yield
     except Damaged:
         raise
     except pickle.UnpicklingError as error:
@@ -62,3 +66,19 @@ def _check(value: io.BytesIO) -> None:
         raise pickle.UnpicklingError(f"{error.__context__ or error} {_TRUSTING}") from None
     except (BadDirectory, *DAMAGE) as error:
         raise Damaged(str(error)) from error
+
+
+def _check_pickle(value: io.BytesIO) -> None:
+    data = value.getbuffer()
+    if bytes(data[:4]) != b"PK\3\4":
+        raise pickle.UnpicklingError("it is no archive of torch.save.")
+    pickles = [entry for entry in entries(value) if entry.name.partition("/")[2] == "data.pkl"]
+    if len(pickles) != 1:
+        raise Damaged(f"expected one record data.pkl, found {len(pickles)}")
+    (stream,) = pickles
+    if not stream.stored:
+        raise Damaged("its pickle is compressed, which torch.save never does")
+    begin = data_of(bytes(data[stream.header : stream.header + LOCAL_HEADER.size]), stream.header)
+    why = why_wasteful(bytes(data[begin : begin + stream.nbytes]))
+    if why is not None:
+        raise Damaged(f"its pickle {why}")

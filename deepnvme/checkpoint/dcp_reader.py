@@ -25,7 +25,7 @@ from deepnvme.swap.buffers import buffer_pool
 from ._shared_engine import shared_engine
 from .contents import CorruptCheckpoint, is_damage
 from .dcp_metadata import load_metadata
-from .dcp_objects import Damaged, WeightsOnlyPlanner
+from .dcp_objects import Damaged, WeightsOnlyPlanner, check_tensor
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
 from .loading import resolve_weights_only
@@ -138,11 +138,20 @@ class NVMeReader(FileSystemReader):
             watched = _Watched(planner)
             try:
                 with _naming_item(path, request):
+                    self._check_before_torch(path, request)
                     super().read_data(dataclasses.replace(plan, items=[request]), cast(LoadPlanner, watched))
             except Exception as error:
                 if not is_damage(error) or (watched.used and not isinstance(error, (AssertionError, RuntimeError))):
                     raise
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
+
+    def _check_before_torch(self, path: Path, request: ReadItem) -> None:
+        """Of a tensor that is not stored in a plain way; what was written with extensions cannot be looked at."""
+        info = self.storage_data[request.storage_index]
+        if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
+            with opened(path, request) as file:
+                file.seek(info.offset)
+                check_tensor(io.BytesIO(file.read(info.length)))
 
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Serve those of one file. Returns those that are for torch."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
+import io
 import pickle
 import random
 from collections import Counter, OrderedDict
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 
+from ..interpreters import Interpreters
 from ..torch_versions import ALONE, needs_torch
 from .test_dcp_metadata import Runs
 
@@ -133,3 +136,34 @@ def test_an_item_that_takes_too_much_is_refused(drive: Path) -> None:
     file.write_bytes(data[:at] + b"N" + b"\x85" * 20_004 + data[at + 20_005 :])
     with pytest.raises(CorruptCheckpoint, match=r"item 'item.*nested more than"):
         load(drive)
+
+
+def test_a_tensor_whose_pickle_takes_too_much_is_refused(drive: Path, interpreters: Interpreters) -> None:
+    """It ended the process: torch's weights_only has a limit for nothing, and hashing tuples in tuples recurses in C."""
+    save(drive, 1)
+    archive = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(archive)
+    stream = b"\x80\2}N" + b"\x85" * (1 << 20) + b"Ns."
+    writer.write_record("data.pkl", stream, len(stream))
+    writer.write_end_of_file()
+    metadata = FileSystemReader(drive).read_metadata()
+    ((index, info),) = ((index, info) for index, info in metadata.storage_data.items() if index.fqn == "weight")
+    with (drive / info.relative_path).open("ab") as file:
+        place = dataclasses.replace(info, offset=file.tell(), length=len(archive.getvalue()))
+        file.write(archive.getvalue())
+    metadata.storage_data[index] = place
+    (drive / ".metadata").write_bytes(pickle.dumps(metadata))
+    interpreters.run(f"""
+        import torch, warnings
+        import torch.distributed.checkpoint as dcp
+        from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader
+        warnings.simplefilter("ignore")
+        try:
+            dcp.load({{"weight": torch.zeros(3)}}, storage_reader=NVMeReader({str(drive)!r}), **{ALONE!r})
+        except dcp.api.CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            assert isinstance(failure, CorruptCheckpoint), failure
+            assert "item 'weight'" in str(failure), failure
+        else:
+            raise AssertionError
+    """).check()
