@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "core/error.h"
@@ -73,43 +74,52 @@ public:
     }
 
     std::size_t reap(std::span<Completion> completions) override {
-        const int entered = ::io_uring_submit_and_wait(ring_.get(), 1);
-        if (entered < 0 && !is_passing(-entered)) throw IoError(-entered, "io_uring_enter", "");
-
-        std::size_t count = 0;
-        bool woken = false;
-        unsigned head, seen = 0;
-        io_uring_cqe* cqe;
-        io_uring_for_each_cqe(ring_.get(), head, cqe) {
-            auto* operation = static_cast<Operation*>(::io_uring_cqe_get_data(cqe));
-            if (operation && count == completions.size()) break;
-            if (operation) completions[count++] = {operation, cqe->res};
-            else woken = true;
-            if (!operation && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
-            ++seen;
-        }
-        ::io_uring_cq_advance(ring_.get(), seen);
-        under_way_ -= count;
-        if (woken) {
+        const Reaped reaped = wait(completions);
+        if (reaped.entered < 0 && !is_passing(-reaped.entered)) throw IoError(-reaped.entered, "io_uring_enter", "");
+        if (reaped.poll && *reaped.poll < 0) throw IoError(-*reaped.poll, "io_uring poll", "");
+        if (reaped.poll) {
             event_.clear();
             listen();  // goes out with the next submission
         }
-        // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
-        if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-        return count;
+        return reaped.count;
     }
 
     void stop() noexcept override {
         std::array<Completion, 16> ended;
-        try {
-            while (under_way_ > 0) reap(ended);
-        } catch (const IoError&) {  // the ring itself is lost
+        while (under_way_ > 0) {
+            const int entered = wait(ended).entered;
+            if (entered < 0 && !is_passing(-entered)) return;  // the ring itself is lost
         }
     }
 
     void wake() noexcept override { event_.signal(); }
 
 private:
+    struct Reaped {
+        int entered;              // what io_uring_enter returned
+        std::size_t count = 0;    // operations
+        std::optional<int> poll;  // the result of the poll that listens for wake(), if it has ended
+    };
+
+    // Block as reap does. All that is taken from the ring is accounted for, whatever went wrong.
+    Reaped wait(std::span<Completion> completions) {
+        Reaped reaped{::io_uring_submit_and_wait(ring_.get(), 1)};
+        unsigned head, seen = 0;
+        io_uring_cqe* cqe;
+        io_uring_for_each_cqe(ring_.get(), head, cqe) {
+            auto* operation = static_cast<Operation*>(::io_uring_cqe_get_data(cqe));
+            if (operation && reaped.count == completions.size()) break;
+            if (operation) completions[reaped.count++] = {operation, cqe->res};
+            else reaped.poll = cqe->res;
+            ++seen;
+        }
+        ::io_uring_cq_advance(ring_.get(), seen);
+        under_way_ -= reaped.count;
+        // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
+        if (reaped.entered < 0 && reaped.entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        return reaped;
+    }
+
     // Linux 5.1 has io_uring, 5.6 the reads and writes used here.
     void require_operations() {
         io_uring_probe* probe = ::io_uring_get_probe_ring(ring_.get());

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import deepnvme
+
 from ..disks import MIB, Disk, loop_disk
+from ..faulty_filesystem import FaultyFilesystem
+from ..memory import page_aligned
 
 COUNT = 50
 
@@ -151,3 +157,41 @@ def _until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it has not come about"
         time.sleep(0.01)
+
+
+def test_a_ring_whose_poll_fails_gives_no_memory_back_that_the_kernel_still_uses(
+    direct_disk: FaultyFilesystem, op: ModuleType
+) -> None:
+    if op.backends()["io_uring"] is not None:
+        pytest.skip(f"needs io_uring: {op.backends()['io_uring']}")
+    (direct_disk.behind / "file").write_bytes(bytes(4096))
+    before = set(event_descriptors())
+    with deepnvme.Engine(backend="io_uring", num_threads=1) as engine:
+        (waking,) = set(event_descriptors()) - before
+        direct_disk.fail("read", effect="hang")
+        future = engine.read(page_aligned(bytes(4096)), direct_disk / "file")
+        while not direct_disk.counts()["read"]:
+            time.sleep(0.01)
+        with kept_open(os.dup(waking)) as original, kept_open(os.open("/", os.O_PATH)) as unpollable:
+            os.dup2(unpollable, waking, inheritable=False)
+            os.eventfd_write(original, 1)  # ends the poll; the next one is EBADF
+            with pytest.raises(TimeoutError):
+                future.result(1)
+            assert direct_disk.heal() == ["read:hang"]
+            with pytest.raises(OSError, match="io_uring poll"):
+                future.result(30)
+
+
+def event_descriptors() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir's own
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
+                yield int(name)
+
+
+@contextlib.contextmanager
+def kept_open(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
