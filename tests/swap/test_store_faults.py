@@ -696,19 +696,18 @@ class TestRemoved:
     @pytest.mark.parametrize(
         ("stored", "match"),
         [
-            (["float31", [4], [[0, 0, 16]], None], "float31"),
-            (["float32", [5], [[0, 0, 16]], None], "20 bytes"),
-            (["float32", [4], [[1, 0, 16]], None], "index 1"),
-            (["float32", [4], [[0, 1, 16]], None], "multiple of"),
-            (["float32", [4], [[0, -4096, 16]], None], "multiple of"),
+            (manifest.Stored("float31", (4,), ((0, 0, 16),), None), "float31"),
+            (manifest.Stored("float32", (5,), ((0, 0, 16),), None), "20 bytes"),
+            (manifest.Stored("float32", (4,), ((1, 0, 16),), None), "index 1"),
+            (manifest.Stored("float32", (4,), ((0, 1, 16),), None), "multiple of"),
         ],
-        ids=["dtype", "length", "directory", "offset", "before the file"],
+        ids=["dtype", "length", "directory", "offset"],
     )
     def test_a_manifest_of_what_cannot_be(self, drive, stored, match):
         with TensorStore(drive / "store", persist=True) as store:
             store.put("name", numbered(MIB))
             store.commit()
-        odd = manifest.Manifest("store", 1, {"odd": manifest._stored(*stored)})
+        odd = manifest.Manifest("store", 1, {"odd": stored})
         manifest.publish(drive / "store", odd)
         for _ in range(2):  # the directory is not kept locked
             with pytest.raises(CorruptManifest, match=match):
