@@ -14,8 +14,11 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
+
+from deepnvme._regular_file import UnfitFile, read_regular
 
 from .interrupts import held_back
 from .owner import naming
@@ -30,9 +33,12 @@ _LARGEST = 1 << 30
 _LONGEST_LINE = 64 << 10
 """Most bytes of a manifest's first line, and of a membership."""
 # What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
-_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
-_BEGIN = re.compile(rf'\{{"store":({_TEXT}),"directories":([0-9]+),"tensors":\{{')
-_TENSOR = re.compile(rf'({_TEXT}):\["([a-z0-9_]+)",\[([0-9,]*)\],\[')
+_LONGEST_NAME = 64 << 10
+"""Characters of a tensor's name, as it is in the file."""
+_PLAIN = rf'"([^"\\\x00-\x1f]{{0,{_LONGEST_NAME}}})"'  # a pattern with escapes in it would take 60 bytes for each of them
+_BEGIN = re.compile(rf'\{{"store":{_PLAIN},"directories":([0-9]+),"tensors":\{{')
+_NAME = re.compile(_PLAIN)
+_TENSOR = re.compile(r':\["([a-z0-9_]+)",\[([0-9,]*)\],\[')
 _PART = re.compile(r"\[([0-9]+),([0-9]+),([0-9]+)\],?")
 _TENSOR_END = re.compile(r'\],(?:null|\[([0-9,]*)\])\](?:,(?=")|(?=\}))')
 _END = "}}"
@@ -80,6 +86,10 @@ class Membership:
 def publish(directory: Path, manifest: Manifest) -> None:
     """Replace the directory's manifest. After a crash at any point the old one is there, or the new one; both are whole."""
     # Names may hold surrogates, which ASCII JSON keeps.
+    for name in manifest.tensors:
+        if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # two escapes of six for a character
+            text = f"the name that begins with {name[:40]!r} would have {len(json.dumps(name)) - 2} characters in the manifest"
+            raise ValueError(f"{text}, and may have {_LONGEST_NAME}: remove that tensor, and put it by a shorter one")
     tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
     body = json.dumps({"store": manifest.store, "directories": manifest.directories, "tensors": tensors}, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
@@ -145,23 +155,36 @@ def _manifest(text: str) -> Manifest:
         raise ValueError("its second line does not begin with a store's identity and its directories")
     at = begin.end()
     tensors: dict[str, Stored] = {}
-    while (found := _TENSOR.match(text, at)) is not None:
-        name, dtype, shape = json.loads(found[1]), found[2], found[3]
-        at = found.end()
+    while text.startswith('"', at):
+        name, at = _name(text, at)
+        found = _TENSOR.match(text, at)
+        at = at if found is None else found.end()
         parts = []
         while (part := _PART.match(text, at)) is not None:
             parts.append((int(part[1]), int(part[2]), int(part[3])))
             at = part.end()
         end = _TENSOR_END.match(text, at)
-        if end is None:
+        if found is None or end is None:
             raise ValueError(f"the entry of tensor {name!r:.200} is not well-formed at byte {at} of the second line")
         if name in tensors:
             raise ValueError(f"tensor {name!r:.200} is there twice, at byte {at} of the second line")
         at = end.end()
-        tensors[name] = Stored(dtype, _numbers(shape), tuple(parts), None if end[1] is None else _numbers(end[1]))
+        tensors[name] = Stored(found[1], _numbers(found[2]), tuple(parts), None if end[1] is None else _numbers(end[1]))
     if text[at:] != _END:
         raise ValueError(f"expected a tensor or the end at byte {at} of the second line")
-    return Manifest(json.loads(begin[1]), int(begin[2]), tensors)
+    return Manifest(begin[1], int(begin[2]), tensors)
+
+
+def _name(text: str, at: int) -> tuple[str, int]:
+    """The string that begins there, and where it ends."""
+    plain = _NAME.match(text, at)
+    if plain is not None:
+        return plain[1], plain.end()
+    try:
+        name, length = scanstring(text[at : at + _LONGEST_NAME + 2], 1, True)
+    except ValueError as error:
+        raise ValueError(f"the string at byte {at} of the second line is none, or longer than {_LONGEST_NAME}: {error}") from None
+    return name, at + length
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -169,12 +192,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _read_at_most(path: Path, most: int) -> bytes:
-    """The file's bytes. Raises CorruptManifest if there are more than ``most``."""
-    with naming(path), path.open("rb") as file:  # an error of reading or closing has no filename of its own
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes <= most:
-            return file.read()
-    raise CorruptManifest(path, f"it has {nbytes} bytes, at most {most} are allowed")
+    """The file's bytes. Raises CorruptManifest if there are more than ``most``, or it is no regular file."""
+    try:
+        return read_regular(path, most)
+    except UnfitFile as error:
+        raise CorruptManifest(path, str(error)) from None
 
 
 def _parsed(path: Path, line: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
+from deepnvme.swap import TensorStore, manifest
 
 from ..faulty_filesystem import FaultyFilesystem
 
@@ -115,3 +116,19 @@ def test_a_distributed_checkpoints_file_is_named(direct_disk: FaultyFilesystem) 
             assert (inner.errno, inner.filename) == (errno.EIO, str(path / "__0_0.distcp"))
         direct_disk.heal()
     assert torch.equal(load_distributed(path)["large"], STATE["large"])
+
+
+@pytest.mark.parametrize("name", [manifest.MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
+def test_a_stores_manifest_is_named(direct_disk: FaultyFilesystem, name: str) -> None:
+    directories = [direct_disk / "a", direct_disk / "b"]
+    with TensorStore(directories, persist=True) as store:
+        store.put("large", STATE["large"])
+        store.commit()
+    direct_disk.fail("read", name=name, times=-1)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        TensorStore(directories, persist=True)
+    assert "read:EIO" in direct_disk.heal()
+    path = directories[name == manifest.MEMBERSHIP_NAME] / name
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    with TensorStore(directories, persist=True) as store:
+        assert torch.equal(store.get("large").result(), STATE["large"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 import zlib
 
@@ -85,6 +87,9 @@ WRONG = {
     "twice": BODY % ('"a":["float32",[1],[],null],' * (1 << 18) + '"a":["float32",[1],[],null]'),
     "digits": BODY % ('"a":["float32",[' + "1" * (4 << 20) + "],[],null]"),
     "a name without end": BODY % ('"' + "a" * (8 << 20)),
+    "escapes": BODY % ('"' + "\\a" * (1 << 20) + '":["float32",[1],[],null]'),
+    "escapes that are allowed": BODY % ('"' + "\\n" * (4 << 20) + '":["float32",[1],[],null]'),
+    "escapes in the identity": '{"store":"' + "\\n" * (4 << 20) + '","directories":1,"tensors":{}}',
     "nothing behind a comma": BODY % '"a":["float32",[1],[],null],',
     "more behind it": BODY % "" + "{}",
     "another order": '{"directories":1,"store":"s","tensors":{}}',
@@ -95,6 +100,34 @@ WRONG = {
 def write(path, body):
     head = json.dumps({"format": "deepnvme tensor store", "version": 1, "crc32": zlib.crc32(body)})
     path.write_bytes(head.encode() + b"\n" + body + b"\n")
+
+
+@pytest.mark.parametrize("name", ["a" * 65536, "\n" * 32768, "\U0001f600" * 5461], ids=["plain", "escapes", "pairs"])
+def test_the_longest_names(tmp_path, name):
+    published = Manifest("store", 1, {name: ONE.tensors["a"], "b": ONE.tensors["a"]})
+    manifest.publish(tmp_path, published)
+    assert manifest.load(tmp_path) == published
+    with pytest.raises(ValueError, match=r"would have 655\d\d characters in the manifest"):
+        manifest.publish(tmp_path, Manifest("store", 1, {name + name[0]: ONE.tensors["a"]}))
+    assert manifest.load(tmp_path) == published
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
+@pytest.mark.parametrize("kind", ["device", "FIFO"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
+    path = tmp_path / name
+    os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
+    program = f"""
+import pathlib, resource
+from deepnvme.swap import CorruptManifest, manifest
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    manifest.{"load" if name == MANIFEST_NAME else "membership"}(pathlib.Path({str(tmp_path)!r}))
+except CorruptManifest as error:
+    print(error.filename)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{path}\n"
 
 
 @pytest.mark.parametrize("how", WRONG)

@@ -950,19 +950,6 @@ class TestSystemErrors:
                 store.close()
         TensorStore(drive / "store", persist=persist).close()
 
-    @pytest.mark.parametrize("name", [manifest.MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
-    def test_a_manifest_that_cannot_be_read(self, drive, name):
-        directories = [drive / "a", drive / "b"]
-        with TensorStore(directories, persist=True) as store:
-            store.put("name", numbered(MIB))
-            store.commit()
-        path = drive / ("a" if name == manifest.MANIFEST_NAME else "b") / name
-        path.unlink()
-        path.symlink_to("/proc/self/mem")  # a regular file, nothing of which can be read at address 0
-        with pytest.raises(OSError, match="Input/output") as failed:
-            TensorStore(directories, persist=True)
-        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))  # read(2) knows no name
-
     def test_a_lock_that_cannot_be_opened(self, drive, monkeypatch):
         class Failing:
             def __new__(cls, path, mode):
