@@ -64,9 +64,11 @@ class File(Protocol):
         """Bytes in the file now."""
 
     def close(self) -> None:
-        """Refuse further transfers. Never blocks: the descriptors close when those under way have ended. Idempotent.
+        """Refuse further transfers. Idempotent. Does not wait for those under way: the descriptors close when the last has ended.
 
-        What a network file system writes only then may fail unheard: :meth:`Engine.fsync` before tells.
+        Raises OSError naming the file where it closes them itself, after a write, and the system says only now that it could not
+        write: network file systems do. Of a transfer under way, its future tells. So does leaving ``with``, unless with another
+        exception. A file that is dropped without this cannot tell.
         """
 
     def __enter__(self) -> File: ...

@@ -55,6 +55,15 @@ OpenFile open_file(const Session& session, py::handle path, const std::string& m
     return {std::make_shared<File>(name, how.access, how.creation, true, whole_pages), name};
 }
 
+// What could not be written, if the file is closed here: where a request has it still, that one tells.
+std::optional<IoError> close_file(OpenFile& open) {
+    auto file = std::exchange(open.file, nullptr);
+    const bool writable = file && file->writable();
+    py::gil_scoped_release release;
+    const auto error = File::release(file);
+    return writable ? error : std::nullopt;
+}
+
 }  // namespace
 
 namespace {
@@ -156,9 +165,14 @@ void bind_engine(py::module_& module) {
                                    return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
                                })
         .def("size", [](const OpenFile& self) { return self.get().size(); })
-        .def("close", [](OpenFile& self) { self.file.reset(); })
+        .def("close",
+             [](OpenFile& self) {
+                 if (const auto error = close_file(self)) throw *error;
+             })
         .def("__enter__", [](py::object self) { return self; })
-        .def("__exit__", [](OpenFile& self, py::handle, py::handle, py::handle) { self.file.reset(); });
+        .def("__exit__", [](OpenFile& self, py::handle kind, py::handle, py::handle) {
+            if (const auto error = close_file(self); error && kind.is_none()) throw *error;
+        });
 
     const EngineOptions defaults;
     py::class_<Session>(module, "Engine", py::module_local())

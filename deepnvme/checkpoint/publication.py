@@ -109,18 +109,25 @@ class Publication:
         """Give the file its name, in place of what has it now; flushed before and after, unless without ``fsync``. Blocks.
 
         Raises the OSError of what failed: the old file, or none, has the name then. Only where the message says that the new file
-        is in place, it is: its directory could not be flushed, so that the old one may be there again after a power cut.
+        is in place, it is: its directory could not be flushed, so that the old one may be there again after a power cut; or what
+        locked it could not be closed.
         """
-        if self._fsync:
-            self._engine.fsync(self.file).result()
-        os.replace(self.temporary, self.path)
+        try:
+            if self._fsync:
+                self._engine.fsync(self.file).result()
+            self.file.close()  # where some file systems first say that they could not write
+            os.replace(self.temporary, self.path)
+        except OSError as error:
+            name_the_final_file(error, str(self.temporary), self._name)
+            raise
+        what = "it was unlocked and closed: the new file is in place, and was written and closed before"
         try:
             self._close()
+            what = "the directory was flushed: the new file is in place, but a power cut may undo that"
             if self._fsync and not self._one_of_many:
                 sync_directory(self.path.parent)
         except OSError as error:
-            what = f"{error.strerror}, when the directory was flushed: the new file is in place, but a power cut may undo that"
-            raise OSError(error.errno, what, self._name) from error
+            raise OSError(error.errno, f"{error.strerror}, when {what}", self._name) from error
 
     def discard(self) -> None:
         """Remove the temporary file, unless it was published. Idempotent."""

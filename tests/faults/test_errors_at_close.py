@@ -51,6 +51,61 @@ def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
         future.result(30)
 
 
+def test_a_file_that_is_closed_after_its_last_transfer_tells_that(
+    direct_disk: FaultyFilesystem, engine: deepnvme.Engine
+) -> None:
+    def written() -> deepnvme.engine.File:
+        file = engine.open(direct_disk / "file", "rw")
+        engine.write(page_aligned(CONTENT), file).result()
+        direct_disk.fail("flush", errno.EDQUOT)
+        return file
+
+    def check(error: OSError) -> None:
+        assert (error.errno, error.filename) == (errno.EDQUOT, str(direct_disk / "file"))
+        assert direct_disk.heal() == ["flush:EDQUOT"]
+
+    file = written()
+    with pytest.raises(OSError, match="close") as caught:
+        file.close()
+    check(caught.value)
+    assert file.closed
+    file.close()
+    with pytest.raises(OSError, match="close") as caught, written():
+        pass
+    check(caught.value)
+    with pytest.raises(ZeroDivisionError), written():
+        raise ZeroDivisionError
+    assert direct_disk.heal() == ["flush:EDQUOT"]
+    with engine.open(direct_disk / "file", "r"):
+        direct_disk.fail("flush")
+    assert direct_disk.heal() == ["flush:EIO"]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_save_whose_file_cannot_be_closed_publishes_nothing(direct_disk: FaultyFilesystem, fsync: bool) -> None:
+    path = direct_disk / "model.pt"
+    deepnvme.save([1], path)
+    direct_disk.fail("flush", errno.EDQUOT, times=-1)
+    with pytest.raises(OSError, match="close") as caught:
+        deepnvme.save([2], path, fsync=fsync)
+    direct_disk.heal()
+    assert (caught.value.errno, caught.value.filename) == (errno.EDQUOT, str(path))
+    assert "in place" not in str(caught.value)
+    assert deepnvme.load(path) == [1]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_save_whose_lock_cannot_be_closed_says_that_the_new_file_is_there(direct_disk: FaultyFilesystem) -> None:
+    path = direct_disk / "model.pt"
+    deepnvme.save([1], path)
+    direct_disk.fail("flush", errno.EDQUOT, skip=2)  # the first are the engine's, direct and buffered
+    with pytest.raises(OSError, match="unlocked and closed: the new file is in place") as caught:
+        deepnvme.save([2], path, fsync=False)
+    assert (caught.value.errno, caught.value.filename) == (errno.EDQUOT, str(path))
+    assert "power cut" not in str(caught.value)
+    assert deepnvme.load(path) == [2]
+
+
 def test_of_two_last_requests_that_end_together_one_tells_it(testing: Any, drive: Path) -> None:
     rounds = 20_000
     assert testing.told_of_a_failed_close(str(drive / "file"), rounds) == rounds
