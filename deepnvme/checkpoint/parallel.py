@@ -133,7 +133,7 @@ def save_together(
             new.discard()
 
     try:
-        temporary = ranks.all(start)[0]
+        temporary = ranks.all(start, discard)[0]
         ranks.all(write_part, discard)
         ranks.all(publish, discard)
     finally:

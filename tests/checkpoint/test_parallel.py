@@ -197,22 +197,33 @@ def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interprete
         def fail(*args, **more):
             raise OSError(errno.EIO, "Input/output error", "a.pt")
 
-        unlink = os.unlink
+        def interrupted():
+            raise KeyboardInterrupt
+
+        def interrupted_at_the_start(self, step, *undo):
+            return step_together(self, interrupted if step.__name__ == "start" else step, *undo)
+
+        unlink, step_together = os.unlink, parallel.Ranks.all
         if rank == 0:
             publication.os.unlink = removed_slowly
-        for place, name, at in ((parallel, "write", 1), (parallel, "write", 0), (publication.os, "replace", 0)):
+        for place, name, at, instead, kind in (
+            (parallel, "write", 1, fail, OSError),
+            (parallel, "write", 0, fail, OSError),
+            (publication.os, "replace", 0, fail, OSError),
+            (parallel.Ranks, "all", 1, interrupted_at_the_start, KeyboardInterrupt),
+        ):
             before = getattr(place, name)
             if rank == at:
-                setattr(place, name, fail)
+                setattr(place, name, instead)
             try:
                 deepnvme.save({"a": whole(100_000)}, path, group=group)
                 found = None
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, KeyboardInterrupt) as error:
                 found = error
             left = os.listdir(drive)
             setattr(place, name, before)
-            kind = OSError if rank == at else RuntimeError
-            together((type(found) is kind and left == []) or print(name, at, rank, repr(found), left))
+            expected = kind if rank == at else RuntimeError
+            together((type(found) is expected and left == []) or print(name, at, rank, repr(found), left))
         publication.os.unlink = unlink
         """,
         drive,
