@@ -21,6 +21,8 @@ _PATIENCE = 3600.0
 """Seconds: some TB are built in that time. A builder that dies is not waited for."""
 _BETWEEN_LOOKS = 0.05
 """Seconds."""
+_LONGEST_SHOWN = 200
+"""Characters of an origin that is none of ours."""
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(store.origin or "{}")
+        found = _facts(store.origin)
         wrong = [
             f"{key}: expected {origin.get(key)!r}, found {found.get(key)!r}"
             for key in {**origin, **found}
@@ -75,6 +77,15 @@ def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore
         store.close()
         raise
     return store
+
+
+def _facts(origin: str) -> dict[str, Any]:
+    """What a builder has said; of one that said something else, that as it is."""
+    try:
+        found = json.loads(origin or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"origin": origin[:_LONGEST_SHOWN]}
 
 
 def _alone_in(directory: Path) -> Ownership:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepnvme.swap.extents import padded
-from deepnvme.swap.manifest import CorruptManifest
+from deepnvme.swap.manifest import CorruptManifest, check_length, string_at
 from deepnvme.swap.memory import dtype_named
 
 from .quantization import SCHEMES, Layout, Scheme, dequantize, is_worth_quantizing
@@ -26,6 +27,13 @@ ALIGNMENT = 64
 """Bytes: a weight begins at a multiple of this in its extent, for the processor's widest vectors."""
 _FORMAT = "deepnvme weights"
 _VERSION = 1
+
+LARGEST = 64 << 20
+"""Bytes of a manifest: of half a million weights."""
+_LONGEST_LINE = 64 << 10
+"""Bytes of its first line."""
+_EXTENT = re.compile(r",([0-9]{1,19}),(null|[0-9]{1,10}),\[")
+_WEIGHT = re.compile(r',"([a-z0-9_]{1,64})",\[([0-9,]{0,1300})\],([0-9]{1,19})(?:,"([a-z0-9_]{1,64})")?\]')
 
 
 class WeightInfo(NamedTuple):
@@ -133,6 +141,10 @@ def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None
 
 
 def encode(manifest: Manifest) -> bytes:
+    """Raises ValueError for more than :func:`decode` takes."""
+    names = [weight.name for extent in manifest.extents.values() for weight in extent.weights]
+    for text in (manifest.model, manifest.origin, *manifest.extents, *manifest.blocks, *manifest.ties, *names):
+        check_length(text)
     extents = [
         [extent.name, extent.nbytes, extent.crc32, [_fields(each) for each in extent.weights]]
         for extent in manifest.extents.values()
@@ -141,13 +153,19 @@ def encode(manifest: Manifest) -> bytes:
     fields["origin"] = manifest.origin
     body = json.dumps(fields, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
-    return f"{head}\n{body}\n".encode()
+    data = f"{head}\n{body}\n".encode()
+    if len(data) > LARGEST:
+        raise ValueError(f"the manifest of {len(names)} weights would have {len(data)} bytes, and may have {LARGEST}")
+    return data
 
 
 def decode(data: bytes, where: Path) -> Manifest:
     """Raises CorruptManifest naming ``where``."""
     head, _, body = data.rstrip(b"\n").partition(b"\n")
     try:
+        if len(head) > _LONGEST_LINE or len(data) > LARGEST:
+            text = f"{len(data)} bytes, {len(head)} in its first line, and may have {LARGEST} and {_LONGEST_LINE}"
+            raise ValueError(f"it has {text}")
         facts = json.loads(head)
         kind = facts.get("format"), facts.get("version")
         if kind != (_FORMAT, _VERSION):
@@ -155,11 +173,8 @@ def decode(data: bytes, where: Path) -> Manifest:
         if facts.get("crc32") != zlib.crc32(body):
             text = f"expected CRC-32 {facts.get('crc32')!r} of what it says of weights, found {zlib.crc32(body)}"
             raise CorruptManifest(where, text)
-        fields = json.loads(body)
-        extents = [_extent(*each) for each in fields["extents"]]
-        blocks = {name: tuple(each) for name, each in fields["blocks"].items()}
-        return Manifest(fields["model"], {extent.name: extent for extent in extents}, blocks, fields["ties"], fields["origin"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _manifest(_Written(body.decode("ascii")))
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 
 
@@ -168,14 +183,89 @@ def _fields(weight: Weight) -> list[Any]:
     return fields if weight.scheme is None else [*fields, weight.scheme]
 
 
-def _weight(name: str, dtype: str, shape: list[int], offset: int, scheme: Any = None) -> Weight:
-    if scheme not in (None, *SCHEMES):
-        raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
-    return Weight(name, WeightInfo(dtype_named(dtype), tuple(shape)), offset, scheme)
+class _Written:
+    """What encode() has written, and nothing else: JSON of any kind could take thirty times its size. Raises ValueError."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def passes(self, what: str) -> bool:
+        """Whether that comes next; it is passed then."""
+        found = self._text.startswith(what, self._at)
+        self._at += len(what) * found
+        return found
+
+    def expect(self, what: str) -> None:
+        if not self.passes(what):
+            raise ValueError(f"expected {what!r} at byte {self._at} of its second line")
+
+    def take(self, pattern: re.Pattern[str]) -> tuple[str | None, ...]:
+        """The groups."""
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise ValueError(f"it does not say what a weight or an extent is at byte {self._at} of its second line")
+        self._at = found.end()
+        return found.groups()
+
+    def string(self) -> str:
+        text, self._at = string_at(self._text, self._at)
+        return text
+
+    def key(self) -> str:
+        text = self.string()
+        self.expect(":")
+        return text
+
+    def each(self, begin: str, end: str) -> Iterator[None]:
+        """Once before each member of a list or object, which the caller takes."""
+        self.expect(begin)
+        if self.passes(end):
+            return
+        while True:
+            yield
+            if self.passes(end):
+                return
+            self.expect(",")
+
+    def finish(self) -> None:
+        if self._at != len(self._text):
+            raise ValueError(f"expected its end at byte {self._at} of its second line")
 
 
-def _extent(name: str, nbytes: int, crc32: int | None, weights: list[Any]) -> Extent:
-    found = Extent(name, tuple(_weight(*each) for each in weights), crc32)
-    if found.nbytes != nbytes:
+def _manifest(written: _Written) -> Manifest:
+    written.expect('{"model":')
+    model = written.string()
+    written.expect(',"extents":')
+    extents = [_extent(written) for _ in written.each("[", "]")]
+    written.expect(',"blocks":')
+    blocks = {written.key(): tuple(written.string() for _ in written.each("[", "]")) for _ in written.each("{", "}")}
+    written.expect(',"ties":')
+    ties = {written.key(): written.string() for _ in written.each("{", "}")}
+    written.expect(',"origin":')
+    origin = written.string()
+    written.expect("}")
+    written.finish()
+    return Manifest(model, {extent.name: extent for extent in extents}, blocks, ties, origin)
+
+
+def _extent(written: _Written) -> Extent:
+    written.expect("[")
+    name = written.string()
+    nbytes, crc32 = written.take(_EXTENT)
+    weights = tuple(_weight(written) for _ in written.each("", "]"))
+    written.expect("]")
+    found = Extent(name, weights, None if crc32 == "null" else int(crc32 or ""))
+    if found.nbytes != int(nbytes or ""):
         raise ValueError(f"extent {name!r} has {nbytes} bytes, and its weights {found.nbytes}")
     return found
+
+
+def _weight(written: _Written) -> Weight:
+    written.expect("[")
+    name = written.string()
+    dtype, shape, offset, scheme = written.take(_WEIGHT)
+    if scheme is not None and scheme not in SCHEMES:
+        raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
+    sizes = tuple(map(int, shape.split(","))) if shape else ()
+    return Weight(name, WeightInfo(dtype_named(dtype or ""), sizes), int(offset or ""), scheme)

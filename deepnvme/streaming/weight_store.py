@@ -26,12 +26,13 @@ from deepnvme.swap.directories import weights_of as directories_of
 from deepnvme.swap.extents import padded
 from deepnvme.swap.futures import StoreFuture
 from deepnvme.swap.lease import Lease
+from deepnvme.swap.manifest import CorruptManifest
 from deepnvme.swap.store import TensorStore
 
 from .blocks import Structure, structure_of, structure_of_names
 from .building import Coming, build
 from .comparing import StoreMismatch, described, differences
-from .manifest import NAME, Extent, Manifest, Weight, decode, encode
+from .manifest import LARGEST, NAME, Extent, Manifest, Weight, decode, encode
 from .quantization import SCHEMES, Scheme
 from .sources import Location, Source, Weights, source_of
 
@@ -63,6 +64,9 @@ class WeightStore:
     def __init__(self, tensors: TensorStore, engine: Engine, where: Path, verify: bool) -> None:
         self._tensors, self._engine = tensors, engine
         self._where = where
+        nbytes = tensors.info(NAME).nbytes
+        if nbytes > LARGEST:
+            raise CorruptManifest(where, f"what it says of weights has {nbytes} bytes, and may have {LARGEST}")
         said = tensors.get(NAME).result()
         self._manifest = decode(memory_of(said).tobytes(), where)
         checked = [extent.name for extent in self.extents.values() if extent.crc32 is not None]

@@ -87,9 +87,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
     """Replace the directory's manifest. After a crash at any point the old one is there, or the new one; both are whole."""
     # Names may hold surrogates, which ASCII JSON keeps.
     for name in manifest.tensors:
-        if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # two escapes of six for a character
-            text = f"the name that begins with {name[:40]!r} would have {len(json.dumps(name)) - 2} characters in the manifest"
-            raise ValueError(f"{text}, and may have {_LONGEST_NAME}: remove that tensor, and put it by a shorter one")
+        check_length(name)
     tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
     body = json.dumps({"store": manifest.store, "directories": manifest.directories, "tensors": tensors}, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
@@ -156,7 +154,7 @@ def _manifest(text: str) -> Manifest:
     at = begin.end()
     tensors: dict[str, Stored] = {}
     while text.startswith('"', at):
-        name, at = _name(text, at)
+        name, at = string_at(text, at)
         found = _TENSOR.match(text, at)
         at = at if found is None else found.end()
         parts = []
@@ -175,8 +173,15 @@ def _manifest(text: str) -> Manifest:
     return Manifest(begin[1], int(begin[2]), tensors)
 
 
-def _name(text: str, at: int) -> tuple[str, int]:
-    """The string that begins there, and where it ends."""
+def check_length(name: str) -> None:
+    """Raises ValueError for one that :func:`string_at` would not take."""
+    if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # two escapes of six for a character
+        text = f"what begins with {name[:40]!r} would have {len(json.dumps(name)) - 2} characters in the manifest"
+        raise ValueError(f"{text}, and may have {_LONGEST_NAME}: choose something shorter")
+
+
+def string_at(text: str, at: int) -> tuple[str, int]:
+    """The string that begins there in JSON, and where it ends. Raises ValueError if none does, or one that is too long."""
     plain = _NAME.match(text, at)
     if plain is not None:
         return plain[1], plain.end()

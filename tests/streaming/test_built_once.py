@@ -49,6 +49,14 @@ def test_a_directory_that_somebody_has_for_something_else_is_not_waited_for(driv
     opened_or_built({drive: 1.0}, ORIGIN, lambda _: build(drive)).close()
 
 
+@pytest.mark.parametrize("origin", ["by hand", "[" * 60_000, "[1]"])
+def test_a_store_of_somebody_elses_origin_is_refused(drive: Path, origin: str) -> None:
+    WeightStore.build(nn.Linear(8, 8), drive, origin=origin).close()
+    with pytest.raises(ValueError, match=f"'{drive}' has the store of another checkpoint") as refused:
+        opened_or_built({drive: 1.0}, ORIGIN, never)
+    assert len(str(refused.value)) < 1000
+
+
 def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]

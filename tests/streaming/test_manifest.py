@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepnvme.streaming.manifest import ALIGNMENT, Extent, Manifest, Weight, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.manifest import ALIGNMENT, LARGEST, Extent, Manifest, Weight, WeightInfo, decode, encode, laid_out
 from deepnvme.swap import CorruptManifest
 
 
@@ -18,7 +19,9 @@ from deepnvme.swap import CorruptManifest
         (b"", "JSONDecodeError"),
         (b"[]\n{}", "AttributeError"),
         (b'{"format": "deepnvme weights", "version": 99}\n{}', r"'deepnvme weights', 99\)"),
-        (b'{"format": "deepnvme weights", "version": 1, "crc32": 2745614147}\n{}', "KeyError"),
+        (b'{"format": "deepnvme weights", "version": 1, "crc32": 2745614147}\n{}', "expected '{\"model\":' at byte 0"),
+        (b"[" * 60_000, "RecursionError"),
+        (b"[" * (1 << 20), "may have"),
         (b"\xff", "UnicodeDecodeError"),
         (b"[", "JSONDecodeError"),
     ],
@@ -26,6 +29,44 @@ from deepnvme.swap import CorruptManifest
 def test_a_manifest_that_is_none(drive: Path, data: bytes, match: str) -> None:
     with pytest.raises(CorruptManifest, match=match):
         decode(data, drive)
+
+
+
+BODY = '{"model":"","extents":[["e",0,null,[%s]]],"blocks":{},"ties":{},"origin":""}'
+WRONG = {
+    "brackets": "[" * (16 << 20),
+    "lists": BODY % ("[]," * (4 << 20) + "[]"),
+    "infinity": BODY % '["w","float32",[Infinity],0]',
+    "empty numbers": BODY % ('["w","float32",[' + "," * (8 << 20) + "],0]"),
+    "digits": BODY % ('["w","float32",[' + "1" * (8 << 20) + "],0]"),
+    "escapes": BODY % ('["' + "\\n" * (4 << 20) + '","float32",[1],0]'),
+    "no dtype": BODY % '["w","nn",[1],0]',
+    "an object as origin": (BODY % "").replace('"origin":""', '"origin":{}'),
+    "numbers as blocks": (BODY % "").replace('"blocks":{}', '"blocks":{"b":[' + "1," * (8 << 20) + "1]}"),
+    "more behind it": BODY % "" + "{}",
+    "too much": BODY % "" + " " * LARGEST,
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_encode_does_not_write_is_refused_at_once(drive: Path, how: str) -> None:
+    body = WRONG[how].encode()
+    data = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(body) + body
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptManifest) as refused:
+            decode(data, drive)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+    assert refused.value.filename == str(drive)
+
+
+def test_what_could_not_be_decoded_is_not_encoded() -> None:
+    with pytest.raises(ValueError, match="may have 65536: choose something shorter"):
+        encode(Manifest("", {}, {}, {}, "o" * 65537))
+    with pytest.raises(ValueError, match=f"may have {LARGEST}"):
+        encode(Manifest("", {}, {}, {f"{number:060000}": "w" for number in range(LARGEST // 60_000 + 1)}))
 
 
 def test_a_scheme_of_a_later_version_is_refused(drive: Path) -> None:

@@ -394,6 +394,14 @@ class TestCorruption:
             with pytest.raises(ValueError, match="built without checksums"):
                 store.verify()
 
+    def test_one_that_says_too_much_is_refused_before_it_is_read(self, drive, monkeypatch):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("manifest", torch.zeros((64 << 20) + 1, dtype=torch.uint8))
+            store.commit()
+        monkeypatch.setattr(TensorStore, "get", None)
+        with pytest.raises(CorruptManifest, match="has 67108865 bytes, and may have 67108864"):
+            WeightStore.open(drive / "store")
+
     def test_extents_that_were_cut_off(self, store, drive):
         store.close()
         os.truncate(drive / "store" / DATA_NAME, 8192)
