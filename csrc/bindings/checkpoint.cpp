@@ -66,7 +66,7 @@ py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested) {
         for (const std::string_view name : found.names) all.append(py::bytes(name.data(), name.size()));
         names = std::move(all);
     }
-    return py::make_tuple(found.nesting, found.unregistered, found.largest_memo_index, found.complete, names);
+    return py::make_tuple(found.nesting, found.unregistered, found.largest_memo_index, found.changes_globals, found.complete, names);
 }
 
 }  // namespace

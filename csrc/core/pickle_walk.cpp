@@ -2,6 +2,7 @@
 #include "core/pickle_walk.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <vector>
@@ -13,20 +14,39 @@ namespace {
 constexpr std::uint64_t kNotANumber = ~std::uint64_t{0};  // instead of a memo index that is not only digits
 constexpr std::size_t kMostNames = 1000;
 
-// How deep tuples are nested in each value that unpickling would have on its stack or in its memo. 0 where unpickling would fail
-// because there is no such value, or no MARK.
-class TupleDepths {
+// Whether picklers memoize what an operation makes: text, containers, globals and call results.
+constexpr std::array<bool, 256> kMemoized = [] {
+    std::array<bool, 256> memoized{};
+    for (const unsigned char operation : std::string_view("SVUTXCB\x8c\x8d\x8e\x96t\x85\x86\x87l]d}\x8f\x91" "c\x93ioR\x81\x92"))
+        memoized[operation] = true;
+    return memoized;
+}();
+
+// In two bytes, since a stream may put a value into the memo for each of its own bytes.
+struct Value {
+    std::uint16_t depth : 14 = 0;   // of tuples in tuples
+    std::uint16_t global : 1 = 0;   // a class or a function, found by its name
+    std::uint16_t in_memo : 1 = 0;  // in the memo only: there is a value under this index
+};
+static_assert(sizeof(Value) == 2);
+constexpr std::uint16_t kMostDepth = (1u << 14) - 1;
+
+// The values that unpickling would have on its stack and in its memo. An empty one where unpickling would fail because there is
+// no such value, or no MARK.
+class Values {
 public:
     std::size_t open_marks() const { return marks_.size(); }
     void mark() { marks_.push_back(stack_.size()); }
-    void push(std::uint16_t depth = 0) { stack_.push_back(depth); }
-    std::uint16_t top() const { return stack_.empty() ? std::uint16_t{0} : stack_.back(); }
+    void push(Value value = {}) { stack_.push_back(value); }
+    void push_tuple(std::uint64_t depth) { stack_.push_back({.depth = static_cast<std::uint16_t>(depth & kMostDepth)}); }
+    void push_global() { stack_.push_back({.global = 1}); }
+    Value top() const { return stack_.empty() ? Value{} : stack_.back(); }
     std::size_t since_mark() const { return stack_.size() - std::min(stack_.size(), marks_.empty() ? 0 : marks_.back()); }
     // Removes the last `count` values. Returns the largest of their depths.
     std::uint16_t pop(std::size_t count) {
         std::uint16_t deepest = 0;
         for (; count && !stack_.empty(); --count) {
-            deepest = std::max(deepest, stack_.back());
+            deepest = std::max<std::uint16_t>(deepest, stack_.back().depth);
             stack_.pop_back();
         }
         return deepest;
@@ -45,18 +65,17 @@ public:
     std::uint64_t memo_size() const { return memo_size_; }
     void put(std::uint64_t index) {
         if (index >= memo_.size()) memo_.resize(index + 1);
-        memo_size_ += memo_[index] == 0;
-        memo_[index] = static_cast<std::uint16_t>(top() + 1);
+        memo_size_ += !memo_[index].in_memo;
+        memo_[index] = top();
+        memo_[index].in_memo = 1;
     }
-    void get(std::uint64_t index) {
-        push(index < memo_.size() && memo_[index] ? static_cast<std::uint16_t>(memo_[index] - 1) : std::uint16_t{0});
-    }
+    void get(std::uint64_t index) { push(index < memo_.size() ? memo_[index] : Value{}); }
 
 private:
-    std::deque<std::uint16_t> stack_;
-    std::vector<std::size_t> marks_;   // the stack's size at each
-    std::vector<std::uint16_t> memo_;  // one more than the depth; 0: no value
-    std::uint64_t memo_size_ = 0;      // values in the memo
+    std::deque<Value> stack_;
+    std::vector<std::size_t> marks_;  // the stack's size at each
+    std::vector<Value> memo_;
+    std::uint64_t memo_size_ = 0;  // values in the memo
 };
 
 // A position in the stream. Where the stream is cut off, methods leave it at the end and return false.
@@ -124,12 +143,14 @@ private:
 PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested) {
     PickleWalk found;
     std::uint64_t unregistered = 0;
-    TupleDepths values;
+    bool memoized = false;  // the operation before made a value that picklers memoize
+    most_nested = std::min<std::uint16_t>(most_nested, kMostDepth - 1);
+    Values values;
     Cursor cursor(stream);
     const auto not_in_memo = [&] { found.unregistered = std::max(found.unregistered, ++unregistered); };
     const auto nested = [&](std::uint64_t levels) { found.nesting = std::max(found.nesting, levels); };
     const auto tuple = [&](std::uint16_t depth_inside) {
-        values.push(static_cast<std::uint16_t>(depth_inside + 1));
+        values.push_tuple(depth_inside + 1u);
         nested(depth_inside + 1u);
         not_in_memo();
     };
@@ -140,7 +161,8 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
         not_in_memo();
     };
     const auto put = [&](std::uint64_t index) {
-        unregistered -= unregistered != 0;
+        if (memoized) unregistered -= unregistered != 0;
+        else not_in_memo();  // an entry of None, say, or another one of the same value: no pickler makes it
         found.largest_memo_index = std::max(found.largest_memo_index, index);
         if (index >= stream.size()) return false;
         values.put(index);
@@ -210,13 +232,17 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
                 values.get(number);
                 break;
             // APPEND, BUILD
-            case 'a': case 'b': values.pop(1); break;
+            case 'a': values.pop(1); break;
+            case 'b':
+                values.pop(1);
+                found.changes_globals = found.changes_globals || values.top().global;
+                break;
             // SETITEM
             case 's': values.pop(2); break;
             // BINPERSID, STACK_GLOBAL
             case 'Q': case 0x93:
                 values.pop(operation == 'Q' ? 1 : 2);
-                values.push();
+                operation == 'Q' ? values.push() : values.push_global();
                 if (operation != 'Q') found.all_named = false;
                 break;
             // NONE, EMPTY_TUPLE, NEWTRUE, NEWFALSE, NEXT_BUFFER
@@ -233,7 +259,7 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
             case 'G': values.push(); ok = cursor.skip(8); break;
             // EXT1, EXT2, EXT4
             case 0x82: case 0x83: case 0x84:
-                values.push();
+                values.push_global();
                 found.all_named = false;
                 ok = cursor.skip(1u << (operation - 0x82));
                 break;
@@ -246,7 +272,7 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
             // INT, LONG, FLOAT, STRING, UNICODE, PERSID
             case 'I': case 'L': case 'F': case 'S': case 'V': case 'P': values.push(); ok = cursor.skip_lines(1); break;
             case 'c':  // GLOBAL
-                values.push();
+                values.push_global();
                 if ((ok = cursor.name(name))) global(name);
                 break;
             case 'i':  // INST: of what is behind the last MARK
@@ -260,6 +286,7 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
                 return found;
         }
         if (!ok) return found;
+        if (operation != 0x95) memoized = kMemoized[operation];  // a FRAME may stand between a long text and its MEMOIZE
     }
     return found;
 }

@@ -18,11 +18,9 @@ from typing import BinaryIO
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from deepnvme.ops.op_builder import AsyncIOBuilder
-
 from .cut_off import what_is_missing
 from .one_version import naming
-from .pickle_scan import DEEPEST, PickleScan, names_only_plain
+from .pickle_scan import PickleScan, names_only_plain, why_wasteful
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 
@@ -175,26 +173,6 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
     why = why_wasteful(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
-
-
-def why_wasteful(stream: bytes) -> str | None:
-    """Why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
-
-    Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
-    index beyond the pickle's own size, very many objects outside the memo, or a pickle that is cut off.
-    """
-    nesting, unregistered, largest_memo_index, complete, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
-    if nesting > DEEPEST:
-        return f"is nested more than {DEEPEST} times"
-    if largest_memo_index >= max(len(stream), 1):
-        return f"has {len(stream)} bytes, and numbers the entries of its memo up to {largest_memo_index}"
-    if unregistered > _MOST_UNREGISTERED:
-        return f"leaves {unregistered} objects out of its memo, at most {_MOST_UNREGISTERED} are allowed"
-    return None if complete else f"is cut off at its byte {len(stream)}"
-
-
-_MOST_UNREGISTERED = 1_000_000
-"""They take less than 300 MB. Not 0: ``pickletools.optimize`` leaves out of the memo what is not used again."""
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:

@@ -6,10 +6,12 @@ import os
 import pickle
 from typing import BinaryIO
 
-from .pickle_scan import PickleScan
+from .pickle_scan import PickleScan, why_wasteful
 from .zip_directory import BadDirectory, data_of
 from .zip_layout import LOCAL_HEADER
 
+_LONGEST_PICKLE = 64 << 20
+"""Bytes of the pickle of half a million tensors, which is read and walked at once: where it ends, no directory says."""
 _NEAR = 64 << 10
 """Bytes within which the next header begins: nothing but a data descriptor is between them."""
 _OTHER_RECORDS = 16
@@ -21,7 +23,14 @@ def what_is_missing(path: str | os.PathLike[str]) -> str | None:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            file.seek(data_of(file.read(LOCAL_HEADER.size), 0))
+            begin = data_of(file.read(LOCAL_HEADER.size), 0)
+            file.seek(begin)
+            stream = file.read(min(_LONGEST_PICKLE, size))
+            why = why_wasteful(stream)
+            if why is not None:
+                return f"it is cut off before the first storage, at byte {size}: its pickle {why}"
+            del stream
+            file.seek(begin)
             referred = PickleScan(file)
             referred.load()
         except OSError:

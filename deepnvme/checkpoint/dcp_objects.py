@@ -14,7 +14,8 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
-from .contents import DAMAGE, why_wasteful
+from .contents import DAMAGE
+from .pickle_scan import why_wasteful
 from .zip_directory import BadDirectory, data_of, entries
 from .zip_layout import LOCAL_HEADER
 

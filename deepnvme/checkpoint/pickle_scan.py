@@ -49,6 +49,29 @@ def _is_storage(module: str, name: str) -> bool:
     return module in ("torch", "torch.storage") and name.endswith("Storage")
 
 
+def why_wasteful(stream: bytes) -> str | None:
+    """Why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
+
+    Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
+    index beyond the pickle's own size, very many objects outside the memo or entries of it that picklers do not make, setting
+    attributes of a class or a function for the whole process, or a pickle that is cut off.
+    """
+    nesting, unregistered, largest_memo_index, changes_globals, complete, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
+    if nesting > DEEPEST:
+        return f"is nested more than {DEEPEST} times"
+    if largest_memo_index >= max(len(stream), 1):
+        return f"has {len(stream)} bytes, and numbers the entries of its memo up to {largest_memo_index}"
+    if unregistered > _MOST_UNREGISTERED:
+        return f"leaves {unregistered} objects out of its memo, or enters others: at most {_MOST_UNREGISTERED} are allowed"
+    if changes_globals:
+        return "changes a class or a function that it names: it is made to do harm"
+    return None if complete else f"is cut off at its byte {len(stream)}"
+
+
+_MOST_UNREGISTERED = 1_000_000
+"""They take less than 300 MB. Not 0: ``pickletools.optimize`` leaves out of the memo what is not used again."""
+
+
 class PickleScan(pickle._Unpickler):
     """Of a file whose position is where a pickle begins. :meth:`load` raises what unpickling raises, and TypeError and its like
     for what torch has not pickled; the file's position is the pickle's end then."""

@@ -19,7 +19,7 @@ import torch
 from deepnvme._tensor_memory import memory_of
 
 from .archive import archive
-from .contents import why_wasteful
+from .pickle_scan import why_wasteful
 from .pickled import is_plain
 from .zip_directory import BadDirectory, Entry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64

@@ -31,11 +31,10 @@ from .contents import (
     data_offsets,
     is_zip,
     scan_of,
-    why_wasteful,
 )
 from .file_image import CHUNK
 from .one_version import naming
-from .pickle_scan import PickleScan
+from .pickle_scan import PickleScan, why_wasteful
 from .reading import started
 
 _CHUNKS = 4

@@ -12,6 +12,7 @@ import os
 import pickle
 import struct
 import threading
+import tracemalloc
 import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -305,6 +306,20 @@ class TestCutFiles:
         os.truncate(path, place_of(path, "data.pkl") + 10)
         with pytest.raises(CorruptCheckpoint, match="before the first storage, at byte"):
             deepnvme.load(path)
+
+    @pytest.mark.parametrize(
+        ("stream", "why"), [(b"N" + b"\x94" * 3_000_000 + b".", "memo"), (b"(" * 3_000_000, "nested")], ids=["memo", "marks"]
+    )
+    def test_a_pickle_without_a_directory_takes_no_more_than_one_with(self, path: Path, stream: bytes, why: str) -> None:
+        path.write_bytes(struct.pack("<4s5HIIIHH", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 4, 0) + b"a/da" + b"\x80\4" + stream)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptCheckpoint, match=why):
+                deepnvme.load(path)
+            assert not verify(path).ok
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        finally:
+            tracemalloc.stop()
 
     def test_before_the_directory(self, path: Path) -> None:
         deepnvme.save([torch.ones(3)], path)

@@ -129,7 +129,7 @@ class TestWalks:
             (b"((tt((.", (2, 1, 0, True)),
             (b"]]]q\0]q\1.", (0, 3, 1, True)),
             (b"]0}2\x8f", (0, 5, 0, False)),
-            (b"q\0q\0]]", (0, 2, 0, False)),
+            (b"q\0q\0]]", (0, 4, 0, False)),
             (b"X\xff\xff\xff\xff(((", (0, 0, 0, False)),
             (b"\x8d" + b"\xff" * 8 + b"(((", (0, 0, 0, False)),
             (b"X\2\0\0\0((.", (0, 0, 0, True)),
@@ -145,18 +145,49 @@ class TestWalks:
             (b"N\x85q\0Nh\0\x85q\1]h\1\x85q\2.", (3, 2, 2, True)),
             (b"N\x85r\0\0\0\0Nj\0\0\0\0\x85.", (2, 1, 0, True)),
             (b"N\x85\x94Nh\0\x85\x94h\1\x85\x94.", (3, 1, 2, True)),
-            (b"N\x85\x94N\x94q\0N\x85\x94h\2\x85.", (2, 1, 2, True)),
-            (b"Np3\n\x85p0\ng0\n\x85.", (2, 1, 3, True)),
+            (b"N\x85\x94N\x94q\0N\x85\x94h\2\x85.", (2, 3, 2, True)),
+            (b"Np3\n\x85p0\ng0\n\x85.", (2, 2, 3, True)),
             (b"]q\4.", (0, 1, 4, False)),
             (b"]r\xff\xff\xff\xff.", (0, 1, (1 << 32) - 1, False)),
-            (b"Np1_0\n" + b"N" * 20, (0, 0, MOST, False)),
+            (b"Np1_0\n" + b"N" * 20, (0, 1, MOST, False)),
             (b"N\x85p0\ng 0\n\x85.", (1, 1, MOST, False)),
-            (b"Np99999999999999999999999\n.", (0, 0, MOST, False)),
+            (b"Np99999999999999999999999\n.", (0, 1, MOST, False)),
+            (b"N" + b"\x94" * 9 + b".", (0, 9, 8, True)),
+            (b"Nq\1q\1q\1.", (0, 3, 1, True)),
+            (b")q\0K\1q\1h\0q\2.", (0, 3, 2, True)),
+            (b"]\x94\x94.", (0, 1, 1, True)),
+            (b"]\x95" + bytes(8) + b"\x94.", (0, 1, 0, True)),
         ],
         ids=repr,
     )
     def test_of_a_stream(self, stream: bytes, expected: tuple[int, int, int, bool]) -> None:
         assert walk(stream) == expected
+
+    @pytest.mark.parametrize(
+        ("stream", "expected"),
+        [
+            (b"ca\nb\nNb.", True),
+            (b"ca\nb\n2(Ntb.", True),
+            (b"X\1\0\0\0a2\x93Nb.", True),
+            (b"\x82\1Nb.", True),
+            (b"ca\nb\nq\0]h\0Nb.", True),
+            (b"ca\nb\nq\1]q\1h\1Nb.", False),
+            (b"ca\nb\n)RNb.", False),
+            (b"ca\nb\n)\x81Nb.", False),
+            (b"]ca\nb\nb.", False),
+            (b"]ca\nb\na.", False),
+        ],
+        ids=repr,
+    )
+    def test_a_state_that_is_set_of_what_it_names(self, stream: bytes, expected: bool) -> None:
+        assert AsyncIOBuilder().load().pickle_walk(stream, 10)[3] is expected
+
+    def test_a_long_text_is_entered_behind_the_frame_that_follows_it(self) -> None:
+        file = io.BytesIO()
+        pickle.dump([[bytes(100_000 + index), 1.5] for index in range(30)], file, 4)
+        stream = file.getvalue()
+        assert stream.count(b"\x95") >= 30
+        assert walk(stream)[1] <= 1
 
     @pytest.mark.parametrize("protocol", range(6))
     def test_tuples_in_tuples_are_counted_through_the_memo(self, protocol: int) -> None:
@@ -169,4 +200,5 @@ class TestWalks:
 
 
 def walk(stream: bytes, most: int = 100) -> tuple[int, int, int, bool]:
-    return AsyncIOBuilder().load().pickle_walk(stream, most)[:-1]
+    deepest, unregistered, memo, _, whole, _ = AsyncIOBuilder().load().pickle_walk(stream, most)
+    return deepest, unregistered, memo, whole

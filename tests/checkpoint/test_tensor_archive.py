@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,22 @@ def test_anything_else_is_not(tmp_path: Path, garbage: bytes) -> None:
         assert KnownArchives().elements(file, memoryview(garbage), 0, len(garbage)) is None
 
 
-def test_deflated_archives_and_objects_are_not(tmp_path: Path) -> None:
-    import zipfile
+@pytest.mark.parametrize("call", [b")R", b""], ids=["and calls it", "only"])
+def test_one_that_sets_attributes_of_a_function_is_not(tmp_path: Path, call: bytes) -> None:
+    from deepnvme.checkpoint import tensor_archive
 
+    stream = b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n(N}X\4\0\0\0here(stb" + call + b"."
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as records:
+        records.writestr("a/data.pkl", stream)
+        records.writestr("a/version", b"3")
+    (tmp_path / "file").write_bytes(archive.getvalue())
+    with (tmp_path / "file").open("rb") as file:
+        assert KnownArchives().elements(file, memoryview(archive.getvalue()), 0, len(archive.getvalue())) is None
+    assert not hasattr(tensor_archive._typed, "here")
+
+
+def test_deflated_archives_and_objects_are_not(tmp_path: Path) -> None:
     stored = zipfile.ZipFile(io.BytesIO(as_saved(TENSORS["float32"])))
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as deflated:

@@ -24,15 +24,16 @@ def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
 def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
     """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
 
-def pickle_walk(stream: bytes, most_nested: int) -> tuple[int, int, int, bool, list[bytes] | None]:
+def pickle_walk(stream: bytes, most_nested: int) -> tuple[int, int, int, bool, bool, list[bytes] | None]:
     """Look through a pickle without making anything of it.
 
-    Stops early, not complete, above ``most_nested`` (at most 65534) levels, or at a memo index not below ``len(stream)``.
+    Stops early, not complete, above ``most_nested`` (at most 16382) levels, or at a memo index not below ``len(stream)``.
 
     Returns:
-        (nesting, unregistered, largest_memo_index, complete, names): levels of nesting; most containers and call results that
-        were not in the memo at one time; the largest memo index; whether it ends within the stream; and the globals that it
-        names, each once as b"module\\nname", or None if unpickling might find others.
+        (nesting, unregistered, largest_memo_index, changes_globals, complete, names): levels of nesting; most containers and
+        call results that were not in the memo at one time, with entries of the memo that no pickler makes; the largest memo
+        index; whether it sets the state of a global; whether it ends within the stream; and the globals that it names, each
+        once as b"module\\nname", or None if unpickling might find others.
     """
 
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
