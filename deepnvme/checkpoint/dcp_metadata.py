@@ -7,7 +7,7 @@ there refer to, in the versions of torch since 2.0, is what is let in here. torc
 from __future__ import annotations
 
 import collections
-import functools
+import enum
 import importlib
 import io
 import os
@@ -17,7 +17,15 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from deepnvme._regular_file import UnfitFile, read_regular
 
 from .contents import CorruptCheckpoint, refuse_wasteful
 
@@ -42,18 +50,14 @@ def load_metadata(path: Path) -> Metadata:
     """Read the file, with what torch's writer puts there, and what the user has let in by
     ``torch.serialization.add_safe_globals``. Blocks.
 
-    Raises UnpicklingError naming anything else; CorruptCheckpoint for a damaged file, or one that leads out of its directory;
-    OSError naming the file.
+    Raises UnpicklingError naming anything else; CorruptCheckpoint for a damaged file, one that would change a class of torch, or
+    one that leads out of its directory; OSError naming the file.
     """
     try:
-        nbytes = path.stat().st_size
-        text = path.read_bytes() if nbytes <= _LARGEST else b""
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    if nbytes > _LARGEST:
-        raise CorruptCheckpoint(path, f"it has {nbytes} bytes, and metadata may have {_LARGEST}")
+        text = read_regular(path, _LARGEST)
+    except UnfitFile as error:
+        raise CorruptCheckpoint(path, str(error)) from error
     refuse_wasteful(path, text)
-    before = [(record, dict(vars(record))) for record in _records()]
     try:
         loaded = _Unpickler(text).load()
     except _Refused as error:
@@ -63,10 +67,6 @@ def load_metadata(path: Path) -> Metadata:
         ) from None
     except Exception as error:  # whatever unpickling raises for what is damaged
         raise CorruptCheckpoint(path, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
-    finally:
-        changed = [_restore(record, attributes) for record, attributes in before]
-    if any(changed):
-        raise pickle.UnpicklingError(f"'{path}' changes a class of torch, which no writer of torch does: it is made to do harm")
     try:
         _check(path, loaded)
     except (ValueError, RecursionError) as error:  # of a name with more digits, or deeper, than Python shows
@@ -95,19 +95,57 @@ class _Unpickler(pickle.Unpickler):
             if found is not None:
                 return found
         if name in _ENUMS.get(module, ()):
-            return functools.partial(getattr(importlib.import_module(module), name))
+            members = getattr(importlib.import_module(module), name)
+            return _Callable(self, lambda value: _Member(members(value)))
         function = _CALLABLE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
         if function is not None:
-            return functools.partial(self._call, function)
+            return _Callable(self, function)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         return _allowed(module, name)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
         if self._arguments_left < 0:
             raise ValueError("its calls take more arguments than it has bytes")
         return function(*arguments)
+
+
+class _WithoutState:
+    """Base of what a pickle is given in place of an object whose state it could set."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it sets the state of what has none")
+
+
+class _Callable(_WithoutState):
+    """A function that a pickle may call. No functools.partial, whose state could be itself: calling that overflows the stack."""
+
+    __slots__ = ("_function", "_unpickler")
+
+    def __init__(self, unpickler: _Unpickler, function: Callable[..., Any]) -> None:
+        self._unpickler = unpickler
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._unpickler.call(self._function, arguments)
+
+
+class _Member(_WithoutState):
+    """Equals a member of an enumeration, which is one object for the whole process."""
+
+    __slots__ = ("_member",)
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._member = member
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    def __hash__(self) -> int:
+        return hash(self._member)
 
 
 def _bytes() -> bytes:
@@ -170,24 +208,6 @@ def _allowed(module: str, name: str) -> Any:
     raise _Refused(f"{module}.{name}")
 
 
-def _records() -> list[type]:
-    """The classes of _RECORDS that this torch has: Python's, so that a pickle can assign to their attributes."""
-    found = [getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names]
-    return [each for each in found if isinstance(each, type)]
-
-
-def _restore(record: type, attributes: dict[str, Any]) -> bool:
-    """Have the attributes of a class as they were. Whether they were others."""
-    now = dict(vars(record))
-    wrong = [name for name in now.keys() | attributes.keys() if now.get(name, now) is not attributes.get(name, now)]
-    for name in wrong:
-        if name in attributes:
-            setattr(record, name, attributes[name])
-        else:
-            delattr(record, name)
-    return bool(wrong)
-
-
 def _check(path: Path, loaded: Any) -> None:
     """Raises CorruptCheckpoint for what is no metadata of files beside it."""
     if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
@@ -198,6 +218,8 @@ def _check(path: Path, loaded: Any) -> None:
     items = loaded.storage_data
     if not isinstance(items, dict):
         raise CorruptCheckpoint(path, "it does not say where the items are")
+    if not isinstance(getattr(loaded, "storage_meta", None), StorageMeta | None):
+        raise CorruptCheckpoint(path, "its storage_meta is no StorageMeta")
     places = [[getattr(info, field, None) for field in ("relative_path", "offset", "length")] for info in items.values()]
     for index, (name, *numbers) in zip(items, places, strict=True):
         if not isinstance(name, str) or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):

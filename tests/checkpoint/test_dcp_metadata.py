@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp_metadata import load_metadata
 
+from ..interpreters import Interpreters
 from ..torch_versions import ALONE
 from .distributed_states import assert_equal, blank, state
 
@@ -101,16 +102,68 @@ def test_who_saves_over_it_runs_nothing(path: Path, how: str) -> None:
     assert_equal(found, state(1))
 
 
-def test_classes_of_torch_stay_as_they_are(path: Path) -> None:
+NAMED = {
+    "a record": (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n", MetadataIndex),
+    "by a name on the stack": (b"X\x25\0\0\0torch.distributed.checkpoint.metadataX\x0d\0\0\0MetadataIndex\x93", MetadataIndex),
+    "from the memo": (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nq\1]h\1", MetadataIndex),
+    "what the user has let in": (f"c{__name__}\nField\n".encode(), Field),
+}
+
+
+@pytest.mark.parametrize("name", ["__hash__", "__qualname__", "__name__", "new"])
+@pytest.mark.parametrize("how", NAMED)
+def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
     """A pickle may assign to the attributes of any object on its stack."""
-    was = MetadataIndex.__hash__
-    path.write_bytes(
-        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
-        b"(N}X\x08\x00\x00\x00__hash__ctorch\nSize\nstb."
-    )
-    with pytest.raises(pickle.UnpicklingError, match="changes a class"):
+    stream, changed = NAMED[how]
+    before = {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
+    text = b"X" + len(name).to_bytes(4, "little") + name.encode()
+    path.write_bytes(b"\x80\4" + stream + b"(N}" + text + b"X\1\0\0\0astb.")
+    with torch.serialization.safe_globals([Field]), pytest.raises(CorruptCheckpoint, match="changes a class"):
         load_metadata(path)
-    assert MetadataIndex.__hash__ is was
+    assert before == {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
+
+
+def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
+    path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
+    with pytest.raises(CorruptCheckpoint, match="state of what has none"):
+        load_metadata(path)
+    assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
+
+
+FUNCTIONS = {
+    "that call themselves": b"ctorch\nSize\nq\0(h\0)NNtb)R.",
+    "in functions": b"ctorch\nSize\n" + b"q\0" + b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b".",
+}
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreters) -> None:
+    """A functools.partial takes what it calls: either of these ended the process, without a word."""
+    path.write_bytes(b"\x80\2" + FUNCTIONS[how])
+    interpreters.run(
+        f"""
+        import pathlib
+        from deepnvme.checkpoint import CorruptCheckpoint, dcp_metadata
+
+        def why():
+            try:
+                dcp_metadata.load_metadata(pathlib.Path({str(path)!r}))
+            except CorruptCheckpoint as error:
+                return str(error)
+
+        assert "changes a class or a function" in why()
+        dcp_metadata.refuse_wasteful = lambda path, text: None  # what is called has a guard of its own
+        assert "state of what has none" in why()
+        """
+    ).check()
+
+
+@pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
+def test_a_storage_meta_that_is_none_is_refused(path: Path, storage_meta: Any) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={}, storage_meta=storage_meta)))
+    with torch.serialization.safe_globals([Field]), pytest.raises(CorruptCheckpoint, match="no StorageMeta"):
+        load_metadata(path)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +298,24 @@ def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -
     assert directory.value.filename == str(path)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device", ["/dev/zero", None], ids=["a device", "a FIFO"])
+def test_what_has_no_end_is_not_read(path: Path, device: str | None) -> None:
+    os.mkfifo(path) if device is None else path.symlink_to(device)
+    with pytest.raises(CorruptCheckpoint, match="no regular file") as refused:
+        NVMeReader(path.parent).read_metadata()
+    assert refused.value.filename == str(path)
+
+
 def test_a_drive_that_fails_under_metadata_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Path) -> bytes:
+    def fail(descriptor: int) -> os.stat_result:
         raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2) fails: without a name
 
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    with pytest.raises(OSError, match="Input/output error") as failed:
-        NVMeReader(path.parent).read_metadata()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match="Input/output error") as failed:
+            NVMeReader(path.parent).read_metadata()
     assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
 
 
