@@ -15,6 +15,9 @@ from .running import interpreter, run
 STEPS = 3
 _OFTEN: dict[str, Any] = {"dtype": "bf16", "bias": False}
 _PARAMETERS_TOO: dict[str, Any] = {**_OFTEN, "offload_param": 12, "prefetch": 0}
+_SKIPS_OF_TWO: dict[str, Any] = {
+    **_OFTEN, "accumulate": 2, "skips": [2, 3, 8], "skips every": 4, "steps": 8, "before step": "see_gradients"
+}  # fmt: skip
 COMPARED: dict[str, dict[str, Any]] = {
     "set_whole": {**_OFTEN, "before step": "set_whole"},
     "set_whole-not-pipelined": {**_OFTEN, "before step": "set_whole", "pipelined": False},
@@ -31,6 +34,10 @@ COMPARED: dict[str, dict[str, Any]] = {
     # DeepSpeed steps what a backward has not reached with the gradient of the last one that has, wherever gradients are.
     "skips": {**_OFTEN, "skips": [2, 3, 8], "before step": "see_gradients", "steps": 5},
     "skips-one-of-a-sub-group": {**_OFTEN, "skips": [2, 3, 8], "steps": 5, "layers_of_a_sub_group": 2},
+    # It gives gradients on at the last micro-batch of a step, and forgets then what one before, but not that one, has reached.
+    "skips-the-last-of-two": {**_SKIPS_OF_TWO, "skips in": 3},
+    "skips-the-last-of-two-one-of-a-sub-group": {**_SKIPS_OF_TWO, "skips in": 3, "layers_of_a_sub_group": 2},
+    "skips-the-first-of-two": {**_SKIPS_OF_TWO, "skips in": 2},
     "after-the-step": {**_OFTEN, "after step": "see_gradients"},
 }
 OURS_ALONE: dict[str, dict[str, Any]] = {

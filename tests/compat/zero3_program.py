@@ -149,7 +149,7 @@ def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str,
     for number in batches:
         if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
             shutil.rmtree(directory)
-        if "skips" in case and number % 2:
+        if "skips" in case and number % case.get("skips every", 2) == case.get("skips in", 1):
             trained.module.skipped = tuple(case["skips"])
         losses += train(trained, case.get("width", WIDTH), range(number, number + 1), lambda: access("before step"))
         trained.module.skipped = ()

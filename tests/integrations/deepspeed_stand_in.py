@@ -64,6 +64,7 @@ def modules() -> dict[str, ModuleType]:
 
     class DeepSpeedZeroOptimizer_Stage3:
         def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None: ...
+        def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> None: ...
 
     class AsyncPartitionedParameterSwapper:
         def __init__(self, ds_config: Any, model_dtype: Any) -> None:

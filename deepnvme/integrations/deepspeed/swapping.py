@@ -43,8 +43,9 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
         yield Replacement(stage3, name, _optimizer_swapper(getattr(zero, name) if ours else theirs))
     stage3_optimizer = attribute(stage3, "DeepSpeedZeroOptimizer_Stage3")
     configure = attribute(stage3_optimizer, "_configure_tensor_swapping", _SWAPPING)
+    partition_grads = attribute(stage3_optimizer, "partition_grads")
     if ours:
-        yield Replacement(stage3_optimizer, "_configure_tensor_swapping", _with_last_gradients(configure))
+        yield Replacement(stage3_optimizer, "_configure_tensor_swapping", _with_last_gradients(configure, partition_grads))
     partition_parameters = module("deepspeed.runtime.zero.partition_parameters")
     theirs = attribute(partition_parameters, "AsyncPartitionedParameterSwapper", _PARAMETERS)
     kind = _parameter_swapper(zero.AsyncPartitionedParameterSwapper if ours else theirs)
@@ -70,7 +71,7 @@ def _parameter_swapper(base: Any) -> type:
     return _derived(base, __init__)
 
 
-def _with_last_gradients(theirs: Any) -> Any:
+def _with_last_gradients(theirs: Any, partition_grads: Any) -> Any:
     """Gives our swapper stage 3's own gradient buffers, which hold each parameter's gradient until the next one comes.
 
     DeepSpeed's swappers keep it in their files. Either way a parameter that a backward does not reach is stepped with its last
@@ -80,9 +81,26 @@ def _with_last_gradients(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def _configure_tensor_swapping(self: Any, offload_optimizer_config: Any, aio_config: Any) -> None:
         theirs(self, offload_optimizer_config, aio_config)
-        self.optimizer_swapper.last_gradients = functools.partial(_last_gradients, weakref.ref(self))
+        stage3 = weakref.ref(self)
+        self.optimizer_swapper.last_gradients = functools.partial(_last_gradients, stage3)
+        self.partition_grads = functools.partial(_partition_grads, stage3, partition_grads)
 
     return _configure_tensor_swapping
+
+
+def _partition_grads(
+    stage3_optimizer: weakref.ref[Any], theirs: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+) -> Any:
+    """Before stage 3 adds the gradients of a micro-batch that is not a step's last to its buffers, has our swapper copy these.
+
+    Stage 3 gives the swapper only gradients of parameters that the last micro-batch reaches. What only an earlier one reaches is
+    stepped with the gradient that was given before.
+    """
+    stage3: Any = stage3_optimizer()  # which is calling
+    if not stage3.is_gradient_accumulation_boundary():
+        for sub_group in dict.fromkeys(stage3.grad_position[stage3.get_param_id(param)][0] for param in params_to_release):
+            stage3.optimizer_swapper.keep_last_gradients(stage3.fp32_partitioned_groups_flat[sub_group])
+    return theirs(stage3, params_to_release, grad_partitions)
 
 
 def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -231,6 +231,15 @@ class OptimizerSwapper:
                 if not info.active:
                     self._cache.release([tile], changed=False, complete=info.gradient_complete())
 
+    def keep_last_gradients(self, parameter: torch.Tensor) -> None:
+        """Take what :attr:`last_gradients` has for what has not come since the last step, as if it came now: for who is about to
+        change it. Blocks and raises as :meth:`swap_out_gradients`. Nothing for an unknown parameter."""
+        info = self.swap_params_info.get(self.parameter_id(parameter))
+        last = [] if info is None else self._last_gradients(info)
+        if last:
+            offsets, gradients = zip(*last, strict=True)
+            self.swap_out_gradients(parameter, offsets, gradients)
+
     def flush_gradients(self) -> None:
         """Have every gradient that does not wait in memory on its way to its file."""
         for info in self._order:
@@ -383,12 +392,20 @@ class OptimizerSwapper:
     def _fill_gaps(self, info: OptimizerStateSwapInfo) -> None:
         """Fill what has not arrived of a gradient from last_gradients, or else with zeros. Only parts that are missing as a
         whole are taken from there."""
-        gaps = list(info.gradient_gaps())
-        for offset, length in gaps:
+        last = self._last_gradients(info)
+        for offset, length in info.gradient_gaps():
             info.gradient_memory()[offset : offset + length].zero_()
-        for start, gradient in self.last_gradients(info.parameter) if gaps else ():
-            if any(offset <= start and start + gradient.numel() <= offset + length for offset, length in gaps):
-                info.gradient_memory()[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
+        for start, gradient in last:
+            info.gradient_memory()[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
+
+    def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
+        """Those that nothing has come for."""
+        gaps = list(info.gradient_gaps())
+        return [
+            (start, gradient)
+            for start, gradient in (self.last_gradients(info.parameter) if gaps else ())
+            if any(offset <= start and start + gradient.numel() <= offset + length for offset, length in gaps)
+        ]
 
     def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
         info.gradient_ranges.clear()

@@ -391,6 +391,26 @@ def test_what_has_not_come_is_the_gradient_before_where_there_is_one(drive: Path
 
 
 @pytest.mark.parametrize("buffer_count", [4, 64])
+def test_the_gradient_before_can_be_kept_before_it_changes(drive: Path, buffer_count: int) -> None:
+    training = Training(drive, buffer_count=buffer_count)
+    training.train(1)
+    cut = NUMEL // 3
+    before = {id(parameter): training.random(NUMEL) for parameter in training.parameters}
+    training.swapper.last_gradients = lambda parameter: [(0, before[id(parameter)][:cut]), (cut, before[id(parameter)][cut:])]
+    for number, (parameter, copy) in enumerate(zip(training.parameters, training.copies, strict=True)):
+        copy.grad = before[id(parameter)].clone()
+        training.swapper.keep_last_gradients(parameter)
+        before[id(parameter)].zero_()
+        training.swapper.keep_last_gradients(parameter)
+        if number % 2:
+            copy.grad[:cut] = training.random(cut)
+            training.swapper.swap_out_gradients(parameter, [0], [copy.grad[:cut]])
+    training.step()
+    training.train(1)
+    training.assert_same_as_in_memory()
+
+
+@pytest.mark.parametrize("buffer_count", [4, 64])
 def test_gradients_of_a_step_that_is_skipped_are_forgotten(drive: Path, buffer_count: int) -> None:
     training = Training(drive, buffer_count=buffer_count)
     training.train(1)
