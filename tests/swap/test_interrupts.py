@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import faulthandler
+import os
 import signal
+import socket
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,8 +18,9 @@ from types import FrameType
 import pytest
 import torch
 
+from deepnvme.swap import interrupts
 from deepnvme.swap.interrupts import held_back
-from tests.faults.torture.interruption import Interruption
+from tests.faults.torture.interruption import Interruption, all_but
 
 from .training import assert_same, assert_same_state, give_gradients, optimizer_in, parameters
 
@@ -52,6 +60,114 @@ def test_of_several_signals_each_handler_is_called() -> None:
     assert signal.getsignal(signal.SIGTERM) is up
 
 
+def test_a_handler_of_asyncio_runs_once() -> None:
+    called: list[int] = []
+
+    async def program() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, 1)
+        with held_back():
+            signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(program())
+    assert called == [1]
+
+
+def test_handlers_get_the_frame_in_which_they_run() -> None:
+    frames: list[FrameType | None] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: frames.append(frame))
+    with held_back():
+        signal.raise_signal(signal.SIGUSR1)
+    assert [type(frame) for frame in frames] == [FrameType]
+
+
+@pytest.mark.parametrize("number", [signal.SIGVTALRM, signal.SIGPROF, signal.SIGALRM])
+def test_timers_are_held_back(number: signal.Signals) -> None:
+    before = signal.signal(number, up)
+    called = []
+    try:
+        with pytest.raises(TimeIsUp), held_back():
+            called = [signal.raise_signal(number)]
+        assert called == [None]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
+    """``siginterrupt(False)``: a read in C goes on. Python's own reads do so by themselves."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ours, theirs = socket.socketpair()
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    with tempfile.TemporaryFile() as dumped, ours, theirs:
+        with held_back():
+            pass
+
+        def disturb(thread: int) -> None:
+            time.sleep(0.2)
+            signal.pthread_kill(thread, signal.SIGUSR1)
+            time.sleep(0.2)
+            theirs.send(b"x")
+
+        thread = threading.Thread(target=disturb, args=(threading.get_ident(),))
+        thread.start()
+        read = libc.read(ours.fileno(), ctypes.create_string_buffer(1), 1)
+        thread.join()
+        assert read == 1
+        faulthandler.register(signal.SIGUSR1, dumped, chain=True)
+        try:
+            with held_back():
+                signal.raise_signal(signal.SIGUSR1)
+            held = os.fstat(dumped.fileno()).st_size
+            signal.raise_signal(signal.SIGUSR1)
+            assert 0 < held < os.fstat(dumped.fileno()).st_size
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
+    def nested() -> None:
+        with held_back():
+            signal.raise_signal(signal.SIGUSR1)
+        called.append(1)
+
+    called: list[int] = []
+    with pytest.raises(TimeIsUp), held_back():
+        nested()
+    assert called == [1]
+    assert signal.getsignal(signal.SIGUSR1) is up
+
+
+def here_the_other_may_come() -> None: ...
+
+
+def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() -> None:
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    for point in range(1, 1000):
+        interruption = Interruption(point, all_but(interrupts), by=numbers)
+        last: BaseException | None = None
+        try:
+            try:
+                with interruption, held_back():
+                    pass
+            except TimeIsUp as error:
+                last = error
+                here_the_other_may_come()
+        except TimeIsUp as error:
+            last = error
+        if not interruption.where:
+            break
+        raised = []
+        while last is not None:
+            raised += last.args
+            last = last.__context__
+        assert sorted(raised) == sorted(numbers), interruption.where
+        with held_back():
+            pass
+        assert [signal.getsignal(number) for number in numbers] == [up] * len(numbers), interruption.where
+    assert 20 < point < 999
+
+
 def test_other_threads_hold_nothing_back() -> None:
     def in_a_thread() -> None:
         with held_back():
@@ -76,7 +192,7 @@ def test_a_step_of_what_stays_in_memory_is_made_or_undone_whatever_signal_comes(
         give_gradients(plain, steps)
         reference.step()
         steps += 1
-        interruption = Interruption(number, skip, by=signal.SIGUSR1)
+        interruption = Interruption(number, skip, by=(signal.SIGUSR1,))
         try:
             with interruption:
                 optimizer.step()

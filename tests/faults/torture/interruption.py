@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import dis
 import functools
 import signal
@@ -32,14 +33,14 @@ class Interruption:
     """Sends this process SIGINT at the n-th point, of the code run in the ``with`` block by this, the main, thread.
 
     The points are those where the interpreter looks for signals: a function or generator begins or goes on, a call has
-    returned, a loop begins again. It is a real signal, so that code which has another handler meanwhile is not interrupted.
+    returned, a loop begins again. It is as a real signal, so that code which has another handler meanwhile is not interrupted.
     Code of the tests is left out, and so is what ``skip`` names: prefixes of paths of source files.
 
-    With ``number`` 0 the points are only counted. ``by``: another signal, whose handler raises something.
+    With ``number`` 0 the points are only counted. ``by``: other signals, at once, whose handlers raise something.
     """
 
-    def __init__(self, number: int, skip: tuple[str, ...] = (), by: signal.Signals = signal.SIGINT) -> None:
-        self._number, self._signal = number, by
+    def __init__(self, number: int, skip: tuple[str, ...] = (), by: tuple[signal.Signals, ...] = (signal.SIGINT,)) -> None:
+        self._number, self._signals = number, by
         self._skip = (_TESTS, "<frozen importlib", *skip)
         self._before: dict[FrameType, int] = {}  # the offset of the instruction executed last
         self.passed = 0
@@ -78,7 +79,7 @@ class Interruption:
             sys.settrace(None)
             self._before.clear()
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-            signal.raise_signal(self._signal)
+            list(map(_thread.interrupt_main, self._signals))  # at once: CPython looks for them after that
 
 
 def _is_after_call(code: CodeType, before: int, now: int) -> bool:
