@@ -103,8 +103,10 @@ class Stepping:
             self.reports.step_made(self.steps, stepped, resident)
         except BaseException as error:
             try:
-                self._undo(error)
-            finally:  # the others wait for it
+                with held_back():
+                    self._undo(error)
+                    vote.object()
+            finally:  # the others wait for it: also where a signal came first
                 vote.object()
             raise
         return loss
@@ -137,8 +139,10 @@ class Stepping:
                 return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
         except BaseException as error:
             try:
-                self._undo(error)
-            finally:
+                with held_back():
+                    self._undo(error)
+                    vote.object()
+            finally:  # the others wait for it: also where a signal came first
                 vote.object()
             raise
 

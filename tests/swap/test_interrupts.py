@@ -18,7 +18,7 @@ from types import FrameType
 import pytest
 import torch
 
-from deepnvme.swap import interrupts
+from deepnvme.swap import interrupts, ranks, stepping
 from deepnvme.swap.interrupts import held_back
 from tests.faults.torture.interruption import Interruption, all_but
 
@@ -176,6 +176,33 @@ def test_other_threads_hold_nothing_back() -> None:
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
+
+
+def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its vote."""
+    votes: list[bool] = []
+
+    def failed(self: ranks.Ranks, here: bool) -> None:
+        votes.append(here)
+
+    def closure() -> None:
+        interruption.__enter__()
+        raise ArithmeticError
+
+    monkeypatch.setattr(ranks.Ranks, "failed", failed)
+    optimizer = optimizer_in(drive, parameters(), lr=1e-2)
+    for point in range(1, 1000):
+        interruption = Interruption(point, all_but(interrupts, ranks, stepping), by=(signal.SIGUSR1,))
+        votes.clear()
+        try:
+            optimizer.step(closure)
+        except (ArithmeticError, TimeIsUp):
+            interruption.__exit__()
+        assert votes == [True], interruption.where
+        if not interruption.where:
+            break
+    assert 20 < point < 999
+    optimizer.close()
 
 
 def test_a_step_of_what_stays_in_memory_is_made_or_undone_whatever_signal_comes(drive: Path) -> None:
