@@ -96,9 +96,9 @@ public:
 
 private:
     struct Reaped {
-        int entered;              // what io_uring_enter returned
-        std::size_t count = 0;    // operations
-        std::optional<int> poll;  // the result of the poll that listens for wake(), if it has ended
+        int entered;                             // what io_uring_enter returned
+        std::size_t count = 0;                   // operations
+        std::optional<int> poll = std::nullopt;  // the result of the poll that listens for wake(), if it has ended
     };
 
     // Block as reap does. All that is taken from the ring is accounted for, whatever went wrong.
