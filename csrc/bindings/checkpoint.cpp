@@ -53,12 +53,12 @@ py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::b
     return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes));
 }
 
-py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested) {
+py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested, std::uint64_t most_unregistered) {
     const std::string_view bytes = stream;
     PickleWalk found;
     {
         const py::gil_scoped_release released;
-        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most_nested);
+        found = walk_pickle({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()}, most_nested, most_unregistered);
     }
     py::object names = py::none();
     if (found.complete && found.all_named) {
@@ -73,7 +73,7 @@ py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested) {
 
 void bind_checkpoint(py::module_& module) {
     module.def("none_for", &none_for, "types"_a, "otherwise"_a);
-    module.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a);
+    module.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a, "most_unregistered"_a = ~std::uint64_t{0});
     module.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
 }
 

@@ -140,7 +140,7 @@ private:
 
 }  // namespace
 
-PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested) {
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested, std::uint64_t most_unregistered) {
     PickleWalk found;
     std::uint64_t unregistered = 0;
     bool memoized = false;  // the operation before made a value that picklers memoize
@@ -172,7 +172,7 @@ PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most
         if (found.all_named) found.names.insert(name);
         found.all_named = found.all_named && found.names.size() <= kMostNames;
     };
-    while (!cursor.ended() && found.nesting <= most_nested) {
+    while (!cursor.ended() && found.nesting <= most_nested && found.unregistered <= most_unregistered) {
         const unsigned char operation = cursor.next();
         bool ok = true;  // neither cut off nor a memo index beyond the stream's size
         std::uint64_t number = 0;

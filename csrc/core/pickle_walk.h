@@ -23,8 +23,9 @@ struct PickleWalk {
     bool complete = false;         // it ends within the stream: at STOP, or at an unknown operation
 };
 
-// Stops early, with `complete` false, at more than `most_nested` levels (at most 16382), or at a memo index not below the
-// stream's size.
-PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested);
+// Stops early, with `complete` false, at more than `most_nested` levels (at most 16382), at more than `most_unregistered` objects,
+// or at a memo index not below the stream's size.
+PickleWalk walk_pickle(std::span<const unsigned char> stream, std::uint16_t most_nested,
+                       std::uint64_t most_unregistered = ~std::uint64_t{0});
 
 }  // namespace deepnvme

@@ -56,13 +56,14 @@ def why_wasteful(stream: bytes) -> str | None:
     index beyond the pickle's own size, very many objects outside the memo or entries of it that picklers do not make, setting
     attributes of a class or a function for the whole process, or a pickle that is cut off.
     """
-    nesting, unregistered, largest_memo_index, changes_globals, complete, _ = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)
+    walk = AsyncIOBuilder().load().pickle_walk
+    nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)
     if nesting > DEEPEST:
         return f"is nested more than {DEEPEST} times"
     if largest_memo_index >= max(len(stream), 1):
         return f"has {len(stream)} bytes, and numbers the entries of its memo up to {largest_memo_index}"
     if unregistered > _MOST_UNREGISTERED:
-        return f"leaves {unregistered} objects out of its memo, or enters others: at most {_MOST_UNREGISTERED} are allowed"
+        return f"leaves more than {_MOST_UNREGISTERED} objects out of its memo, or enters others"
     if changes_globals:
         return "changes a class or a function that it names: it is made to do harm"
     return None if complete else f"is cut off at its byte {len(stream)}"

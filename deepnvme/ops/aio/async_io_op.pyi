@@ -24,10 +24,13 @@ def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
 def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
     """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
 
-def pickle_walk(stream: bytes, most_nested: int) -> tuple[int, int, int, bool, bool, list[bytes] | None]:
+def pickle_walk(
+    stream: bytes, most_nested: int, most_unregistered: int = ...
+) -> tuple[int, int, int, bool, bool, list[bytes] | None]:
     """Look through a pickle without making anything of it.
 
-    Stops early, not complete, above ``most_nested`` (at most 16382) levels, or at a memo index not below ``len(stream)``.
+    Stops early, not complete, above ``most_nested`` (at most 16382) levels, above ``most_unregistered``
+    objects, or at a memo index not below ``len(stream)``.
 
     Returns:
         (nesting, unregistered, largest_memo_index, changes_globals, complete, names): levels of nesting; most containers and
