@@ -13,14 +13,15 @@ import operator
 import os
 import re
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from deepnvme._listed import listed
+from deepnvme._regular_file import UnfitFile, read_regular
 
 from .contents import CorruptCheckpoint
 
@@ -181,16 +182,22 @@ class _Json:
         self._at += 4 * found
         return found
 
-    def value(self) -> Any:
-        """Of any type."""
-        end = self._text.find("}", self._at, self._at + _LONGEST_ENTRY) + 1  # of an object without one in it
-        try:
-            value = _DECODER.decode(self._text[self._at : end])
-        except json.JSONDecodeError:
-            value, length = _DECODER.raw_decode(self._text[self._at : self._at + _LONGEST_ENTRY])
-            end = self._at + length
-        self._at = end
-        return value
+    def value(self, longest: int = _LONGEST_ENTRY) -> Any:
+        """Of any type, of fewer than ``longest`` characters."""
+        for window in (512, 4 << 10, 64 << 10, 1 << 20):  # each is copied: most values are short
+            if window > longest:
+                break
+            text = self._text[self._at : self._at + window]
+            try:
+                value, length = _DECODER.raw_decode(text)
+            except json.JSONDecodeError:
+                if window == longest or len(text) < window:
+                    raise
+            else:
+                if length < window:  # a number that fills it may go on
+                    self._at += length
+                    return value
+        raise _Wrong(f"its header has a value of more than {longest} characters")
 
     def end(self) -> None:
         self._take(_END)
@@ -299,6 +306,64 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
     return Entry(name, dtype, tuple(shape), data + begin, nbytes)
 
 
+_MOST_INDEXED = 2_000_000
+"""Tensors of all shards."""
+_MOST_OTHERS = 1000
+_LONGEST_OTHER = 1 << 20
+"""Characters of a member of an index beside "weight_map": metadata, such as the names of tensors that share memory."""
+_USUAL_SHARD = re.compile(
+    rf'"([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})"[ \t\n\r]*:[ \t\n\r]*"([^"\\\x00-\x1f]{{1,1000}})"[ \t\n\r]*,[ \t\n\r]*(?=")'
+)
+
+
+def _weight_map(index: _Json) -> dict[str, str]:
+    """The shards of an index, by their tensors' names."""
+    shards: dict[str, str] | None = None
+    others = 0
+    for name in index.names():
+        if name == "weight_map" and shards is None:
+            shards = {}
+            for tensor, usual in index.members(_USUAL_SHARD):
+                shard = index.string() if usual is None else usual[2]
+                if tensor in shards or len(shards) == _MOST_INDEXED:
+                    raise _Wrong(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
+                shards[tensor] = sys.intern(shard)
+        elif others == _MOST_OTHERS:
+            raise _Wrong(f"it has more than {_MOST_OTHERS} members")
+        else:
+            others += 1
+            index.value(_LONGEST_OTHER)
+    index.end()
+    if shards is None:
+        raise _Wrong("it has no weight_map")
+    return shards
+
+
+def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Read what accelerate writes of weights that it has offloaded: by each weight's name, an object of strings and a shape.
+
+    Raises CorruptCheckpoint for anything else, and for more than 100 MB; OSError from reading, naming the file. Blocks.
+    """
+    try:
+        index = _Json(read_regular(path, LONGEST_HEADER).decode())
+        found: dict[str, dict[str, Any]] = {}
+        for name in index.names():
+            entry = index.value()
+            if len(found) == _MOST_INDEXED or not isinstance(entry, dict) or not all(map(_is_offloaded_field, entry.values())):
+                raise _Wrong(f"{name!r} has no dtype and shape")
+            found[name] = entry
+        index.end()
+    except UnfitFile as error:
+        raise CorruptCheckpoint(path, str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(path, f"it is no index of offloaded weights: {error}") from None
+    return found
+
+
+def _is_offloaded_field(field: Any) -> bool:
+    return isinstance(field, str) or (isinstance(field, list) and all(type(size) is int and size >= 0 for size in field))
+
+
 def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
     """The files of an index with the names of their tensors; of a file that is none, itself, with None for all.
 
@@ -306,13 +371,11 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
     name = os.fspath(path)
     if not name.endswith(".json"):
         return {name: None}
-    if os.path.getsize(name) > LONGEST_HEADER:
-        raise CorruptCheckpoint(path, f"an index may have {LONGEST_HEADER} bytes")
     try:
-        shards = json.loads(Path(name).read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(tensor, str) and isinstance(shard, str) for tensor, shard in shards.items()):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        shards = _weight_map(_Json(read_regular(name, LONGEST_HEADER).decode()))
+    except UnfitFile as error:
+        raise CorruptCheckpoint(path, str(error)) from None
+    except (ValueError, RecursionError):
         raise CorruptCheckpoint(path, 'it is no index: expected a JSON object with "weight_map"') from None
     found: dict[str, list[str] | None] = {}
     for tensor, shard in shards.items():

@@ -26,6 +26,7 @@ from torch import nn
 
 from deepnvme._listed import listed
 from deepnvme._tensor_memory import memory_of
+from deepnvme.checkpoint.safetensors_format import read_offload_index
 from deepnvme.engine import Engine
 from deepnvme.streaming.blocks import REST, ties_of, weights_of
 from deepnvme.streaming.built_once import opened_or_built
@@ -314,10 +315,9 @@ def _crc32(path: str) -> int:
 def _index_in(folder: Any) -> Mapping[str, Any] | None:
     """What accelerate has left there."""
     try:
-        index: Mapping[str, Any] = json.loads(Path(folder, "index.json").read_text(encoding="utf-8"))
+        return read_offload_index(Path(folder, "index.json"))
     except FileNotFoundError:
         return None
-    return index
 
 
 def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
-from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _parse, _Wrong
+from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _entries, _Json, _parse, _Wrong, shards_of
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -152,6 +153,21 @@ class TestCorruptFiles:
         with pytest.raises(Exception):  # noqa: B017, PT011 - of several types
             safetensors.load_file(path)
 
+    def test_of_what_is_not_as_the_library_writes_it_little_is_copied(self) -> None:
+        """A window of 64 K characters for each of a million entries took 24 s."""
+
+        class Counted(str):
+            copied = 0
+
+            def __getitem__(self, key: Any) -> str:
+                found = super().__getitem__(key)
+                Counted.copied += len(found)
+                return found
+
+        text = json.dumps({str(index): {**field(0, 0), "x": {}} for index in range(3000)})
+        assert len(_entries(_Json(Counted(text)), 0)) == 3000
+        assert Counted.copied < 512 * 3000 + 1
+
     @pytest.mark.parametrize(
         ("header", "match"),
         [
@@ -161,10 +177,15 @@ class TestCorruptFiles:
             (b'{"a":' + b"[]," * 300_000, "no dtype"),
             (b'{"a": %b, "a": %b}' % (2 * (json.dumps(field(0, 0)).encode(),)), "'a' twice"),
             (b'{"a":' * 300_000, "no JSON"),
+            (b'{"a":' + b"1" * 3000 + b"}", "no dtype"),
+            (b'{"a":' + b"[" + b"0," * 40_000 + b"0]}", "no JSON"),
             (b'{"__metadata__":{' + b",".join(b'"%d":""' % index for index in range(1_000_001)) + b"}}", "more than 1000000"),
         ],
-        ids=["metadata twice", "a name twice", "a long shape", "lists", "a tensor twice", "objects", "metadata"],
-    )
+        ids=[
+            "metadata twice", "a name twice", "a long shape", "lists", "a tensor twice", "objects", "digits",
+            "numbers", "metadata",
+        ],
+    )  # fmt: skip
     def test_are_refused_for_what_they_would_take(self, drive: Path, header: bytes, match: str) -> None:
         path = drive / "file"
         path.write_bytes(written(header))
@@ -320,6 +341,45 @@ class TestShards:
         (drive / "model.safetensors.index.json").write_text(index)
         with pytest.raises(CorruptCheckpoint, match="no index"):
             load_file(drive / "model.safetensors.index.json")
+
+    @pytest.mark.parametrize(
+        "index",
+        [
+            b'{"weight_map": {"a": "s", "b": [' + b"[]," * 1_000_000 + b"[]]}}",
+            b'{"metadata": [' + b"[]," * 1_000_000 + b'[]], "weight_map": {}}',
+            b'{"weight_map": {' + b'"a":"s",' * 1_000_000 + b'"b":"s"}}',
+            b'{"a":{},' * 1_000_000,
+            b"{" + b'"a":0,' * 1_000_000 + b'"weight_map": {}}',
+            b"[" * 1_000_000,
+            b'{"weight_map": {"\xff": "s"}}',
+            b'{"weight_map": {"a": "s"}, "weight_map": {"a": "s"}, "b": }',
+            b'{"weight_map": {"a": "s"}} {',
+        ],
+        ids=["lists", "lists beside it", "a name twice", "objects", "members", "brackets", "no text", "no value", "more"],
+    )
+    def test_an_index_that_would_take_too_much(self, drive: Path, index: bytes) -> None:
+        path = drive / "model.safetensors.index.json"
+        path.write_bytes(index)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptCheckpoint, match="no index") as refused:
+                load_file(path)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(index) + (20 << 20)
+        finally:
+            tracemalloc.stop()
+        assert refused.value.filename == str(path)
+
+    @pytest.mark.parametrize("indent", [None, 0, 2, "\t"])
+    @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+    def test_an_index_of_any_layout(self, drive: Path, indent: Any, separators: tuple[str, str]) -> None:
+        metadata = {"total_size": 1 << 70, "shared": {f"name {index}" * 10: [index] for index in range(5000)}, "none": None}
+        expected = {'a "b"': "s\u00e9", "c\\": "s", "\U0001f600": "s", "": "t", **{f"l.{index}": "s" for index in range(300)}}
+        index = {"x": 1.5, "metadata": metadata, "weight_map": expected, "after": [1, [2]]}
+        path = drive / "model.safetensors.index.json"
+        for ascii_only in (True, False):
+            path.write_text(json.dumps(index, indent=indent, separators=separators, ensure_ascii=ascii_only), encoding="utf-8")
+            found = shards_of(path)
+            assert {tensor: Path(shard).name for shard, names in found.items() for tensor in names or ()} == expected
 
     @pytest.mark.parametrize("shard", ["../file", "/etc/passwd", "..", "", "a\0b"])
     def test_an_index_that_leads_elsewhere(self, drive: Path, shard: str) -> None:

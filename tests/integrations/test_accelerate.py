@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import streaming_of
 from deepnvme.swap import TensorStore
@@ -285,6 +286,16 @@ def test_weights_that_are_nowhere_are_named(drive: Path) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"0\.weight"):
         accelerate.dispatch_model(model, {"": "disk"}, offload_dir=drive / "folder")
+
+
+@pytest.mark.parametrize(
+    "index", [b"{", b'{"a": 1}', b"[]", b'{"\xff": {}}', b'{"a": {"shape": [[]]}}', b"[" * 1_000_000, b'{"a": {}} {']
+)
+def test_an_index_that_is_damaged_is_named(drive: Path, index: bytes) -> None:
+    (drive / "index.json").write_bytes(index)
+    with pytest.raises(CorruptCheckpoint, match="no index of offloaded weights") as refused:
+        accelerate.disk_offload(torch.nn.Sequential(torch.nn.Linear(4, 4)), drive)
+    assert refused.value.filename == str(drive / "index.json")
 
 
 def test_disabled_it_is_accelerates_own(drive: Path) -> None:
