@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random as random_module
 import struct
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .. import Wrong
 
@@ -37,7 +39,8 @@ path = sys.argv[1]
 def load_metadata(path): NVMeReader(pathlib.Path(path).parent).read_metadata()
 def open_store(path): TensorStore(pathlib.Path(path).parent, persist=True).close()
 readers = {
-    ".pt": (deepnvme.load, verify), ".safetensors": (load_file, verify), ".metadata": (load_metadata,), ".json": (open_store,)
+    ".index.json": (load_file, verify), ".pt": (deepnvme.load, verify),
+    ".safetensors": (load_file, verify), ".metadata": (load_metadata,), ".json": (open_store,)
 }
 AsyncIOBuilder().load()
 def peak():  # ru_maxrss begins with that of the parent, which has made the file
@@ -117,6 +120,20 @@ def manifest(path: Path, body: bytes) -> None:
     path.with_name("deepnvme-store.json").write_bytes(head + b"\n" + body + b"\n")
 
 
+def without_directory(path: Path, stream: bytes) -> None:
+    path.write_bytes(struct.pack("<4s5HIIIHH", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 4, 0) + b"a/da" + stream)
+
+
+def index(path: Path, text: bytes) -> None:
+    path.write_bytes(text)
+
+
+def puts() -> bytes:
+    return b"".join(b"r" + number.to_bytes(4, "little") for number in range(15 << 20))
+
+
+_METADATA = b"torch.distributed.checkpoint.metadata"
+_STORAGE_META = pickle.dumps(Metadata({}, storage_data={}, storage_meta=5))  # type: ignore[arg-type]
 _SIZES = b"ctorch\nSize\nq\0](" + b"K\1" * (1 << 20) + b"eq\1](" + b"h\0h\1\x85R" * (1 << 16) + b"e."
 _MEMBER = json.dumps({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}).encode()
 FILES: dict[str, Callable[[Path], None]] = {
@@ -128,7 +145,18 @@ FILES: dict[str, Callable[[Path], None]] = {
     "marks.pt": marks,
     "directory.pt": a_huge_directory,
     "number.pt": lambda path: pt(path, b"\x80\x02]r\xff\xff\xff\x0f.", {}, zipfile.ZIP_STORED),
+    "memo.pt": lambda path: pt(path, b"\x80\x04N" + b"\x94" * (78 << 20) + b".", {}, zipfile.ZIP_STORED),
+    "numbers of the memo.pt": lambda path: pt(path, b"\x80\2N" + puts() + b".", {}, zipfile.ZIP_STORED),
+    "memo without a directory.pt": lambda path: without_directory(path, b"\x80\x04N" + b"\x94" * (78 << 20) + b"."),
+    "drops without a directory.pt": lambda path: without_directory(path, b"\x80\x02" + b"]0" * (39 << 20) + b"."),
     "tuples.pt": lambda path: pt(path, b"\x80\x02}N" + b"\x85" * (1 << 20) + b"Ns.", {}, zipfile.ZIP_STORED),
+    "calls itself.metadata": lambda path: metadata(path, b"ctorch\nSize\nq\0(h\0)NNtb)R."),
+    "calls.metadata": lambda path: metadata(path, b"ctorch\nSize\nq\0" + b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b"."),
+    "renames.metadata": lambda path: metadata(path, b"c%b\nMetadata\n(N}X\x08\0\0\0__name__X\1\0\0\0astb." % _METADATA),
+    "enums.metadata": lambda path: metadata(path, b"c%b\n_MEM_FORMAT_ENCODING\nK\1\x85R}X\7\0\0\0_value_K\2sb." % _METADATA),
+    "storage.metadata": lambda path: path.with_name(".metadata").write_bytes(_STORAGE_META) and None,
+    "zero.metadata": lambda path: path.with_name(".metadata").symlink_to("/dev/zero"),
+    "fifo.metadata": lambda path: os.mkfifo(path.with_name(".metadata")),
     "number.metadata": lambda path: metadata(path, b"]r\xff\xff\xff\x0f."),
     "bytes.metadata": lambda path: metadata(path, b"c__builtin__\nbytes\nJ\xff\xff\xff\x7f\x85R."),
     "sizes.metadata": lambda path: metadata(path, _SIZES),
@@ -136,6 +164,10 @@ FILES: dict[str, Callable[[Path], None]] = {
     "lists.metadata": lambda path: metadata(path, b"]" * (50 << 20) + b"."),
     "brackets.json": lambda path: manifest(path, b"[" * (60 << 20)),
     "lists.json": lambda path: manifest(path, b'{"store":"s","directories":1,"tensors":{"a":[' + b"[]," * (20 << 20) + b"[]]}}"),
+    "lists.index.json": lambda path: index(path, b'{"a":[' + b"[]," * (30 << 20) + b'[]],"weight_map":{}}'),
+    "shards.index.json": lambda path: index(path, b'{"weight_map":{"a":[' + b"[]," * (30 << 20) + b"[]]}}"),
+    "members.index.json": lambda path: index(path, b"{" + b'"a":0,' * (15 << 20) + b'"weight_map":{}}'),
+    "zero.index.json": lambda path: path.symlink_to("/dev/zero"),
     "brackets.safetensors": lambda path: header(path, b"[" * (78 << 20)),
     "nested.safetensors": lambda path: header(path, b'{"a":' * (15 << 20)),
     "lists.safetensors": lambda path: header(path, b'{"a":[' + b"[]," * (26 << 20) + b"[]]}"),
