@@ -32,9 +32,9 @@ _LARGEST = 1 << 30
 """Most bytes of a manifest: enough for ten million tensors."""
 _LONGEST_LINE = 64 << 10
 """Most bytes of a manifest's first line, and of a membership."""
-# What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
 _LONGEST_NAME = 64 << 10
 """Characters of a tensor's name, as it is in the file."""
+# What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
 _PLAIN = rf'"([^"\\\x00-\x1f]{{0,{_LONGEST_NAME}}})"'  # a pattern with escapes in it would take 60 bytes for each of them
 _BEGIN = re.compile(rf'\{{"store":{_PLAIN},"directories":([0-9]+),"tensors":\{{')
 _NAME = re.compile(_PLAIN)
