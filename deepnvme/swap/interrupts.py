@@ -26,7 +26,7 @@ def held_back() -> Iterator[None]:
     """Delay the Python handlers of these signals to the end of the block; each is called once, however often its signal came.
 
     So an exception that a handler raises (KeyboardInterrupt, a timeout) cannot end the block halfway. No effect outside the main
-    thread: Python runs no handlers there.
+    thread: Python runs no handlers there. They wait as long as the block does: also for a drive that hangs, or for other ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +37,10 @@ def held_back() -> Iterator[None]:
             held.hold(number)
         yield
     finally:
-        held.end()
+        try:
+            held.end()
+        finally:  # it may not have begun: a signal that is not held back yet
+            held._holding = False
 
 
 class _Held:

@@ -64,6 +64,10 @@ class OffloadedOptimizer(Optimizer):
     changed in memory is lost: a second copy would take as much memory again, or as many bytes written in each step as were kept
     from the drive.
 
+    These handlers wait while a step is made final or taken back, with no bound of its own: as long as a drive that hangs, and
+    with DTensors as the collective in which the ranks agree, which ends by its ``timeout`` if a rank does not come.
+    A rank that left it would not know whether the others make the step that it has agreed to.
+
     A forked child can only leave the optimizer alone.
     """
 

@@ -165,6 +165,7 @@ def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() ->
         with held_back():
             pass
         assert [signal.getsignal(number) for number in numbers] == [up] * len(numbers), interruption.where
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interruption.where
     assert 20 < point < 999
 
 
