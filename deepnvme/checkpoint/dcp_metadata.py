@@ -90,6 +90,7 @@ class _Unpickler(pickle.Unpickler):
         self._arguments_left = len(text)
 
     def find_class(self, module: str, name: str) -> Any:
+        """What the pickle gets for a name: a class of records, a stand-in, or what the user has let in. Raises _Refused."""
         if name in _RECORDS.get(module, ()):
             found = getattr(importlib.import_module(module), name, None)
             if found is not None:
@@ -105,6 +106,7 @@ class _Unpickler(pickle.Unpickler):
         return _allowed(module, name)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Call it for the pickle. Raises ValueError when all calls together have taken too many arguments."""
         self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
         if self._arguments_left < 0:
             raise ValueError("its calls take more arguments than it has bytes")

@@ -77,7 +77,8 @@ class NVMeReader(FileSystemReader):
     planner unpickle anything, which can run code of the checkpoint's writer. None (the default): True, unless
     TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. RuntimeError if TORCH_FORCE_WEIGHTS_ONLY_LOAD is set as well.
 
-    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied. Raises
+    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied; for an
+    item that is left to torch also its bytes in the file, which are looked through first. Raises
     CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
     UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
     for a part that a saved tensor does not have; OSError (ESTALE) where another checkpoint was saved over this one meanwhile:
