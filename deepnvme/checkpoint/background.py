@@ -22,6 +22,7 @@ from ._shared_engine import shared_engine
 from .archive import archive
 from .destination import Destination
 from .file_image import FileImage
+from .kept_errors import clear_frames, clearing_frames
 from .latch import Latch
 from .staging import Cancelled, Snapshot
 
@@ -161,7 +162,7 @@ class _Saves:
             save._run()
             error = save._error
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # they refer to the state, which may go
+                clear_frames(error)  # they refer to the state, which may go
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -206,6 +207,7 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
     _saves.wait_for(Path(os.path.realpath(path)))
 
 
+@clearing_frames
 def start(
     destination: Destination, image: FileImage, pool: BufferPool | None, lazy: bool, max_in_flight: int
 ) -> SaveFuture:
@@ -222,10 +224,9 @@ def start(
             snapshot.leave()
         else:
             snapshot.stage()
-    except BaseException as error:
+    except BaseException:
         snapshot.cancel()
         _saves.wait_until_gone(save)
-        traceback.clear_frames(error.__traceback__)
         raise
     return save
 

@@ -28,6 +28,7 @@ from .dcp_metadata import load_metadata
 from .dcp_objects import Damaged, WeightsOnlyPlanner, check_tensor
 from .dcp_safetensors import elements_of_safetensors
 from .file_image import DIRECT_FROM, bytes_of
+from .kept_errors import clearing_frames
 from .loading import resolve_weights_only
 from .one_version import Version, naming, of_one_version, unless_replaced, version_of
 from .reading import in_chunks, scatter
@@ -154,6 +155,7 @@ class NVMeReader(FileSystemReader):
                 file.seek(info.offset)
                 check_tensor(io.BytesIO(file.read(info.length)))
 
+    @clearing_frames
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Serve those of one file. Returns those that are for torch."""
         others: list[ReadItem] = []
@@ -205,6 +207,7 @@ class NVMeReader(FileSystemReader):
         return list(items.values())
 
 
+@clearing_frames
 def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     """Read the parts of tensors that lie in the file into the tensors that the planner has for them. Blocks. Raises
     CorruptCheckpoint for what is not wholly in the file; the first OSError when all has ended."""

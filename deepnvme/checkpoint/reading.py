@@ -18,6 +18,7 @@ from deepnvme.swap.lease import Lease
 
 from .contents import CorruptCheckpoint
 from .file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
+from .kept_errors import clearing_frames
 from .placing import Placed
 
 _CHUNKS = 4
@@ -38,6 +39,7 @@ class Piece(Protocol):
 P = TypeVar("P", bound=Piece)
 
 
+@clearing_frames
 def read(
     placed: Sequence[Placed],
     path: str | os.PathLike[str],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import traceback
 from collections import deque
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
 from .file_image import CHUNK, PAGE, FileImage
+from .kept_errors import clearing_frames
 from .latch import Latch
 
 _LARGEST = 32 << 20
@@ -54,6 +54,7 @@ class Snapshot:
         with contextlib.suppress(TimeoutError):  # others hold it, and give it back
             self._pool.lease(self._size(self._at), timeout=0).release()
 
+    @clearing_frames
     def stage(self) -> None:
         """Copy as much as the pool has memory for now, and leave the rest. Blocks for as long as the copying takes."""
         try:
@@ -63,9 +64,8 @@ class Snapshot:
                 chunk = self._copied(lease)
                 self._chunks.put(chunk)  # only now there is who writes it, for whom the lease can wait
                 lease.release(after=chunk)
-        except BaseException as error:
+        except BaseException:
             self._cancelled = True
-            traceback.clear_frames(error.__traceback__)  # they refer to leased memory, and a notebook keeps them
             raise
         finally:
             self.leave()

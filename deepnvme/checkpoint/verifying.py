@@ -33,6 +33,7 @@ from .contents import (
     scan_of,
 )
 from .file_image import CHUNK
+from .kept_errors import clearing_frames
 from .one_version import naming
 from .pickle_scan import PickleScan, why_wasteful
 from .reading import started
@@ -202,6 +203,7 @@ def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: 
     ]
 
 
+@clearing_frames
 def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: BufferPool) -> list[str]:
     """Read all that has a checksum, some chunks ahead of what is computed."""
     problems = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,11 +13,13 @@ from deepnvme.swap.buffers import BufferPool
 from deepnvme.swap.lease import Lease
 
 from .file_image import CHUNK, PAGE, FileImage
+from .kept_errors import clearing_frames
 
 _CHUNKS = 4
 """Leased at a time: a drive is busy with three while the fourth is filled."""
 
 
+@clearing_frames
 def write(
     image: FileImage,
     file: File,
@@ -30,16 +31,8 @@ def write(
     """Write the image into the file, or only its parts from a byte to another; their ends that are no page's go through the
     page cache. Blocks until that is done, with at most 16 MiB leased. Raises OutOfBuffers, and the first OSError when all that
     was begun has ended."""
-    try:
-        _write(image, file, engine, pool, [(0, image.nbytes)] if parts is None else parts, progress)
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they refer to leased memory, and a notebook keeps them
-        raise
-
-
-def _write(
-    image: FileImage, file: File, engine: Engine, pool: BufferPool, parts: Sequence[tuple[int, int]], progress: Progress | None
-) -> None:
+    if parts is None:
+        parts = [(0, image.nbytes)]
     total = sum(end - begin for begin, end in parts)
     start = without_python(engine.write)
     under_way: deque[tuple[int, Future]] = deque()

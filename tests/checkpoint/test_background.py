@@ -372,8 +372,8 @@ def test_the_exit_waits_for_saves(drive: Path, interpreters: Any, end: str, lazy
 
 def test_a_forked_child_has_none_of_them_and_may_save_itself(drive: Path, interpreters: Any) -> None:
     program = PROGRAM.format(path=str(drive / "a.pt")) + """
-failed = deepnvme.async_save([1], path + "/missing")
 future = deepnvme.async_save(large, path)
+failed = deepnvme.async_save([1], path + "/missing")
 child = os.fork()
 if child == 0:
     for call in (future.done, future.result, future.exception, future.wait_staged):

@@ -13,7 +13,7 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
-from deepnvme.swap import TensorStore, manifest
+from deepnvme.swap import TensorStore, buffer_pool, manifest
 
 from ..faulty_filesystem import FaultyFilesystem
 
@@ -87,6 +87,26 @@ def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, l
 
     found = failures(direct_disk, operation, check)
     assert found == {(errno.EIO, str(path))}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("load_name", [*LOADS, "distributed"])
+def test_errors_that_are_kept_keep_no_leased_memory(direct_disk: FaultyFilesystem, load_name: str) -> None:
+    name, load = LOADS.get(load_name, ("run", load_distributed))
+    path = direct_disk / name
+    (save_distributed if load_name == "distributed" else save)(path)
+    before = direct_disk.counts()["read"]
+    load(path)
+    errors: list[BaseException] = []
+    for number in range(direct_disk.counts()["read"] - before):
+        direct_disk.fail("read", skip=number, times=2)
+        try:
+            load(path)
+        except (OSError, torch.distributed.checkpoint.CheckpointException) as error:
+            errors.append(error)
+        direct_disk.heal()
+    assert errors
+    assert buffer_pool().in_use == 0
 
 
 @pytest.mark.parametrize("load_name", LOADS)
