@@ -95,6 +95,21 @@ def is_zip(path: str | os.PathLike[str]) -> bool:
         return file.read(4) == b"PK\3\4"
 
 
+def is_pickle(path: str | os.PathLike[str]) -> bool:
+    """Of protocol 2 or higher, as torch's older formats. No safetensors file, although one may begin with that byte."""
+    with naming(path), open(path, "rb") as file:
+        head = file.read(9)
+    return head[:1] == b"\x80" and head[8:] != b"{"
+
+
+def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
+    """Raise CorruptCheckpoint for a file that ends as a zip archive and does not begin as one."""
+    with open(path, "rb") as file, contextlib.suppress(BadDirectory):
+        beginning = file.read(4)
+        if entries(file) and beginning != b"PK\3\4":
+            raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
+
+
 def contents(path: str | os.PathLike[str]) -> Contents:
     """Read the directory of the archive. Raises CorruptCheckpoint, and OSError from reading."""
     with open(path, "rb") as file:

@@ -28,6 +28,7 @@ from .contents import (
     is_plain,
     is_zip,
     refuse_damaged,
+    refuse_damaged_beginning,
     wrong_size,
 )
 from .one_version import of_one_version
@@ -210,7 +211,9 @@ def _refuse_damaged(
     """Raise CorruptCheckpoint if the file is why torch could not load it."""
     if found is not None:
         refuse_damaged(path, found, error, plain)
-    elif is_damage(error) and (safe or isinstance(error, EOFError)):
+        return
+    refuse_damaged_beginning(path)
+    if is_damage(error) and (safe or isinstance(error, EOFError)):
         raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
 
 

@@ -29,6 +29,7 @@ from .contents import (
     check_pickle,
     contents,
     data_offsets,
+    is_pickle,
     is_zip,
     scan_of,
 )
@@ -79,7 +80,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
 def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
     name = os.fspath(path)
     if not is_zip(path):
-        return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if _is_pickle(path) else _safetensors(name)
+        return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
     problems = []
     try:
         found = contents(path)
@@ -104,13 +105,6 @@ def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
         sum(record.crc32 != 0 for record in storages),
         tuple(problems),
     )
-
-
-def _is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Of protocol 2 or higher, and no safetensors file whose header's length begins with the same byte."""
-    with open(path, "rb") as file:
-        head = file.read(9)
-    return head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def _safetensors(path: str) -> Report:

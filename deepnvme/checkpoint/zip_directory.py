@@ -64,7 +64,19 @@ def entries(file: BinaryIO) -> list[Entry]:
     except struct.error as error:
         raise BadDirectory(f"its directory is damaged: {error}") from error
     refuse_overlaps(found)
+    deflated = next((entry for entry in found if not entry.stored), None)
+    if deflated is not None:  # one is enough to tell an archive that somebody has compressed from a damaged directory
+        _refuse_stored(file, deflated)
     return found
+
+
+def _refuse_stored(file: BinaryIO, deflated: Entry) -> None:
+    file.seek(deflated.header)
+    head = file.read(LOCAL_HEADER.size)
+    data_of(head, deflated.header)
+    _, _, _, method, *_ = LOCAL_HEADER.unpack_from(head)
+    if method == _STORED:
+        raise BadDirectory(f"its directory has record {deflated.name} as deflated, and the header before that as stored")
 
 
 def parse(directory: bytes, count: int, size: int) -> list[Entry]:
@@ -94,9 +106,11 @@ def parse(directory: bytes, count: int, size: int) -> list[Entry]:
         at += extra_length + comment_length
         if header + LOCAL_HEADER.size + name_length + nbytes > size:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
+        if method == _STORED and nbytes != whole:
+            raise BadDirectory(f"record {name} is stored, and cannot have {whole} bytes that take {nbytes}")
         if whole > _MOST_INFLATED * nbytes + _SLACK:
             raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
-        found.append(Entry(name, header, nbytes, crc32, method == _STORED and nbytes == whole, whole))
+        found.append(Entry(name, header, nbytes, crc32, method == _STORED, whole))
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_zip
+from deepnvme.checkpoint.contents import CorruptCheckpoint, check_pickle, contents, is_pickle, is_zip, refuse_damaged_beginning
 from deepnvme.checkpoint.one_version import of_one_version, version_of
 from deepnvme.checkpoint.placing import unread
 from deepnvme.checkpoint.reading import started
@@ -178,10 +178,10 @@ def _chosen(directory: Path) -> str:
 def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
     if is_zip(path):
         return _in_archive(path)
-    with open(path, "rb") as file:
-        if file.read(1) == b"\x80":
-            text = f"'{path}' is in torch's format of before 1.6, which has to be in memory as a whole: load it, and save it anew"
-            raise ValueError(text)
+    if is_pickle(path):
+        refuse_damaged_beginning(path)
+        text = f"'{path}' is in torch's format of before 1.6, which has to be in memory as a whole: load it, and save it anew"
+        raise ValueError(text)
     return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path).tensors}
 
 

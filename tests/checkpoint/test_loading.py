@@ -224,6 +224,15 @@ class TestArchivesThatTakeTooMuch:
 class TestFilesOfBefore16:
     """torch says what is wrong with them by errors of many kinds."""
 
+    @pytest.mark.parametrize("at", range(4))
+    def test_that_do_not_begin_as_they_end(self, path: Path, at: int) -> None:
+        torch.save([torch.ones(300), "text"], path)
+        data = path.read_bytes()
+        for value in (0x00, 0x80, 0xFF):
+            path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
+            with pytest.raises(CorruptCheckpoint, match="ends as a zip archive"):
+                deepnvme.load(path)
+
     @pytest.fixture
     def data(self, path: Path) -> bytes:
         torch.save([torch.ones(300), "text"], path, _use_new_zipfile_serialization=False)

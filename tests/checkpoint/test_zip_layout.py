@@ -103,7 +103,9 @@ class TestDirectory:
         with path.open("rb") as file:
             assert [(entry.name, entry.stored) for entry in entries(file)] == [("a/data/0", False), ("a/byteorder", True)]
 
-    @pytest.mark.parametrize("damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "disk", "name"])
+    @pytest.mark.parametrize(
+        "damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "deflated", "smaller", "disk", "name"]
+    )
     def test_that_is_damaged(self, tmp_path: Path, damage: str) -> None:
         data = archive([("a/data/0", b"x" * 100), ("a/data/1", b"y" * 100)])
         at = data.index(b"PK\1\2")
@@ -114,6 +116,8 @@ class TestDirectory:
             "no archive": b"PK\3\4" + bytes(5000),
             "encrypted": data[: at + 8] + b"\1" + data[at + 9 :],
             "method": data[: at + 10] + b"\1" + data[at + 11 :],
+            "deflated": data[: at + 10] + b"\x08" + data[at + 11 :],
+            "smaller": data[: at + 24] + b"\x63" + data[at + 25 :],
             "disk": data[: at + 34] + b"\1" + data[at + 35 :],
             "name": data[: at + 50] + b"\xff" + data[at + 51 :],
         }[damage]

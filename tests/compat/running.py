@@ -30,11 +30,17 @@ def interpreter(config: pytest.Config) -> str:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """For a server that a program starts. Held meanwhile, so that no other connection of this machine is given it."""
+    """For a server that a program starts. Held meanwhile, so that no other connection of this machine is given it. Shared memory
+    that DeepSpeed's collectives leave behind under its number is removed."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server, which does so too, can still have it
         held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+        port = held.getsockname()[1]
+        try:
+            yield port
+        finally:
+            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+                left.unlink(missing_ok=True)  # 64 MiB for each rank
 
 
 def environment(io_dir: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -58,6 +58,13 @@ class TestFiles:
         assert_holds(opened(drive / "w.safetensors"), WEIGHTS)
         assert all(isinstance(weight, Location) for weight in weights_in(drive / "w.safetensors").values())
 
+    @pytest.mark.parametrize("length", [128, 128 + 256 * 2])
+    def test_safetensors_whose_header_has_a_length_that_begins_as_a_pickle(self, drive, opened, length):
+        name = "a" * (length - len('{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'))
+        save_file({name: torch.ones(1)}, drive / "a.safetensors")
+        assert (drive / "a.safetensors").read_bytes()[:2] == length.to_bytes(2, "little")
+        assert torch.equal(read(opened(drive / "a.safetensors"), name), torch.ones(1))
+
     @pytest.mark.parametrize("given", ["index", "directory"])
     def test_shards(self, drive, opened, given):
         save_sharded(WEIGHTS, drive, max_shard_size=30)
@@ -137,6 +144,15 @@ class TestBadFiles:
         os.truncate(path, path.stat().st_size - 10)
         with pytest.raises(CorruptCheckpoint):
             weights_in(path)
+
+    @pytest.mark.parametrize("first", [0x80, 0x00])
+    def test_torch_save_whose_first_byte_is_another(self, drive, first):
+        torch.save(WEIGHTS, drive / "a.pt")
+        data = bytearray((drive / "a.pt").read_bytes())
+        data[0] = first
+        (drive / "a.pt").write_bytes(data)
+        with pytest.raises(CorruptCheckpoint):
+            weights_in(drive / "a.pt")
 
     def test_what_is_no_checkpoint(self, drive):
         (drive / "w.bin").write_bytes(b"weights")
