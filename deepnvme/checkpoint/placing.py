@@ -124,8 +124,8 @@ class Placing(io.RawIOBase):
         self._nbytes = {record.header: record.nbytes for record in found.storages}
         self._next: tuple[int, int] | None = None
         """(offset, bytes) of the data of the storage whose header was read last."""
-        self._noted = (0, 0)
-        """(address of the memory that torch made for the last storage, its offset in the file)."""
+        self._noted = (0, 0, 0)
+        """(address of the memory that torch made for the last storage, its offset in the file, its bytes there)."""
         self._last: torch.UntypedStorage | None = None
         """That storage, kept so that nothing else can have its address."""
         self._addresses: Any = None
@@ -180,7 +180,7 @@ class Placing(io.RawIOBase):
         if (self._position, nbytes) == self._next:
             self._unclaimed += 1
             self._last = None
-            self._noted = ctypes.addressof(ctypes.c_char.from_buffer(view)), self._position
+            self._noted = ctypes.addressof(ctypes.c_char.from_buffer(view)), self._position, nbytes
             self._position += nbytes
             return nbytes
         try:
@@ -224,7 +224,8 @@ class Placing(io.RawIOBase):
             with self._refusals.noting():
                 made = _empty(nbytes, device)
         else:
-            made = memory_for(nbytes, offset)
+            own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has made will do
+            made = storage if own else memory_for(nbytes, offset)
             if location != "cpu":
                 self._fill([Placed(offset, made)])
                 return self._refusals.moved(made, location)
@@ -260,14 +261,13 @@ class Placing(io.RawIOBase):
         address = storage.data_ptr()
         if not address:
             raise CorruptCheckpoint(self._path, f"a storage should have {storage.nbytes()} bytes, and its record has none")
-        noted, offset = self._noted
+        noted, offset, nbytes = self._noted
         if address != noted:
             return None
         if self._last is None:
             self._unclaimed -= 1
             self._last = storage
-        record = self._found.holding(offset)
-        if record is None or record.nbytes != storage.nbytes():
+        if nbytes != storage.nbytes():
             raise wrong_size(self._path, self._found, offset, storage.nbytes())
         return offset
 
