@@ -202,8 +202,7 @@ class Catalogue:
         gone = self._referred - self._flushed
         self.space.begin_change()
         self._referred = self._flushed
-        for version in gone:
-            self.space.give_back(version.parts)
+        self.space.give_back(part for version in gone for part in version.parts)
         self.space.end_change()
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
