@@ -99,7 +99,7 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
     """Of protocol 2 or higher, as torch's older formats. No safetensors file, although one may begin with that byte."""
     with naming(path), open(path, "rb") as file:
         head = file.read(9)
-    return head[:1] == b"\x80" and head[8:] != b"{"
+    return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:

@@ -153,6 +153,8 @@ class Placing(io.RawIOBase):
         except Exception as error:
             if self.failed is not None:
                 raise self.failed from error
+            if "resize storage that is not resizable" in str(error):
+                raise CorruptCheckpoint(self._path, "a tensor is larger than its storage") from error
             if error is not self._refusals.refused:
                 ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # others may be what is wrong
                 refuse_damaged(self._path, self._found, error, None if ours else False)

@@ -31,6 +31,7 @@ from .contents import (
     data_offsets,
     is_pickle,
     is_zip,
+    refuse_damaged_beginning,
     scan_of,
 )
 from .file_image import CHUNK
@@ -80,6 +81,10 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
 def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
     name = os.fspath(path)
     if not is_zip(path):
+        try:
+            refuse_damaged_beginning(path)
+        except CorruptCheckpoint as error:
+            return Report(name, "pt", 0, 0, 0, (error.why,))
         return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
     problems = []
     try:

@@ -49,7 +49,7 @@ def entries(file: BinaryIO) -> list[Entry]:
     if at < 0 or at + END.size > len(tail):
         raise BadDirectory("the directory at its end is missing")
     _, _, _, _, count, nbytes, start, _ = END.unpack_from(tail, at)
-    if tail[max(0, at - LOCATOR_64.size) : at].startswith(b"PK\6\7"):
+    if at >= LOCATOR_64.size and tail.startswith(b"PK\6\7", at - LOCATOR_64.size):
         _, _, end_64, _ = LOCATOR_64.unpack_from(tail, at - LOCATOR_64.size)
         if not tail_at <= end_64 <= size - END_64.size or tail[end_64 - tail_at :][:4] != b"PK\6\6":
             raise BadDirectory(f"the end of the directory is not at byte {end_64}, where it should be")

@@ -126,6 +126,12 @@ class TestDirectory:
         with path.open("rb") as file, pytest.raises(BadDirectory):
             entries(file)
 
+    def test_whose_end_comes_too_soon_for_a_locator(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"PK\6\7" + b"PK\5\6" + bytes(18))
+        with path.open("rb") as file:
+            assert entries(file) == []
+
     @settings(deadline=None, max_examples=50)
     @given(st.data())
     def test_damage_is_never_another_error(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

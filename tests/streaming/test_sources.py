@@ -191,7 +191,7 @@ class TestBadFiles:
         tensor = torch.ones(1000)
         tensor.untyped_storage().resize_(40)
         torch.save({"a": tensor}, drive / "w.pt")
-        with pytest.raises(CorruptCheckpoint, match="torch cannot load it: RuntimeError: Trying to resize storage"):
+        with pytest.raises(CorruptCheckpoint, match="a tensor is larger than its storage"):
             weights_in(drive / "w.pt")
 
     def test_a_pickle_whose_checksum_is_another(self, drive):
