@@ -27,9 +27,9 @@ from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
-from deepnvme.tune.arguments import positive
-from deepnvme.tune.figures import Spread
-from deepnvme.tune.room import check_memory
+from deepnvme.tune.cli.arguments import positive
+from deepnvme.tune.measure.figures import Spread
+from deepnvme.tune.measure.requirements import check_memory
 
 MIB = 1 << 20
 BUFFERS = 16

@@ -26,9 +26,9 @@ from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
 from harness.workloads import Contender, Memory, Operation, Workload
 
-from deepnvme.tune.arguments import positive, size
-from deepnvme.tune.fio import find, version
-from deepnvme.tune.room import check_memory
+from deepnvme.tune.cli.arguments import positive, size
+from deepnvme.tune.measure.fio import find, version
+from deepnvme.tune.measure.requirements import check_memory
 
 MIB = 1 << 20
 KIB = 1 << 10

@@ -32,10 +32,10 @@ from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
 from deepnvme.streaming import WeightStore
-from deepnvme.tune.arguments import positive
-from deepnvme.tune.figures import Spread
-from deepnvme.tune.folder import sync
-from deepnvme.tune.room import check_memory
+from deepnvme.tune.cli.arguments import positive
+from deepnvme.tune.measure.figures import Spread
+from deepnvme.tune.measure.folder import sync
+from deepnvme.tune.measure.requirements import check_memory
 
 MIB = 1 << 20
 PARTS = ("forward", "generate", "identity", "memory", "build")

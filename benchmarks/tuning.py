@@ -29,13 +29,13 @@ from harness.workloads import ContenderFailed, Workload
 
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.buffer import locked
-from deepnvme.tune.crew import crew
-from deepnvme.tune.figures import Spread
-from deepnvme.tune.folder import drop_pages, settle
-from deepnvme.tune.job import Job, Place
-from deepnvme.tune.sizes import size_text
-from deepnvme.tune.space import default_space
+from deepnvme.tune.cli.sizes import size_text
+from deepnvme.tune.measure.buffer import locked
+from deepnvme.tune.measure.figures import Spread
+from deepnvme.tune.measure.folder import drop_pages, settle
+from deepnvme.tune.measure.job import Job, Place
+from deepnvme.tune.measure.worker_processes import crew
+from deepnvme.tune.search.space import default_space
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.
@@ -142,7 +142,7 @@ def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict]
     progress("the tuner")
     start = time.monotonic()
     document = run_tool(
-        "deepnvme.tune.sweep",
+        "deepnvme.tune.cli.sweep",
         ["--nvme_dir", str(settings.directory), "--io_size", str(settings.io_size), "--seconds", str(settings.seconds)],
     )
     took = time.monotonic() - start

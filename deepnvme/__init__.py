@@ -11,7 +11,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
-    from .swap.optimizer import OffloadedOptimizer
+    from .offload import OffloadedOptimizer
 
 __all__ = [
     "AioConfig",
@@ -34,7 +34,7 @@ _WITH_TORCH = {
     "CheckpointManager": "checkpoint",
     "NVMeReader": "checkpoint",
     "NVMeWriter": "checkpoint",
-    "OffloadedOptimizer": "swap.optimizer",
+    "OffloadedOptimizer": "offload",
     "SaveFuture": "checkpoint",
     "async_save": "checkpoint",
     "load": "checkpoint",
@@ -42,7 +42,7 @@ _WITH_TORCH = {
 }
 """What imports torch, which the others do without, and where it is."""
 
-_PACKAGES = frozenset(("checkpoint", "io", "ops", "safetensors", "streaming", "swap"))
+_PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "safetensors", "store", "streaming", "swap"))
 """Imported when they are first named, as ``deepnvme.checkpoint.verify`` is in the documentation."""
 
 __getattr__ = from_modules(__name__, _WITH_TORCH, _PACKAGES)

@@ -6,7 +6,8 @@ The functions, and every byte of the files, are those of ``safetensors.torch``. 
 ``save``, ``load`` and ``safe_open``; that of safetensors reads what these functions write.
 """
 
-from deepnvme.checkpoint.contents import CorruptCheckpoint
 from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model, save_sharded
+
+from .checkpoint.formats.contents import CorruptCheckpoint
 
 __all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]

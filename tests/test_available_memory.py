@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme import _available_memory, _meminfo
-from deepnvme._available_memory import available_memory
+from deepnvme.memory import available as _available_memory
+from deepnvme.memory import meminfo as _meminfo
+from deepnvme.memory.available import available_memory
 
 GIB = 2**30
 

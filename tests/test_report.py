@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from deepnvme import _directory, _machine, report
-from deepnvme._facts import Fact
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe
+from deepnvme.report import directory as _directory
+from deepnvme.report import ds_report as report
+from deepnvme.report import machine as _machine
+from deepnvme.report.facts import Fact
 from deepnvme.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[1]

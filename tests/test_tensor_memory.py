@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme._tensor_memory import copy_many
+from deepnvme.memory.tensor_bytes import copy_many
 
 from .memory import pattern
 from .threads import others_run_during

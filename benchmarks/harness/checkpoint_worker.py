@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.memory.pool import BufferPool
 from harness import checkpoints
 from harness.meter import measure
 from harness.serving import serve

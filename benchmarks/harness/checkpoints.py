@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.swap.memory import empty_aligned
+from deepnvme.memory.host import empty_aligned
 from harness.workloads import ContenderFailed
 
 State = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnvme.tune.folder import Unsuitable
+from deepnvme.tune.measure.folder import Unsuitable
 from harness.workloads import ContenderFailed
 
 Progress = Callable[[str], None]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepnvme._meminfo import meminfo
-from deepnvme.tune.fio import FioFailed, FioSettings, Piece, run
+from deepnvme.memory.meminfo import meminfo
+from deepnvme.tune.measure.fio import FioFailed, FioSettings, Piece, run
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deepnvme.swap.memory import empty_aligned
+from deepnvme.memory.host import empty_aligned
 
 
 class FreeMemory:

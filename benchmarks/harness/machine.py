@@ -7,8 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from deepnvme._meminfo import meminfo
-from deepnvme.tune.folder import examine
+from deepnvme.memory.meminfo import meminfo
+from deepnvme.tune.measure.folder import examine
 
 
 def described(directory: Path) -> dict[str, Any]:

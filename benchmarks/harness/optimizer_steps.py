@@ -12,9 +12,9 @@ from typing import Literal
 
 import deepnvme
 from deepnvme import AioConfig
-from deepnvme.tune.crew import Crew, crew
-from deepnvme.tune.folder import drop_pages, settle
-from deepnvme.tune.job import OPERATIONS, Job, Operation, Place
+from deepnvme.tune.measure.folder import drop_pages, settle
+from deepnvme.tune.measure.job import OPERATIONS, Job, Operation, Place
+from deepnvme.tune.measure.worker_processes import Crew, crew
 from harness.turns import Counts
 from harness.worker_process import WorkerProcess
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from deepnvme.swap.store import TensorStore
-from deepnvme.tune.folder import settle
+from deepnvme.store.tensor_store import TensorStore
+from deepnvme.tune.measure.folder import settle
 from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.turns import Counts, Turns, judge, take_turns

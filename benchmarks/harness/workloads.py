@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from deepnvme.tune.job import Operation
+from deepnvme.tune.measure.job import Operation
 
 Memory = Literal["pinned", "ordinary", "misaligned"]
 

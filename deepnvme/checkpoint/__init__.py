@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 from .background import SaveFuture, async_save
-from .contents import CorruptCheckpoint
-from .engine import NVMeCheckpointEngine
+from .formats.contents import CorruptCheckpoint
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save
 from .verifying import Report, verify
 
 if TYPE_CHECKING:
-    from .dcp_huggingface import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
-    from .dcp_reader import NVMeReader
-    from .dcp_writer import NVMeWriter
+    from deepnvme.integrations.deepspeed.checkpoint_engine import NVMeCheckpointEngine
+
+    from .dcp.huggingface import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
+    from .dcp.reader import NVMeReader
+    from .dcp.writer import NVMeWriter
 
 __all__ = [
     "CheckpointManager",
@@ -35,12 +36,13 @@ __all__ = [
     "verify",
 ]
 
-_WITH_DISTRIBUTED = {
-    "NVMeHuggingFaceReader": "dcp_huggingface",
-    "NVMeHuggingFaceWriter": "dcp_huggingface",
-    "NVMeReader": "dcp_reader",
-    "NVMeWriter": "dcp_writer",
+_LATER = {
+    "NVMeCheckpointEngine": "deepnvme.integrations.deepspeed.checkpoint_engine",
+    "NVMeHuggingFaceReader": "dcp.huggingface",
+    "NVMeHuggingFaceWriter": "dcp.huggingface",
+    "NVMeReader": "dcp.reader",
+    "NVMeWriter": "dcp.writer",
 }
-"""What imports torch.distributed.checkpoint, half a second that the others do without, and where it is."""
+"""Names whose modules import this one, or torch.distributed.checkpoint, half a second that the others do without."""
 
-__getattr__ = from_modules(__name__, _WITH_DISTRIBUTED)
+__getattr__ = from_modules(__name__, _LATER)

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from deepnvme.swap.buffers import BufferPool, buffer_pool
-from deepnvme.swap.interrupts import held_back
+from deepnvme._interrupts import held_back
+from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .archive import archive
 from .destination import Destination
-from .file_image import FileImage
+from .formats.archive import archive
+from .formats.file_image import FileImage
 from .kept_errors import clear_frames, clearing_frames
 from .latch import Latch
 from .staging import Cancelled, Snapshot

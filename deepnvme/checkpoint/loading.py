@@ -13,11 +13,12 @@ import torch
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
 from deepnvme._progress import Progress, Wanted, following
-from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .archive import crc32_of
-from .contents import (
+from .file_version import of_one_version
+from .formats.archive import crc32_of
+from .formats.contents import (
     Contents,
     CorruptCheckpoint,
     WrongChecksum,
@@ -31,10 +32,9 @@ from .contents import (
     refuse_damaged_beginning,
     wrong_size,
 )
-from .one_version import of_one_version
-from .pickled import pickled
-from .placing import MapLocation, Placed, memory_for, placing, unread, watching
+from .formats.pickled import pickled
 from .reading import read
+from .storage_placement import MapLocation, Placed, memory_for, placing, unread, watching
 from .verifying import refuse_compressed, verify_records
 
 

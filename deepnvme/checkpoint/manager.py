@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.memory.pool import BufferPool
 
 from ._shared_engine import shared_engine
-from .archive import archive
 from .background import SaveFuture, raise_unseen, refuse_group, start
 from .destination import Destination
-from .file_image import FileImage
+from .formats.archive import archive
+from .formats.file_image import FileImage
 from .loading import load
 from .publication import Publication, sync_directory
 from .saving import save_to

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from deepnvme._progress import Progress
 from deepnvme.engine import Engine
-from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
-from .file_image import FileImage
+from .formats.file_image import FileImage
 from .publication import name_the_final_file
 from .sharding import equal_share
 from .writing import write

@@ -13,9 +13,9 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
+from deepnvme._interrupts import held_back
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
-from deepnvme.swap.interrupts import held_back
 
 SUFFIX = ".deepnvme-tmp"
 """Of files that are being written. A lock tells those from what a dead process has left."""

@@ -11,15 +11,17 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from deepnvme._progress import Progress, counting
-from deepnvme._tensor_memory import copy_many, give_pages
 from deepnvme.engine import Engine, File, Future
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.lease import Lease
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.host import give_pages
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool
+from deepnvme.memory.tensor_bytes import copy_many
 
-from .contents import CorruptCheckpoint
-from .file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
+from .formats.contents import CorruptCheckpoint
+from .formats.file_image import CHUNK, DIRECT_FROM, bytes_of
 from .kept_errors import clearing_frames
-from .placing import Placed
+from .storage_placement import Placed
 
 _CHUNKS = 4
 _GAP = 64 << 10

@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 from deepnvme._progress import Progress, Wanted, following
-from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .file_image import FileImage
-from .one_version import of_one_version
-from .placing import Placed, memory_for
-from .publication import Publication
-from .reading import read
-from .safetensors_format import (
+from .file_version import of_one_version
+from .formats.file_image import FileImage
+from .formats.safetensors_header import (
     INDEX_SUFFIX,
     Entry,
     check_contiguous,
@@ -32,7 +29,10 @@ from .safetensors_format import (
     read_header,
     shards_of,
 )
-from .shared_tensors import left_out
+from .formats.shared_tensors import left_out
+from .publication import Publication
+from .reading import read
+from .storage_placement import Placed, memory_for
 from .writing import write
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}

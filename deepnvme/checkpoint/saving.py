@@ -12,13 +12,13 @@ from typing import IO, TYPE_CHECKING
 from torch.serialization import save as torch_save  # torch.save may be deepnvme.save by now
 
 from deepnvme._progress import Progress, Wanted, following
-from deepnvme.swap.buffers import BufferPool, buffer_pool
+from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .archive import archive
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
-from .file_image import FileImage
+from .formats.archive import archive
+from .formats.file_image import FileImage
 from .parallel import save_together
 from .sharding import Across
 from .writing import write

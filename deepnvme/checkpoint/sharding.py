@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import location_tag
 
-from .file_image import PAGE, bytes_of
+from deepnvme.memory.alignment import PAGE
+
+from .formats.file_image import bytes_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

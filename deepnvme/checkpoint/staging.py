@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 
 from deepnvme.engine import Engine, File, Future
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.lease import Lease
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool
 
-from .file_image import CHUNK, PAGE, FileImage
+from .formats.file_image import CHUNK, FileImage
 from .kept_errors import clearing_frames
 from .latch import Latch
 

@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deepnvme._tensor_memory import memory_of
 from deepnvme.engine import Future
-from deepnvme.swap.buffers import BufferPool, buffer_pool
-from deepnvme.swap.lease import Lease
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.tensor_bytes import memory_of
 
-from . import safetensors_format
 from ._shared_engine import shared_engine
-from .contents import (
+from .file_version import naming
+from .formats import safetensors_header as safetensors_format
+from .formats.contents import (
     DAMAGE,
     Contents,
     CorruptCheckpoint,
@@ -34,10 +35,9 @@ from .contents import (
     refuse_damaged_beginning,
     scan_of,
 )
-from .file_image import CHUNK
+from .formats.file_image import CHUNK
+from .formats.pickle_scan import PickleScan, why_wasteful
 from .kept_errors import clearing_frames
-from .one_version import naming
-from .pickle_scan import PickleScan, why_wasteful
 from .reading import started
 
 _CHUNKS = 4

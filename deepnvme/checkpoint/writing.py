@@ -9,10 +9,11 @@ import torch
 
 from deepnvme._progress import Progress
 from deepnvme.engine import Engine, File, Future, without_python
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.lease import Lease
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool
 
-from .file_image import CHUNK, PAGE, FileImage
+from .formats.file_image import CHUNK, FileImage
 from .kept_errors import clearing_frames
 
 _CHUNKS = 4

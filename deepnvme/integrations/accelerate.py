@@ -25,16 +25,16 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.safetensors_format import read_offload_index
+from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.engine import Engine
-from deepnvme.streaming.blocks import REST, ties_of, weights_of
-from deepnvme.streaming.built_once import opened_or_built
-from deepnvme.streaming.offload_index import OffloadIndex
+from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streaming import Streaming, check_not_streamed, stream, streaming_of
-from deepnvme.streaming.weight_store import WeightStore
+from deepnvme.streaming.weights.blocks import REST, ties_of, weights_of
+from deepnvme.streaming.weights.offload_index import OffloadIndex
+from deepnvme.streaming.weights.shared_build import opened_or_built
+from deepnvme.streaming.weights.weight_store import WeightStore
 
 STORE = "deepnvme"
 """The store's directory, in the folder that accelerate is given."""

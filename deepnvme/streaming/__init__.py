@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
-    from .comparing import StoreMismatch
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
-    from .manifest import Extent, Weight, WeightInfo
     from .pretrained import from_pretrained
-    from .sources import Location, Source
     from .stream_report import StreamReport
     from .streaming import Streaming, stream, streaming_of
-    from .weight_store import CorruptExtent, WeightStore
+    from .weights.comparing import StoreMismatch
+    from .weights.manifest import Extent, Weight, WeightInfo
+    from .weights.sources import Location, Source
+    from .weights.weight_store import CorruptExtent, WeightStore
 
 __all__ = [
     "CacheReport",
@@ -37,17 +37,17 @@ __all__ = [
 
 _WHERE = {
     "CacheReport": "kv.cache",
-    "CorruptExtent": "weight_store",
-    "Extent": "manifest",
-    "Location": "sources",
+    "CorruptExtent": "weights.weight_store",
+    "Extent": "weights.manifest",
+    "Location": "weights.sources",
     "OffloadedCache": "kv.cache",
-    "Source": "sources",
-    "StoreMismatch": "comparing",
+    "Source": "weights.sources",
+    "StoreMismatch": "weights.comparing",
     "StreamReport": "stream_report",
     "Streaming": "streaming",
-    "Weight": "manifest",
-    "WeightInfo": "manifest",
-    "WeightStore": "weight_store",
+    "Weight": "weights.manifest",
+    "WeightInfo": "weights.manifest",
+    "WeightStore": "weights.weight_store",
     "close_cache": "kv.cache",
     "from_pretrained": "pretrained",
     "offload_kv": "kv.cache",

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme.swap.extents import padded
+from deepnvme.memory.alignment import padded
 
-from .manifest import Extent, Weight, laid_out
-from .quantization import Layout, dequantize_over
+from .weights.manifest import Extent, Weight, laid_out
+from .weights.quantization import Layout, dequantize_over
 
 if TYPE_CHECKING:
-    from deepnvme.swap.futures import StoreFuture
+    from deepnvme.store.futures import StoreFuture
 
     from .fetching import Reading
-    from .weight_store import WeightStore
+    from .weights.weight_store import WeightStore
 
 _THREADS = 2
 """Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from .arriving import Arrivals
-from .blocks import REST
 from .device_event import Computed
 from .slots import PinnedSlots
+from .weights.blocks import REST
 
 if TYPE_CHECKING:
-    from deepnvme.swap.futures import StoreFuture
-    from deepnvme.swap.lease import Ending
+    from deepnvme.memory.lease import Ending
+    from deepnvme.store.futures import StoreFuture
 
     from .fetching import Reading
     from .slots import Slot
-    from .weight_store import WeightStore
+    from .weights.weight_store import WeightStore
 
 
 class DeviceSlots:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from deepnvme.swap.buffers import OutOfBuffers
+from deepnvme.memory.pool import OutOfBuffers
 
 if TYPE_CHECKING:
     import torch

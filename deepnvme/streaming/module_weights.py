@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .blocks import ties_of, weights_of
 from .placeholder import Placeholder
+from .weights.blocks import ties_of, weights_of
 
 if TYPE_CHECKING:
-    from .manifest import Extent, Weight
-    from .weight_store import WeightStore
+    from .weights.manifest import Extent, Weight
+    from .weights.weight_store import WeightStore
 
 
 @dataclass

@@ -22,14 +22,14 @@ import torch
 
 from deepnvme._progress import Wanted
 from deepnvme.engine import Engine
-from deepnvme.swap.directories import weights_of as directories_of
+from deepnvme.store.volumes import weights_of as directories_of
 
-from .blocks import weights_of
-from .built_once import opened_or_built
-from .offload_index import OffloadIndex
-from .quantization import Scheme
 from .streaming import stream, streaming_of
-from .weight_store import Directories, WeightStore
+from .weights.blocks import weights_of
+from .weights.offload_index import OffloadIndex
+from .weights.quantization import Scheme
+from .weights.shared_build import opened_or_built
+from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

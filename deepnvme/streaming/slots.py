@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deepnvme.swap.buffers import OutOfBuffers
-from deepnvme.swap.extents import padded
-from deepnvme.swap.memory import empty_aligned
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.pool import OutOfBuffers
 
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.swap.lease import Ending
+    from deepnvme.memory.lease import Ending
 
 
 class Slot(Protocol):

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from deepnvme.swap.buffers import OutOfBuffers
-from deepnvme.swap.heap import give_back_heap
+from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.pool import OutOfBuffers
 
 from .arriving import Arrivals
-from .blocks import REST
 from .fetching import Fetcher
 from .module_weights import ModuleWeights
 from .order import Order
 from .residence import residents, saved_bytes
 from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport, Tally
-from .weight_store import WeightStore
+from .weights.blocks import REST
+from .weights.weight_store import WeightStore
 
 _WORTH_IT = 1.1
 """By how much more bytes other residents must save: to change them costs a read of each."""

@@ -1,9 +1,7 @@
-"""Tensors on drives: pinned buffers within a budget, a store of named tensors, and what swaps through them."""
+"""Public names of the buffer pool and the store; :mod:`.zero` has those of DeepSpeed's swapper classes."""
 
-from .buffers import BufferPool, Lease, OutOfBuffers, buffer_pool, set_buffer_budget
-from .manifest import CorruptManifest
-from .owner import StoreLocked
-from .store import CorruptTensor, TensorInfo, TensorStore
+from deepnvme.memory import BufferPool, Lease, OutOfBuffers, buffer_pool, set_buffer_budget
+from deepnvme.store import CorruptManifest, CorruptTensor, StoreLocked, TensorInfo, TensorStore
 
 __all__ = [
     "BufferPool",

@@ -1,7 +1,7 @@
 """Measures drives, and finds their best settings: ds_io and ds_nvme_tune."""
 
-from .job import Job, Place
-from .measuring import measure
-from .tuner import Order, tune
+from .measure.job import Job, Place
+from .measure.measuring import measure
+from .search.tuner import Order, tune
 
 __all__ = ["Job", "Order", "Place", "measure", "tune"]

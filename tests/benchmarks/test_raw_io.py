@@ -19,7 +19,7 @@ import pytest
 import raw_io
 from harness import footprints, interleave
 
-from deepnvme.tune.folder import examine
+from deepnvme.tune.measure.folder import examine
 
 RAW_IO = Path(__file__).resolve().parents[2] / "benchmarks" / "raw_io.py"
 

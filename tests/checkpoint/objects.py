@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.checkpoint.file_image import bytes_of
+from deepnvme.checkpoint.formats.file_image import bytes_of
 
 
 @dataclasses.dataclass

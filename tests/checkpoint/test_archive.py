@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint import archive as archive_module
-from deepnvme.checkpoint.archive import archive, crc32_of
-from deepnvme.checkpoint.file_image import FileImage
-from deepnvme.checkpoint.pickled import Pickled, pickled
+from deepnvme.checkpoint.formats import archive as archive_module
+from deepnvme.checkpoint.formats.archive import archive, crc32_of
+from deepnvme.checkpoint.formats.file_image import FileImage
+from deepnvme.checkpoint.formats.pickled import Pickled, pickled
+from deepnvme.memory.tensor_bytes import memory_of
 
 from .objects import OBJECTS
 

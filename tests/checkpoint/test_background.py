@@ -14,7 +14,7 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
-from deepnvme.checkpoint.file_image import CHUNK, FileImage
+from deepnvme.checkpoint.formats.file_image import CHUNK, FileImage
 from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 
 from ..disks import Disk

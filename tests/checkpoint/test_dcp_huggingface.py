@@ -23,7 +23,8 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter, dcp_huggingface
+from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
+from deepnvme.checkpoint.dcp import huggingface as dcp_huggingface
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 Make = Callable[..., Any]

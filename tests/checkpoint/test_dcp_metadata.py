@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
-from deepnvme.checkpoint.dcp_metadata import load_metadata
+from deepnvme.checkpoint.dcp.metadata import load_metadata
 
 from ..interpreters import Interpreters
 from ..torch_versions import ALONE

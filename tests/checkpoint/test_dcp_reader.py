@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter, dcp_reader
-from deepnvme.checkpoint.tensor_archive import frame
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint.dcp import reader as dcp_reader
+from deepnvme.checkpoint.formats.tensor_archive import frame
 
 from ..torch_versions import ALONE, needs_torch
 from .distributed_states import assert_equal, blank, state

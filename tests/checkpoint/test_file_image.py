@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, PAGE, FileImage, bytes_of
+from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage, bytes_of
+from deepnvme.memory.alignment import PAGE
 
 from ..memory import pattern
 

@@ -13,11 +13,11 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
-from deepnvme.checkpoint.file_image import DIRECT_FROM, FileImage
+from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, FileImage
 from deepnvme.checkpoint.latch import Latch
 from deepnvme.checkpoint.publication import Publication
 from deepnvme.checkpoint.writing import write
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.memory.pool import BufferPool
 
 from ..faults.torture.interruption import Interruption, interrupted
 from ..faults.torture.parts import interrupts_save

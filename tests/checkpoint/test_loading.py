@@ -24,9 +24,10 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading, placing, verify
-from deepnvme.checkpoint.contents import contents, is_plain
-from deepnvme.checkpoint.zip_directory import data_of, entries
+from deepnvme.checkpoint import CorruptCheckpoint, loading, verify
+from deepnvme.checkpoint import storage_placement as placing
+from deepnvme.checkpoint.formats.contents import contents, is_plain
+from deepnvme.checkpoint.formats.zip_directory import data_of, entries
 
 from .objects import OBJECTS, SAFE, assert_same, tensors_of
 

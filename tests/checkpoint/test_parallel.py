@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.checkpoint.file_image import PAGE, FileImage
+from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.parallel import _check, _Description, _held, _share
+from deepnvme.memory.alignment import PAGE
 
 from ..interpreters import Interpreters
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, FileImage
+from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage
 from deepnvme.checkpoint.writing import write
-from deepnvme.swap.buffers import BufferPool
+from deepnvme.memory.pool import BufferPool
+from deepnvme.memory.tensor_bytes import memory_of
 
 SIZES = (1, 7, 4096, 5000, 70_000, DIRECT_FROM, DIRECT_FROM + 4097, CHUNK + 1)
 ABSENT = 0xEE

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.pickle_scan import PickleScan, names_only_plain
-from deepnvme.checkpoint.pickled import pickled
+from deepnvme.checkpoint.formats.pickle_scan import PickleScan, names_only_plain
+from deepnvme.checkpoint.formats.pickled import pickled
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .objects import OBJECTS

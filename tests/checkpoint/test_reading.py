@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme import Engine
-from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.contents import CorruptCheckpoint
-from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, PAGE, bytes_of
-from deepnvme.checkpoint.placing import Placed, memory_for
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, bytes_of
 from deepnvme.checkpoint.reading import in_chunks, read
-from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+from deepnvme.checkpoint.storage_placement import Placed, memory_for
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.tensor_bytes import memory_of
 
 from ..memory import bytes_of as content_of
 from ..memory import pattern

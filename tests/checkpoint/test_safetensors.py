@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
-from deepnvme.checkpoint.safetensors_format import LONGEST_HEADER, Entry, _entries, _Json, _parse, _Wrong, shards_of
+from deepnvme.checkpoint.formats.safetensors_header import LONGEST_HEADER, Entry, _entries, _Json, _parse, _Wrong, shards_of
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
 from ..interpreters import Interpreters
 from .objects import OBJECTS, SAFE, assert_same

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme._tensor_memory import memory_of
-from deepnvme.checkpoint.file_image import bytes_of
-from deepnvme.checkpoint.tensor_archive import HEAD, KnownArchives, flat, frame, memory_of_item
+from deepnvme.checkpoint.formats.file_image import bytes_of
+from deepnvme.checkpoint.formats.tensor_archive import HEAD, KnownArchives, flat, frame, memory_of_item
+from deepnvme.memory.tensor_bytes import memory_of
 
 from ..torch_versions import needs_torch
 
@@ -105,7 +105,7 @@ def test_anything_else_is_not(tmp_path: Path, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("call", [b")R", b""], ids=["and calls it", "only"])
 def test_one_that_sets_attributes_of_a_function_is_not(tmp_path: Path, call: bytes) -> None:
-    from deepnvme.checkpoint import tensor_archive
+    from deepnvme.checkpoint.formats import tensor_archive
 
     stream = b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n(N}X\4\0\0\0here(stb" + call + b"."
     archive = io.BytesIO()

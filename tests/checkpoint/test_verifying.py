@@ -15,8 +15,8 @@ import torch
 import deepnvme
 from deepnvme.__main__ import main
 from deepnvme.checkpoint import CorruptCheckpoint, verify
+from deepnvme.memory.pool import BufferPool
 from deepnvme.safetensors import save_file, save_sharded
-from deepnvme.swap.buffers import BufferPool
 
 from ..interpreters import Interpreters
 from .objects import OBJECTS

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.checkpoint.file_image import CHUNK, DIRECT_FROM, PAGE, FileImage
+from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage
 from deepnvme.checkpoint.writing import write
-from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
 from ..memory import Surrounded, bytes_of, pattern
 

@@ -24,8 +24,8 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.model_checkpointing import writer_factory
 
-from deepnvme import io as ours
 from deepnvme.checkpoint import NVMeCheckpointEngine
+from deepnvme.integrations.deepspeed import io as ours
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .training import train
@@ -110,7 +110,7 @@ def contract() -> dict[str, list[str]]:
         lacking[name] = [each for each in public if each not in dir(getattr(ours, name))]
     from deepspeed.io import constants
 
-    from deepnvme.io import constants as own_constants
+    from deepnvme.integrations.deepspeed.io import constants as own_constants
 
     names = [name for name in vars(constants) if name.isupper()]
     lacking["constants"] = [name for name in names if getattr(own_constants, name, None) != getattr(constants, name)]

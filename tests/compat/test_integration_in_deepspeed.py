@@ -39,7 +39,7 @@ def test_training_goes_on_from_a_fast_checkpoint_with_its_states_on_the_drive(
     case |= {"directories": [str(drive)] * ranks, "saved in": str(drive / "saved")}
     for (result,) in run(python, ZERO3, [case], drive, ranks=ranks):
         assert "error" not in result, result
-        assert result["checkpoint engine"] == "deepnvme.checkpoint.engine.NVMeCheckpointEngine"
+        assert result["checkpoint engine"] == "deepnvme.integrations.deepspeed.checkpoint_engine.NVMeCheckpointEngine"
         assert len(set(result["continued"])) == 3
         same = 1 if world == "op" else 3  # DeepSpeed's own swappers leave the optimizer's count of steps out of a checkpoint
         assert result["resumed"][:same] == result["continued"][:same]
@@ -181,7 +181,7 @@ def test_two_ranks_of_a_launcher_train_on_our_op(python: str, drive: Path, launc
         assert facts["arguments"][-3:] == [str(drive), "--lr", "1"]
         assert facts["path"] == str(REPOSITORY / "tests" / "compat")
         assert facts["op"] == "deepnvme.ops.aio.async_io_op"
-        assert facts["swapper"] == "deepnvme.swap.zero.pipelined_optimizer_swapper"
+        assert facts["swapper"] == "deepnvme.integrations.deepspeed.swap_tensor.pipelined_optimizer_swapper"
         assert facts["sum"] == 2.0
 
 

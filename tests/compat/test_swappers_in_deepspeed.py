@@ -92,7 +92,7 @@ def test_deepspeeds_swappers_work_with_our_parts(results: dict[str, Any], name: 
 
 
 def test_parameters_are_swapped_by_our_class_too(results: dict[str, Any]) -> None:
-    ours = "deepnvme.swap.zero.partitioned_param_swapper.AsyncPartitionedParameterSwapper"
+    ours = "deepnvme.integrations.deepspeed.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper"
     assert ours in results["parameters-too ours"]["parts"]
     assert ours not in results["parameters-too theirs"]["parts"]
 

@@ -30,7 +30,7 @@ from deepspeed.runtime.swap_tensor import (
 from deepspeed.runtime.zero import partition_parameters
 
 from deepnvme.integrations import deepspeed as integration
-from deepnvme.swap import zero
+from deepnvme.integrations.deepspeed import swap_tensor as zero
 
 from .accesses import ACCESSES, make_universal, outcome
 from .training import train

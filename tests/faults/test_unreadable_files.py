@@ -13,7 +13,8 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
-from deepnvme.swap import TensorStore, buffer_pool, manifest
+from deepnvme.store import manifest
+from deepnvme.swap import TensorStore, buffer_pool
 
 from ..faulty_filesystem import FaultyFilesystem
 

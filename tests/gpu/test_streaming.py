@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
-from deepnvme.streaming.quantization import dequantize, quantize
+from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..streaming.models import Calls
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.integrations import deepspeed as integration
 from deepnvme.integrations.deepspeed import enabling, launching
+from deepnvme.integrations.deepspeed import swap_tensor as zero
 from deepnvme.integrations.deepspeed.failures import Ranks
 from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
-from deepnvme.swap import zero
 
 from . import deepspeed_stand_in
 

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from deepnvme.integrations import accelerate as integration
+from deepnvme.store.directory_lock import Ownership
 from deepnvme.streaming import from_pretrained
-from deepnvme.streaming.built_once import BUILDING
+from deepnvme.streaming.weights.shared_build import BUILDING
 from deepnvme.swap import TensorStore
-from deepnvme.swap.owner import Ownership
 from tests.disks import Disk
 
 from . import models

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.io import FastFileWriter, FastFileWriterConfig
+from deepnvme.integrations.deepspeed.io import FastFileWriter, FastFileWriterConfig
 
 from ..disks import MIB, Disk
 from ..faults.torture.interruption import interrupted

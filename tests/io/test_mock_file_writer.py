@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.io import MockFileWriter
+from deepnvme.integrations.deepspeed.io import MockFileWriter
 
 
 def test_what_cannot_be_opened_is_an_error_at_once(tmp_path: Path) -> None:

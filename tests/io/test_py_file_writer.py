@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.io import PyFileWriter
+from deepnvme.integrations.deepspeed.io import PyFileWriter
 
 
 def test_what_cannot_be_opened_is_an_error_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.blocks import REST, Block, Structure, structure_of, structure_of_names, ties_of, weights_of
+from deepnvme.streaming.weights.blocks import REST, Block, Structure, structure_of, structure_of_names, ties_of, weights_of
 
 WIDE = 1024
 """A square of these is 4 MiB: worth reading again."""

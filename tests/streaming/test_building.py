@@ -13,9 +13,9 @@ from torch import nn
 
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.blocks import ExtentPlan
-from deepnvme.streaming.building import Coming, build
-from deepnvme.streaming.sources import Weights
+from deepnvme.streaming.weights.blocks import ExtentPlan
+from deepnvme.streaming.weights.building import Coming, build
+from deepnvme.streaming.weights.sources import Weights
 from deepnvme.swap import TensorStore
 
 MIB = 1 << 20

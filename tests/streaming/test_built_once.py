@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from deepnvme.streaming import WeightStore, built_once
-from deepnvme.streaming.built_once import BUILDING, opened_or_built
+from deepnvme.store.directory_lock import Ownership
+from deepnvme.streaming import WeightStore
+from deepnvme.streaming.weights import shared_build as built_once
+from deepnvme.streaming.weights.shared_build import BUILDING, opened_or_built
 from deepnvme.swap import StoreLocked, TensorStore
-from deepnvme.swap.owner import Ownership
 from tests.faults.torture.interruption import Interruption, all_but, interrupted
 from tests.interpreters import Interpreters
 
@@ -132,7 +133,7 @@ def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> Non
         from pathlib import Path
         from torch import nn
         from deepnvme.streaming import WeightStore
-        from deepnvme.streaming.built_once import opened_or_built
+        from deepnvme.streaming.weights.shared_build import opened_or_built
 
         logging.disable()
         drive = Path({str(drive)!r})
@@ -168,7 +169,7 @@ def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interp
         f"""
         import time
         from pathlib import Path
-        from deepnvme.streaming.built_once import opened_or_built
+        from deepnvme.streaming.weights.shared_build import opened_or_built
 
         def build(directory):
             (directory / "half").touch()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.comparing import StoreMismatch, described, differences
-from deepnvme.streaming.manifest import WeightInfo
+from deepnvme.streaming.weights.comparing import StoreMismatch, described, differences
+from deepnvme.streaming.weights.manifest import WeightInfo
 
 F32 = WeightInfo(torch.float32, (2, 3))
 BF16 = WeightInfo(torch.bfloat16, (2, 3))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.streaming.manifest import ALIGNMENT, LARGEST, Extent, Manifest, Weight, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.weights.manifest import ALIGNMENT, LARGEST, Extent, Manifest, Weight, WeightInfo, decode, encode, laid_out
 from deepnvme.swap import CorruptManifest
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.blocks import REST
 from deepnvme.streaming.module_weights import ModuleWeights
 from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.weights.blocks import REST
 
 from .models import WIDTH, blocks_of, entangled
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
-from deepnvme.streaming.offload_index import OffloadIndex
+from deepnvme.streaming.weights.offload_index import OffloadIndex
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 

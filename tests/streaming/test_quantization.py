@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.streaming import quantization
-from deepnvme.streaming.quantization import (
+from deepnvme.streaming.weights import quantization
+from deepnvme.streaming.weights.quantization import (
     GROUP,
     SCHEMES,
     Layout,

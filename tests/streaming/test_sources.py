@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.checkpoint.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
-from deepnvme.streaming.sources import Rearranged, Weights, source_of, weights_in
+from deepnvme.streaming.weights.sources import Rearranged, Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),

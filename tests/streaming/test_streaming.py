@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
-from deepnvme.streaming.quantization import dequantize, dequantize_over, quantize
+from deepnvme.streaming.weights.quantization import dequantize, dequantize_over, quantize
 
 from ..interpreters import Interpreters
 from .models import WIDTH, Calls, blocks_of, entangled, stack
@@ -179,7 +179,7 @@ def test_an_exception_within_a_block_whose_frames_hold_the_weights(build: Build)
 
 
 def test_an_interrupt_while_the_drive_is_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepnvme.swap.futures import StoreFuture
+    from deepnvme.store.futures import StoreFuture
 
     sound = StoreFuture.exception
     with world.stream(prefetch=1):

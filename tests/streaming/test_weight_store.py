@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
-from deepnvme.streaming.blocks import REST, weights_of
-from deepnvme.streaming.manifest import WeightInfo
-from deepnvme.streaming.quantization import dequantize, quantize
+from deepnvme.streaming.weights.blocks import REST, weights_of
+from deepnvme.streaming.weights.manifest import WeightInfo
+from deepnvme.streaming.weights.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
-from deepnvme.swap.data_file import DATA_NAME
 from tests.memory import bytes_of
 
 

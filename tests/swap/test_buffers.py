@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deepnvme
-from deepnvme.swap import BufferPool, Lease, OutOfBuffers, buffers
+from deepnvme.memory import pool as buffers
+from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 
 PAGE = 4096
 
@@ -455,7 +456,7 @@ def test_a_lease_that_was_released_is_not_kept(pool: BufferPool, lent: Callable[
 def test_a_lease_of_a_thread_that_ended_is_not_waited_for_where_none_goes_on(interpreters: Any, ends: str) -> None:
     interpreters.run(f"""
 import threading, time
-from deepnvme.swap.buffers import BufferPool, OutOfBuffers
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
 pool = BufferPool(409600)
 leases = []
 def work():

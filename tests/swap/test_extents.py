@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.swap.extents import ALIGNMENT, Extents, padded
-from deepnvme.swap.striping import emptiest, shares
+from deepnvme.memory.alignment import ALIGNMENT, padded
+from deepnvme.store.allocator import emptiest, shares
+from deepnvme.store.extents import Extents
 
 A = ALIGNMENT
 

@@ -18,8 +18,10 @@ from types import FrameType
 import pytest
 import torch
 
-from deepnvme.swap import interrupts, ranks, stepping
-from deepnvme.swap.interrupts import held_back
+from deepnvme import _interrupts as interrupts
+from deepnvme._interrupts import held_back
+from deepnvme.offload import distributed as ranks
+from deepnvme.offload import step as stepping
 from tests.faults.torture.interruption import Interruption, all_but
 
 from .training import assert_same, assert_same_state, give_gradients, optimizer_in, parameters

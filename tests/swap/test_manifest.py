@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.swap import manifest
-from deepnvme.swap.manifest import MANIFEST_NAME, CorruptManifest, Manifest, Membership, Stored
-from deepnvme.swap.membership import recognise
+from deepnvme.store import manifest
+from deepnvme.store.manifest import MANIFEST_NAME, CorruptManifest, Manifest, Membership, Stored
+from deepnvme.store.volumes import recognise
 
 ONE = Manifest("store", 1, {"a": Stored("float32", (2, 3), ((0, 4096, 24),), (123,))})
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.offload.gradients import OPEN
 from deepnvme.swap import BufferPool
-from deepnvme.swap.gradients import OPEN
 
 from . import training
 from .training import ADAM, assert_same, assert_same_state, backward, failing, give_gradients, in_memory, parameters, snapshot

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
-from deepnvme.swap import BufferPool, OutOfBuffers, plan
-from deepnvme.swap.plan import ELEMENTWISE
-from deepnvme.swap.sub_group import SubGroup
+from deepnvme.offload import planner as plan
+from deepnvme.offload.planner import ELEMENTWISE
+from deepnvme.offload.sub_group import SubGroup
+from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..interpreters import Interpreters
 from ..torch_versions import ALONE

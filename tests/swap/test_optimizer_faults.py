@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.offload.sub_group import SubGroup
+from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.store.tensor_store import CorruptTensor
 from deepnvme.swap import BufferPool, OutOfBuffers
-from deepnvme.swap.owner import StoreLocked
-from deepnvme.swap.store import CorruptTensor
-from deepnvme.swap.sub_group import SubGroup
 
 from ..disks import MIB, Disk, loop_disk
 from ..interpreters import Interpreters

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.swap import optimizer as module
+from deepnvme.offload import optimizer as module
 
 from ..faults.torture.interruption import Interruption
 from ..faults.torture.parts.interrupts_optimizer import TORCH, World, check_after, interrupt_at

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.swap.owner import LOCK_NAME, Ownership, StoreLocked
+from deepnvme.store.directory_lock import LOCK_NAME, Ownership, StoreLocked
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from deepnvme.swap.owner import Ownership
+from deepnvme.store.directory_lock import Ownership
 owner = Ownership(Path({path!r}))
 print("holds", flush=True)
 {then}

@@ -10,9 +10,9 @@ import signal
 import pytest
 import torch
 
+from deepnvme.store.data_file import DATA_NAME
+from deepnvme.store.manifest import MANIFEST_NAME
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
-from deepnvme.swap.data_file import DATA_NAME
-from deepnvme.swap.manifest import MANIFEST_NAME
 
 from .test_owner import wait_for
 from .test_store import numbered

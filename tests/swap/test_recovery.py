@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deepnvme.swap.optimizer import OffloadedOptimizer
+from deepnvme.offload.optimizer import OffloadedOptimizer
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deepnvme
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.extents import ALIGNMENT
-from deepnvme.swap.store import TensorStore
+from deepnvme.memory.alignment import ALIGNMENT
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.tensor_store import TensorStore
 
 from ..memory import bytes_of
 

@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap import CorruptManifest, data_file, manifest
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.data_file import DATA_NAME
-from deepnvme.swap.extents import padded
-from deepnvme.swap.owner import LOCK_NAME, StoreLocked
-from deepnvme.swap.space import Space
-from deepnvme.swap.store import CorruptTensor, TensorStore
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store import data_file, manifest
+from deepnvme.store.allocator import Space
+from deepnvme.store.data_file import DATA_NAME
+from deepnvme.store.directory_lock import LOCK_NAME, StoreLocked
+from deepnvme.store.tensor_store import CorruptTensor, TensorStore
+from deepnvme.swap import CorruptManifest
 
 from ..faults.torture.interruption import interrupted
 from .failed_transfer import FailedTransfer
@@ -133,7 +134,7 @@ PROGRAM = """
 import os, sys, time, random
 import torch
 import deepnvme
-from deepnvme.swap.store import TensorStore
+from deepnvme.store.tensor_store import TensorStore
 directory = {directory!r}
 {body}
 """

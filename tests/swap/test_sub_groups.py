@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.swap.sub_groups import CUT, Piece, partition
+from deepnvme.offload.partition import CUT, Piece, partition
 
 ELEMENTS = st.one_of(
     st.integers(0, 5),

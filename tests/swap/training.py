@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.swap.sub_group import MASTER
+from deepnvme.offload.sub_group import MASTER
 
 from .failed_transfer import FailedTransfer
 

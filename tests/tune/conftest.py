@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from deepnvme.tune import io, sweep
+from deepnvme.tune.cli import io, sweep
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.figures import Percentiles, Spread
-from deepnvme.tune.job import Job, Measurement, Place, Sample
+from deepnvme.tune.measure.figures import Percentiles, Spread
+from deepnvme.tune.measure.job import Job, Measurement, Place, Sample
 
 RATES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=40)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepnvme.tune import fio
-from deepnvme.tune.fio import FioFailed, FioSettings, Piece, can_move, huge_pages_needed, pieces, run, version
+from deepnvme.tune.measure import fio
+from deepnvme.tune.measure.fio import FioFailed, FioSettings, Piece, can_move, huge_pages_needed, pieces, run, version
 
 from .conftest import Command
 

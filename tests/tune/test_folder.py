@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.tune.folder import Unsuitable, drop_pages, examine, settle, workspace
+from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
 
 from ..disks import Disk
 
@@ -70,7 +70,7 @@ def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any
     (drive / "closed").mkdir(mode=0o555)
     interpreters.run(f"""
         from pathlib import Path
-        from deepnvme.tune.folder import Unsuitable, examine
+        from deepnvme.tune.measure.folder import Unsuitable, examine
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         try:

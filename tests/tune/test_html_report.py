@@ -13,11 +13,11 @@ from html.parser import HTMLParser
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import charts, picture
-from deepnvme.tune.folder import FolderFacts, Unsuitable
-from deepnvme.tune.html_report import render_html, require_matplotlib
-from deepnvme.tune.job import Operation
-from deepnvme.tune.tuning import Figures, Result, Search, Striping, Tuning
+from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
+from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.render import charts, picture
+from deepnvme.tune.render.html_report import render_html, require_matplotlib
+from deepnvme.tune.search.tuning import Figures, Result, Search, Striping, Tuning
 
 DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O", 1)
 OTHER_DRIVE = FolderFacts("/mnt/nvme1", "xfs", "/dev/nvme1n1", True, "xfs, takes direct I/O", 2)
@@ -147,7 +147,7 @@ def test_a_missing_matplotlib_is_told_in_one_line_with_what_to_install(monkeypat
 
 
 def test_the_module_can_be_imported_without_loading_matplotlib() -> None:
-    code = "import sys, deepnvme.tune.html_report; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, deepnvme.tune.render.html_report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

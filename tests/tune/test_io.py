@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.tune import console, io, transfers
-from deepnvme.tune.job import Job
+from deepnvme.tune.cli import console, io
+from deepnvme.tune.measure import transfers
+from deepnvme.tune.measure.job import Job
 from deepnvme.version import __version__
 
 from ..disks import Disk
@@ -24,7 +25,7 @@ from ..interpreters import REPOSITORY
 from .conftest import Command, Ran
 
 SCRIPT = (str(REPOSITORY / "bin" / "ds_io"),)
-MODULE = ("-m", "deepnvme.tune.io")
+MODULE = ("-m", "deepnvme.tune.cli.io")
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -132,7 +133,7 @@ def test_a_name_of_several_lines_is_one_line(ds_io: Command) -> None:
 def test_a_folder_that_one_may_not_write_to_is_one_line(interpreters: Any, drive: Path) -> None:
     (drive / "closed").mkdir(mode=0o555)
     ended = interpreters.run(f"""
-        from deepnvme.tune.io import main
+        from deepnvme.tune.cli.io import main
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         main(["--folder", {str(drive / "closed")!r}, "--io_size", "1M"])
@@ -337,7 +338,7 @@ def test_what_becomes_of_the_text_is_no_traceback(
         reading, writing = os.pipe()
         os.close(reading)
         os.dup2(os.open("/dev/full", os.O_WRONLY) if {stdout!r} == "/dev/full" else writing, 1)
-        from deepnvme.tune.io import main
+        from deepnvme.tune.cli.io import main
         main(["--folder", {str(drive)!r}, "--io_size", "4K", "--loops", "1"])
     """)
     assert (ended.returncode, ended.stderr) == (status, said)
@@ -411,7 +412,7 @@ INTERRUPTED = (130, "", "ds_io: interrupted; its files are removed\n")
 @pytest.mark.parametrize(("number", "times"), [("SIGINT", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("SIGINT", 3)])
 def test_an_interrupt_ends_it_and_removes_its_files(interpreters: Any, drive: Path, number: str, times: int) -> None:
     child = interpreters.start(f"""
-        from deepnvme.tune.io import main
+        from deepnvme.tune.cli.io import main
         main(["--folder", {str(drive)!r}, "--io_size", "8M", "--loops", "1000000", "--read"])
     """)
     wait_for(lambda: written(drive))

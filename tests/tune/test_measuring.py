@@ -16,10 +16,12 @@ from typing import Any, get_args
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import crew, measuring, process, room, transfers
-from deepnvme.tune.folder import Unsuitable, workspace
-from deepnvme.tune.job import EngineName, Job, Operation, Place
-from deepnvme.tune.measuring import measure
+from deepnvme.tune.measure import measuring, process, transfers
+from deepnvme.tune.measure import requirements as room
+from deepnvme.tune.measure import worker_processes as crew
+from deepnvme.tune.measure.folder import Unsuitable, workspace
+from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
+from deepnvme.tune.measure.measuring import measure
 
 from ..disks import Disk
 from .test_folder import cached

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import transfers
-from deepnvme.tune.folder import Unsuitable
-from deepnvme.tune.rig import Rig
+from deepnvme.tune.measure import transfers
+from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.search.trials import Rig
 
 MIB = 1 << 20
 ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.tune import room
-from deepnvme.tune.folder import Unsuitable
-from deepnvme.tune.room import check_memory, check_space
+from deepnvme.tune.measure import requirements as room
+from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.requirements import check_memory, check_space
 
 from ..disks import Disk
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.folder import Unsuitable
-from deepnvme.tune.space import default_space, read_sweep
+from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.search.space import default_space, read_sweep
 
 MIB = 1 << 20
 

@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import html_report, sweep, tuner
+from deepnvme.tune.cli import sweep
+from deepnvme.tune.render import html_report
+from deepnvme.tune.search import tuner
 
 from ..disks import MIB, Disk
 from ..interpreters import Interpreters
@@ -168,7 +170,7 @@ def test_results_are_told_although_a_file_for_them_cannot_be_written(ds_nvme_tun
 def interrupted(interpreters: Interpreters, number: int, step: str, *arguments: object) -> Ran:
     """Runs ds_nvme_tune in a process of its own, which gets the signal as soon as it is at ``step``."""
     program = f"""
-        from deepnvme.tune.sweep import main
+        from deepnvme.tune.cli.sweep import main
         main({[str(argument) for argument in arguments]!r})
     """
     stderr = interpreters.stdout().with_name("stderr")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import transfers
-from deepnvme.tune.buffer import Buffer, random_bytes
-from deepnvme.tune.folder import Unsuitable
-from deepnvme.tune.job import EngineName, Job, Operation, Place
+from deepnvme.tune.measure import transfers
+from deepnvme.tune.measure.buffer import Buffer, random_bytes
+from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 511, 4097, (1 << 20) + 1)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune import transfers, tuner
-from deepnvme.tune.folder import Unsuitable
-from deepnvme.tune.rig import Rig
-from deepnvme.tune.search import search
-from deepnvme.tune.tuner import Order, tune
+from deepnvme.tune.measure import transfers
+from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.search import search, tuner
+from deepnvme.tune.search.trials import Rig
+from deepnvme.tune.search.tuner import Order, tune
 
 from ..disks import MIB, Disk, loop_disk
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from deepnvme.swap import zero
-from deepnvme.swap.owner import lock
-from deepnvme.swap.zero.surroundings import rank
+from deepnvme.store.directory_lock import lock
 
+from . import swap_tensor as zero
 from .places import Replacement, attribute, module
+from .swap_tensor.environment import rank
 
 _logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 import torch
 
 from deepnvme.engine import Engine
+from deepnvme.memory.alignment import ALIGNMENT, padded
+from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.lease import Ending, Lease
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.store.futures import StoreFuture
+from deepnvme.store.tensor_store import TensorStore
 from deepnvme.streaming.device_event import Computed
-from deepnvme.swap.buffers import BufferPool
-from deepnvme.swap.extents import ALIGNMENT, padded
-from deepnvme.swap.futures import StoreFuture
-from deepnvme.swap.lease import Ending, Lease
-from deepnvme.swap.memory import empty_aligned
-from deepnvme.swap.owner import StoreLocked
-from deepnvme.swap.store import TensorStore
 
 from .memory import Form, Pair
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import deepnvme
+from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
 from deepnvme.swap import BufferPool
-from deepnvme.swap.zero import AIO_DEFAULT_DICT, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
 
 from ..failed_transfer import FailedTransfer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepnvme.swap.zero import AIO_DEFAULT_DICT, get_aio_config
+from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT, get_aio_config
 
 
 def test_what_the_block_leaves_out_is_the_default() -> None:

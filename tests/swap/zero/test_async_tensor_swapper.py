@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap.zero import AsyncTensorSwapper
+from deepnvme.integrations.deepspeed.swap_tensor import AsyncTensorSwapper
 
 ALIGNMENT = 256
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap.zero.fp16_partitions import read_partitions
+from deepnvme.integrations.deepspeed.swap_tensor.fp16_partitions import read_partitions
 
 from ..failed_transfer import FailedTransfer
 

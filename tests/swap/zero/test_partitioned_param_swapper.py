@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT, AsyncPartitionedParameterSwapper, PartitionedParamStatus
 from deepnvme.swap import OutOfBuffers, buffer_pool, set_buffer_budget
-from deepnvme.swap.zero import AIO_DEFAULT_DICT, AsyncPartitionedParameterSwapper, PartitionedParamStatus
 
 NUMEL = 10_001
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = PartitionedParamStatus

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap import BufferPool, OutOfBuffers, buffer_pool, buffers, set_buffer_budget
-from deepnvme.swap.zero import (
+from deepnvme.integrations.deepspeed.swap_tensor import (
     SwapBuffer,
     SwapBufferManager,
     SwapBufferPool,
@@ -19,6 +18,8 @@ from deepnvme.swap.zero import (
     swap_in_tensors,
     swap_out_tensors,
 )
+from deepnvme.memory import pool as buffers
+from deepnvme.swap import BufferPool, OutOfBuffers, buffer_pool, set_buffer_budget
 
 EXAMPLE = torch.zeros(1)
 

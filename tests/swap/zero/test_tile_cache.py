@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.integrations.deepspeed.swap_tensor import tile_cache
+from deepnvme.integrations.deepspeed.swap_tensor.tile import Tile
+from deepnvme.integrations.deepspeed.swap_tensor.tile_cache import TileCache
 from deepnvme.swap import BufferPool, OutOfBuffers
-from deepnvme.swap.zero import tile_cache
-from deepnvme.swap.zero.tile import Tile
-from deepnvme.swap.zero.tile_cache import TileCache
 
 SIZE = 8192
 STATES = ("a", "b", "c")

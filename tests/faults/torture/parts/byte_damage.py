@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter, verify
 from deepnvme.safetensors import load_file, save_file, save_sharded
-from deepnvme.streaming.weight_store import CorruptExtent, WeightStore
-from deepnvme.swap.contents import CorruptTensor
-from deepnvme.swap.manifest import CorruptManifest
-from deepnvme.swap.store import TensorStore
+from deepnvme.store.catalog import CorruptTensor
+from deepnvme.store.manifest import CorruptManifest
+from deepnvme.store.tensor_store import TensorStore
+from deepnvme.streaming.weights.weight_store import CorruptExtent, WeightStore
 
 from .. import Wrong
 

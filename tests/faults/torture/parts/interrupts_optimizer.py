@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import deepnvme
+from deepnvme.offload.sub_group import MASTER
 from deepnvme.swap import BufferPool
-from deepnvme.swap.sub_group import MASTER
 from tests.swap.training import (
     Lion,
     assert_same,

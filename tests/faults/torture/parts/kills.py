@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 import deepnvme
 from deepnvme.checkpoint.publication import SUFFIX
-from deepnvme.streaming.weight_store import WeightStore
+from deepnvme.streaming.weights.weight_store import WeightStore
 from deepnvme.swap import TensorStore
 
 from .. import Leaked, Torn, Wrong

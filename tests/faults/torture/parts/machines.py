@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._available_memory import available_memory
+from deepnvme.memory.available import available_memory
 from deepnvme.ops.op_builder import cache
 
 from .. import Wrong

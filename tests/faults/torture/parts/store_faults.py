@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import deepnvme
+from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.swap import BufferPool, TensorStore
-from deepnvme.swap.owner import StoreLocked
 from tests.native import EngineTestingBuilder
 
 from .. import Leaked, Wrong

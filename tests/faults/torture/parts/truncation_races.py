@@ -14,7 +14,7 @@ from pathlib import Path
 import deepnvme
 from deepnvme.checkpoint import verify
 from deepnvme.safetensors import load_file
-from deepnvme.streaming.weight_store import WeightStore
+from deepnvme.streaming.weights.weight_store import WeightStore
 
 from .. import Wrong
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT, AsyncPartitionedParameterSwapper, PartitionedParamStatus
 from deepnvme.swap import buffer_pool
-from deepnvme.swap.zero import AIO_DEFAULT_DICT, AsyncPartitionedParameterSwapper, PartitionedParamStatus
 
 from .. import Leaked, Wrong
 

@@ -1,0 +1,68 @@
+"""Hugging Face checkpoints (safetensors) of ``torch.distributed.checkpoint``, written and read at the speed of the drive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from deepnvme.checkpoint.file_version import of_one_version
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+
+from .reader import Wanted, done, fill, opened, part
+from .safetensors import elements_of_safetensors
+from .writer import PlannedFile, write_files
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+    raise ImportError(f"Hugging Face checkpoints need torch 2.9 or newer, and this is {torch.__version__}: use NVMeWriter")
+
+from torch.distributed.checkpoint._hf_utils import _gen_file_name
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+
+class NVMeHuggingFaceWriter(HuggingFaceStorageWriter):
+    """A ``HuggingFaceStorageWriter`` at the speed of the drive, with its arguments and its files.
+
+    Each file appears under its name whole, or an earlier one of that name stays; together they are not one checkpoint before the
+    index, or the consolidated files, are written. Memory and errors as for :class:`NVMeWriter`, and ValueError for two shards
+    of one tensor on a rank, which the format cannot hold.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        mapping = plan.storage_data.get("fqn_to_index_mapping")
+        count = max(mapping.values()) if mapping else 1
+        files = [
+            PlannedFile(_gen_file_name(index, count, plan.storage_data.get("shard_index")), items)
+            for index, items in self._split_by_storage_plan(mapping, plan.items).items()
+            if items
+        ]
+        return write_files(self, planner, files)
+
+
+class NVMeHuggingFaceReader(HuggingFaceStorageReader):
+    """A ``HuggingFaceStorageReader`` at the speed of the drive: of any directory of safetensors files. It needs the package
+    safetensors for the metadata, as torch's does. Memory and errors as for :class:`NVMeReader`."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for request in plan.items:
+            by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
+        for name, requests in by_file.items():
+            path = Path(self.path) / name
+            with opened(path, requests[0]):
+                of_one_version(path, partial(_read, path, requests, planner))
+        return done()
+
+
+def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    elements = elements_of_safetensors(path)
+    try:
+        wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
+    except KeyError as error:
+        raise CorruptCheckpoint(path, f"item {error} is not in it") from error
+    fill(path, wanted, planner)

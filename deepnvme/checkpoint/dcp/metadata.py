@@ -1,0 +1,255 @@
+"""The metadata of a distributed checkpoint: a pickle, of which nothing is made that could run code.
+
+Contract: ``torch.distributed.checkpoint.metadata`` and ``.filesystem``, whose writer pickles a ``Metadata``. What the classes
+there refer to, in the versions of torch since 2.0, is what is let in here. torch's own reader unpickles whatever there is.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import importlib
+import io
+import os
+import pickle
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from deepnvme._regular_file import UnfitFile, read_regular
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, refuse_wasteful
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # until torch 2.2
+}  # fmt: skip
+"""Classes with nothing but fields."""
+_ENUMS = {
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
+}
+_LARGEST = 2 << 30
+"""Most bytes of a metadata file, enough for ten million parts. What is made of it takes up to 40 times as much memory."""
+
+
+def load_metadata(path: Path) -> Metadata:
+    """Read the file, with what torch's writer puts there, and what the user has let in by
+    ``torch.serialization.add_safe_globals``. Blocks.
+
+    Raises UnpicklingError naming anything else; CorruptCheckpoint for a damaged file, one that would change a class of torch, or
+    one that leads out of its directory; OSError naming the file.
+    """
+    try:
+        text = read_regular(path, _LARGEST)
+    except UnfitFile as error:
+        raise CorruptCheckpoint(path, str(error)) from error
+    refuse_wasteful(path, text)
+    try:
+        loaded = _Unpickler(text).load()
+    except _Refused as error:
+        raise pickle.UnpicklingError(
+            f"'{path}' has {error} in it, which no writer of torch puts there: it may run code. If you trust it, allow that by"
+            f" torch.serialization.add_safe_globals([{error}])"
+        ) from None
+    except Exception as error:  # whatever unpickling raises for what is damaged
+        raise CorruptCheckpoint(path, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
+    try:
+        _check(path, loaded)
+    except (ValueError, RecursionError) as error:  # of a name with more digits, or deeper, than Python shows
+        raise CorruptCheckpoint(path, f"an item has no name that can be shown: {error}") from error
+    return loaded  # type: ignore[no-any-return]
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles only the classes and functions that torch's writer uses.
+
+    All calls together may take no more arguments than the pickle has bytes: otherwise one long list in the memo could be copied
+    by each of millions of calls.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._arguments_left = len(text)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickle gets for a name: a class of records, a stand-in, or what the user has let in. Raises _Refused."""
+        if name in _RECORDS.get(module, ()):
+            found = getattr(importlib.import_module(module), name, None)
+            if found is not None:
+                return found
+        if name in _ENUMS.get(module, ()):
+            members = getattr(importlib.import_module(module), name)
+            return _Callable(self, lambda value: _Member(members(value)))
+        function = _CALLABLE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
+        if function is not None:
+            return _Callable(self, function)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        return _allowed(module, name)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Call it for the pickle. Raises ValueError when all calls together have taken too many arguments."""
+        self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
+        if self._arguments_left < 0:
+            raise ValueError("its calls take more arguments than it has bytes")
+        return function(*arguments)
+
+
+class _WithoutState:
+    """Base of what a pickle is given in place of an object whose state it could set."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it sets the state of what has none")
+
+
+class _Callable(_WithoutState):
+    """A function that a pickle may call. No functools.partial, whose state could be itself: calling that overflows the stack."""
+
+    __slots__ = ("_function", "_unpickler")
+
+    def __init__(self, unpickler: _Unpickler, function: Callable[..., Any]) -> None:
+        self._unpickler = unpickler
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._unpickler.call(self._function, arguments)
+
+
+class _Member(_WithoutState):
+    """Equals a member of an enumeration, which is one object for the whole process."""
+
+    __slots__ = ("_member",)
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._member = member
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    def __hash__(self) -> int:
+        return hash(self._member)
+
+
+def _bytes() -> bytes:
+    """Empty bytes, as protocol 2 pickles them. Takes no size: ``bytes(1 << 30)`` would allocate it."""
+    return b""
+
+
+def _bytearray(text: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(_encode(text, encoding) if isinstance(text, str) else memoryview(text))
+
+
+def _slice(*ends: Any) -> slice:
+    """Only of ints and None: hashing a slice of deeply nested values would overflow the stack."""
+    if not all(each is None or type(each) is int for each in ends):
+        raise ValueError("the ends of a slice are no integers")
+    return slice(*ends)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Bytes, which protocols below 3 pickle as Latin-1 text."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"{encoding} is not how bytes are pickled")
+    return text.encode("latin1")
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name} is no layout")
+    return found
+
+
+def _path_of(name: str) -> Callable[..., PurePath]:
+    """The path class to use here for a checkpoint saved perhaps on another system."""
+    return PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
+
+
+_CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "complex"): complex,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "set"): set,
+    ("builtins", "slice"): _slice,
+    ("_codecs", "encode"): _encode,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    **{("pathlib", pure + name): _path_of(name) for pure in ("", "Pure") for name in ("Path", "PosixPath", "WindowsPath")},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+}
+"""Functions that a pickle may call, by (module, name), for values that have no pickle operation of their own."""
+
+
+def _allowed(module: str, name: str) -> Any:
+    """Of what the user has let in for torch.load too."""
+    for each in torch.serialization.get_safe_globals():
+        allowed, full = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        if full == f"{module}.{name}":
+            return allowed
+    raise _Refused(f"{module}.{name}")
+
+
+def _check(path: Path, loaded: Any) -> None:
+    """Raises CorruptCheckpoint for what is no metadata of files beside it."""
+    if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
+        raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
+    for key, item in loaded.state_dict_metadata.items():
+        if not isinstance(key, str) or not _is_described(item):
+            raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
+    items = loaded.storage_data
+    if not isinstance(items, dict):
+        raise CorruptCheckpoint(path, "it does not say where the items are")
+    if not isinstance(getattr(loaded, "storage_meta", None), StorageMeta | None):
+        raise CorruptCheckpoint(path, "its storage_meta is no StorageMeta")
+    places = [[getattr(info, field, None) for field in ("relative_path", "offset", "length")] for info in items.values()]
+    for index, (name, *numbers) in zip(items, places, strict=True):
+        if not isinstance(name, str) or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise CorruptCheckpoint(path, f"it has no file, offset and length for item {index}")
+    for name in {name for name, *_ in places}:
+        if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+            raise CorruptCheckpoint(path, f"{name!r} in it is no file of the checkpoint's directory")
+
+
+def _is_described(item: Any) -> bool:
+    """Whether it has what a planner looks at: unpickling makes objects that lack any of their fields."""
+    if isinstance(item, BytesStorageMetadata):
+        return True
+    properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
+    return (
+        isinstance(item, TensorStorageMetadata)
+        and isinstance(getattr(properties, "dtype", None), torch.dtype)
+        and _is_shape(size)
+        and isinstance(chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, size) for chunk in chunks)
+    )
+
+
+def _is_within(chunk: ChunkStorageMetadata, size: Any) -> bool:
+    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+    if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)):
+        return False
+    return all(offset + length <= whole for offset, length, whole in zip(offsets, sizes, size, strict=True))
+
+
+def _is_shape(found: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(found, tuple | list) and all(type(each) is int and each >= 0 for each in found)

@@ -1,0 +1,378 @@
+"""What ``torch.distributed.checkpoint`` loads, read at the speed of the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from deepnvme.checkpoint._shared_engine import shared_engine
+from deepnvme.checkpoint.file_version import Version, naming, of_one_version, unless_replaced, version_of
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
+from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, bytes_of
+from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
+from deepnvme.checkpoint.kept_errors import clearing_frames
+from deepnvme.checkpoint.loading import resolve_weights_only
+from deepnvme.checkpoint.reading import in_chunks, scatter
+from deepnvme.engine import Future as Transfer
+from deepnvme.engine import without_python
+from deepnvme.memory.host import give_pages
+from deepnvme.memory.pool import buffer_pool
+from deepnvme.memory.tensor_bytes import memory_of
+
+from .metadata import load_metadata
+from .objects import Damaged, WeightsOnlyPlanner, check_tensor
+from .safetensors import elements_of_safetensors
+
+_COPIED = 64 << 20
+"""Bytes that are read at a time into memory of their own, to be copied from there."""
+_ARCHIVE = b"PK\3\4"
+
+
+class Wanted(NamedTuple):
+    """A part of a tensor, and who asks for it."""
+
+    request: ReadItem
+    elements: Elements
+
+    @property
+    def offset(self) -> int:
+        return self.elements.offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.nbytes
+
+
+class _Item(NamedTuple):
+    """What a rank saved under one name: all of it, or the beginning, which is looked at."""
+
+    offset: int
+    nbytes: int
+    length: int
+    """Of all."""
+    requests: list[ReadItem]
+
+
+class NVMeReader(FileSystemReader):
+    """A ``FileSystemReader`` at the speed of the drive, of what :class:`NVMeWriter` or the stock writer wrote.
+
+    >>> dcp.load(state_dict, storage_reader=NVMeReader(path))
+
+    A part of a tensor that lies in the file as it is to lie in memory, dtype and all, is read straight into place, on the CPU or
+    a CUDA device. Of others the bytes from the first element to the last are read, and copied from. What is no plain tensor, and
+    what was written with extensions, is left to torch.
+
+    ``weights_only``: True accepts, among the items that are no tensors, only those that ``torch.load(weights_only=True)``
+    accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False lets torch's
+    planner unpickle anything, which can run code of the checkpoint's writer. None (the default): True, unless
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. RuntimeError if TORCH_FORCE_WEIGHTS_ONLY_LOAD is set as well.
+
+    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied; for an
+    item that is left to torch also its bytes in the file, which are looked through first. Raises
+    CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
+    UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
+    for a part that a saved tensor does not have; OSError (ESTALE) where another checkpoint was saved over this one meanwhile:
+    some tensors may have its values then. ``dcp.load`` wraps them in a CheckpointException; since torch 2.9 it has an
+    AssertionError with the text in place of what the metadata's reading raised, which :meth:`read_metadata` raises itself.
+    """
+
+    _metadata_read: tuple[Path, Version] | None = None
+    """What was read of the checkpoint's metadata, and which version."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._weights_only = resolve_weights_only(weights_only)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 gives a rank's own, and looks for "kwargs"
+        rank = kwargs.get("rank")
+        file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+
+        def read() -> tuple[Version, Metadata]:
+            return version_of(file), load_metadata(file)
+
+        version, metadata = of_one_version(file, read)
+        self._metadata_read = file, version
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # The files of NVMeWriter are never written to again, but those of torch's are.
+        versions: dict[str | os.PathLike[str], Version] = dict([self._metadata_read] if self._metadata_read else [])
+        for request in plan.items:
+            if request.storage_index not in self.storage_data:
+                file = self._metadata_read[0] if self._metadata_read else Path(self.path)
+                raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
+        for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
+            with contextlib.suppress(FileNotFoundError):  # told by whoever opens it
+                versions[Path(self.path) / name] = version_of(Path(self.path) / name)
+        guarded = cast(LoadPlanner, WeightsOnlyPlanner(planner)) if self._weights_only else planner
+        with unless_replaced(versions, "the checkpoint"):
+            self._read_items(plan, guarded)
+        return done()
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[str, list[ReadItem]] = {}
+        others = []
+        for request in plan.items:
+            info = self.storage_data[request.storage_index]
+            if getattr(info, "transform_descriptors", None):  # torch 2.7
+                others.append(request)
+            else:
+                by_file.setdefault(info.relative_path, []).append(request)
+        for name, requests in by_file.items():
+            path = Path(self.path) / name
+            with naming(path), opened(path, requests[0]) as file:
+                others += self._read(file, path, requests, planner)
+        for request in others:
+            path = Path(self.path) / self.storage_data[request.storage_index].relative_path
+            watched = _Watched(planner)
+            try:
+                with _naming_item(path, request):
+                    self._check_before_torch(path, request)
+                    super().read_data(dataclasses.replace(plan, items=[request]), cast(LoadPlanner, watched))
+            except Exception as error:
+                if not is_damage(error) or (watched.used and not isinstance(error, (AssertionError, RuntimeError))):
+                    raise
+                raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
+
+    def _check_before_torch(self, path: Path, request: ReadItem) -> None:
+        """Of a tensor that is not stored in a plain way; what was written with extensions cannot be looked at."""
+        info = self.storage_data[request.storage_index]
+        if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
+            with opened(path, request) as file:
+                file.seek(info.offset)
+                check_tensor(io.BytesIO(file.read(info.length)))
+
+    @clearing_frames
+    def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
+        """Serve those of one file. Returns those that are for torch."""
+        others: list[ReadItem] = []
+        wanted: list[Wanted] = []
+        known = KnownArchives()
+        tables: dict[int, dict[str, Elements]] = {}
+        engine, pool = shared_engine(), buffer_pool()
+        items = self._items(path, os.fstat(file.fileno()).st_size, requests)
+        with engine.open(os.fspath(path), "r") as source:
+            for run, chunk, begin in in_chunks(items, source, engine, pool):
+                inside: list[Wanted] = []
+                for item in run:
+                    request = item.requests[0]
+                    head = memory_of(chunk, item.offset - begin, item.nbytes)
+                    if request.type == LoadItemType.BYTE_IO:
+                        if item.nbytes < item.length:
+                            file.seek(item.offset)
+                            head = memoryview(file.read(item.length))
+                        with _naming_item(path, request):
+                            planner.load_bytes(request, io.BytesIO(head))
+                        continue
+                    elements = known.elements(file, head, item.offset, item.length)
+                    whole = item.nbytes == item.length
+                    if elements is None and head[:4] != _ARCHIVE:
+                        elements = _in_safetensors(path, item, tables)
+                        whole = False
+                    if elements is None:
+                        others += item.requests
+                        continue
+                    parts = [Wanted(each, part(elements, each)) for each in item.requests]
+                    (inside if whole else wanted).extend(parts)
+                _place(inside, chunk, begin, planner)
+        fill(path, wanted, planner)
+        return others
+
+    def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
+        """Raises CorruptCheckpoint for what is not wholly in the file."""
+        items: dict[object, _Item] = {}
+        for request in requests:
+            item = items.get(request.storage_index)
+            if item is not None:
+                item.requests.append(request)
+                continue
+            info = self.storage_data[request.storage_index]
+            offset, length = info.offset, info.length
+            if offset + length > size:
+                raise _cut_off(path, request, offset, length, size)
+            items[request.storage_index] = _Item(offset, length if length < DIRECT_FROM else HEAD, length, [request])
+        return list(items.values())
+
+
+@clearing_frames
+def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
+    """Read the parts of tensors that lie in the file into the tensors that the planner has for them. Blocks. Raises
+    CorruptCheckpoint for what is not wholly in the file; the first OSError when all has ended."""
+    engine = shared_engine()
+    start = without_python(engine.read)
+    pending: list[tuple[Transfer, Wanted, torch.Tensor, torch.Tensor | None]] = []
+    to_copy = 0
+
+    def end() -> None:
+        while pending:
+            transfer, each, target, buffer = pending[0]
+            transfer.result()
+            pending.pop(0)
+            if buffer is not None:
+                _copy(buffer, each.elements, target)
+            planner.commit_tensor(each.request, target)
+
+    with engine.open(os.fspath(path), "r") as source:
+        size = source.size()
+        for each in wanted:
+            if not each.nbytes:  # which may stand past the end
+                planner.commit_tensor(each.request, _target(each, planner))
+            elif each.offset + each.nbytes > size:
+                raise _cut_off(path, each.request, each.offset, each.nbytes, size)
+        small = [each for each in wanted if 0 < each.nbytes < DIRECT_FROM]
+        for run, chunk, begin in in_chunks(small, source, engine, buffer_pool()):
+            _place(run, chunk, begin, planner)
+        try:
+            for each in wanted:
+                if each.nbytes < DIRECT_FROM:
+                    continue
+                target = _target(each, planner)
+                buffer = None
+                if not _straight(each.elements, target):
+                    if to_copy + each.nbytes > _COPIED:
+                        end()
+                        to_copy = 0
+                    to_copy += each.nbytes
+                    buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
+                into = bytes_of(target) if buffer is None else buffer
+                if into.device.type == "cpu":
+                    give_pages(into.data_ptr(), into.nbytes)  # while the drive reads those before
+                # In one call, in which Ctrl-C cannot come between the start of the read and the note of it.
+                pending.extend(zip(map(start, [into], [source], [each.offset]), [each], [target], [buffer], strict=True))
+            end()
+        finally:
+            for transfer, *_ in pending:
+                transfer.exception()  # nothing may be read into the state any more
+
+
+@contextlib.contextmanager
+def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
+    """The file, to look into. Raises OSError naming the item too."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
+    with file:
+        yield file
+
+
+class _Watched:
+    """A planner, and whether it was asked for anything: by then torch has made a tensor of the item's bytes.
+
+    All that can be wrong with that is its size, or that it cannot be copied.
+    """
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self.used = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(self._planner, name)
+
+
+@contextlib.contextmanager
+def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
+    """Errors of unpickling an item name the file and the item."""
+    try:
+        yield
+    except Damaged as error:
+        raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
+    except pickle.UnpicklingError as error:  # damaged as well, or refused
+        raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
+
+
+def done() -> Future[None]:
+    """Return an already completed future."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
+    """From a chunk of the file, which begins there."""
+    targets = [_target(each, planner) for each in wanted]
+    straight = []
+    addresses = []
+    for each, target in zip(wanted, targets, strict=True):
+        if target.device.type == "cpu" and _straight(each.elements, target):
+            straight.append(each)
+            addresses.append(target.data_ptr())
+        else:
+            buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # at an address that any dtype can have
+            _copy(buffer, each.elements, target)
+    scatter(addresses, straight, chunk, begin)
+    for each, target in zip(wanted, targets, strict=True):
+        planner.commit_tensor(each.request, target)
+
+
+def part(elements: Elements, request: ReadItem) -> Elements:
+    """Of a tensor, what is asked for. Raises ValueError naming the item."""
+    try:
+        return elements.narrow(request.storage_offsets, request.lengths)
+    except ValueError as error:
+        raise ValueError(f"item {_name(request)}: {error}") from error
+
+
+def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
+    target = planner.resolve_tensor(wanted.request).detach()
+    if target.shape != wanted.elements.shape:
+        raise ValueError(
+            f"item {_name(wanted.request)}: {list(wanted.elements.shape)} elements are for a tensor of {list(target.shape)}"
+        )
+    return target
+
+
+def _straight(elements: Elements, target: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of the target."""
+    return (
+        type(target) is torch.Tensor
+        and target.dtype == elements.dtype
+        and target.device.type in ("cpu", "cuda")
+        and elements.contiguous
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> None:
+    if elements.nbytes:
+        target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
+
+
+def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
+    """The tensor of an item that lies in a safetensors file within this one."""
+    name = item.requests[0].storage_index.fqn
+    try:
+        if item.offset not in tables:
+            tables[item.offset] = elements_of_safetensors(path, item.offset)
+        return tables[item.offset][name]
+    except (CorruptCheckpoint, KeyError) as error:
+        why = f"item {name!r}: neither an archive nor a safetensors file with it begins at byte {item.offset}"
+        raise CorruptCheckpoint(path, f"{why} ({error})") from error
+
+
+def _cut_off(path: Path, request: ReadItem, offset: int, nbytes: int, size: int) -> CorruptCheckpoint:
+    found = max(0, size - offset)
+    why = f"item {_name(request)} is cut off: expected {nbytes} bytes from byte {offset} on, found {found}; the file has {size}"
+    return CorruptCheckpoint(path, why)
+
+
+def _name(request: ReadItem) -> str:
+    index = request.storage_index
+    return repr(index.fqn) if index.offset is None else f"{index.fqn!r} at {list(index.offset)}"

@@ -1,0 +1,243 @@
+"""What ``torch.distributed.checkpoint`` saves, written at the speed of the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from deepnvme._interrupts import held_back
+from deepnvme.checkpoint._shared_engine import shared_engine
+from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, FileImage
+from deepnvme.checkpoint.formats.tensor_archive import flat, frame, memory_of_item
+from deepnvme.checkpoint.latch import Latch
+from deepnvme.checkpoint.publication import Publication, remove_leftovers, sync_directory
+from deepnvme.checkpoint.writing import write
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.pool import buffer_pool
+
+from .safetensors import add_safetensors
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_TAG = 8
+"""Digits of a save's id in the names of files that are written beside those of an earlier checkpoint."""
+_NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
+_LONGEST_NAME = 255
+_BLOCK = 4 << 20
+"""Bytes of metadata that are looked through at a time."""
+
+
+class PlannedFile(NamedTuple):
+    """What one rank writes into one file."""
+
+    name: str
+    items: Sequence[WriteItem]
+
+
+class NVMeWriter(FileSystemWriter):
+    """A ``FileSystemWriter`` at the speed of the drive, with its arguments and its files: the stock reader reads them.
+
+    >>> dcp.save(state_dict, storage_writer=NVMeWriter(path))
+
+    The checkpoint is there when its metadata is, whole, or an earlier one in the same directory still is: at any error, kill or
+    power cut (without ``sync_files``: not at a power cut). For that, the files of an earlier one stay until the new metadata
+    has its name: there must be room for both.
+
+    ``thread_count`` files for each rank, each written by a thread, as with torch; one is enough for most drives. With
+    ``_extensions`` torch itself writes the files.
+
+    Memory beyond the state: for each thread 16 MiB leased from the process's pool, and copies of tensors with gaps in their
+    memory. Raises OSError naming the file, ENOSPC before a byte of it is written, which ``dcp.save`` wraps in a
+    CheckpointException.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if getattr(getattr(self, "transforms", None), "extensions", ()):  # torch 2.7
+            return super().write_data(plan, planner)
+        if self.single_file_per_rank:
+            buckets = _split_by_size_and_type(self.thread_count, plan.items)
+        else:
+            buckets = [[item] for item in plan.items]
+        ending = f".{self.save_id[:_TAG]}{DEFAULT_SUFFIX}" if self._metadata_file().exists() else DEFAULT_SUFFIX
+        prefix = plan.storage_data.prefix
+        files = [PlannedFile(f"{prefix}{number}{ending}", items) for number, items in enumerate(buckets) if items]
+        return write_files(self, planner, files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.8
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta()
+        file = self._metadata_file()
+        now = {info.relative_path for info in metadata.storage_data.values()}
+        needless = self._files_before(file) - now
+        image = FileImage()
+        image.add_text(pickle.dumps(metadata))
+        # Behind the pickle, where who unpickles does not look: if this is ended before they are gone, the next save finds them.
+        image.add_text("\n".join(sorted(needless)).encode())
+        _publish(image, file, fsync=self.sync_files, one_of_many=False)
+        for name in needless:
+            with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
+                (Path(self.path) / name).unlink()
+
+    def _metadata_file(self) -> Path:
+        """That of all ranks, or this rank's own."""
+        rank = getattr(self, "rank", None)  # torch 2.9, as the other
+        return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
+
+    def _files_before(self, metadata_file: Path) -> set[str]:
+        """Files of the checkpoint that is written over, and of attempts to that came to nothing.
+
+        What is there is not unpickled, since anybody may have put it there: the checkpoint's are those of the directory that have
+        the name of one, and whose names are among the bytes of its metadata."""
+        mine = "__" if metadata_file.name == ".metadata" else f"__{self.rank}_"
+        found = [_NAME.fullmatch(entry.name) for entry in Path(self.path).iterdir() if entry.name.startswith(mine)]
+        tagged = {name[0] for name in found if name is not None and name["tag"]}
+        untagged = {name[0] for name in found if name is not None and not name["tag"]}
+        return tagged | _named_in(metadata_file, untagged)
+
+
+def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile]) -> Future[list[WriteResult]]:
+    """Write the files of one rank, published one by one, into the directory of the writer. Blocks. Raises the first error."""
+    directory = Path(writer.path)
+    safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # torch 2.7
+
+    def write_one(file: PlannedFile) -> list[WriteResult]:
+        image, written = _image(file, planner, safetensors)
+        _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
+        return written
+
+    written: list[list[WriteResult]] = []
+    if files:
+        remove_leftovers(directory)
+        written = _in_threads(write_one, files, writer.thread_count)
+        if writer.sync_files:
+            sync_directory(directory)
+    done: Future[list[WriteResult]] = Future()
+    done.set_result([result for results in written for result in results])
+    return done
+
+
+def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """The results, with so many threads at it, of which this is one. Blocks. Raises the first error, or Ctrl-C, when all have
+    ended: what they publish later could take the place of another save's. No item is begun after an error."""
+    # Unlike those of concurrent.futures, these leave no lock taken when Ctrl-C comes to this one: see Latch.
+    left = deque(enumerate(items))
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    ends: list[Latch] = []
+
+    def work() -> None:
+        while left and not errors:
+            with contextlib.suppress(IndexError):  # another has taken the last one
+                number, item = left.popleft()
+                try:
+                    results[number] = function(item)
+                except BaseException as error:
+                    errors[number] = error
+
+    def help_out(end: Latch) -> None:
+        try:
+            work()
+        finally:
+            end.set()
+
+    try:
+        while len(ends) < min(threads, len(items)) - 1:
+            end = Latch()
+            with held_back():  # or a thread could be left in the midst of its beginning
+                threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
+                ends.append(end)
+        work()
+        for end in ends:
+            end.wait()
+    except BaseException:
+        left.clear()
+        for end in ends:
+            end.wait()
+        raise
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(items))]
+
+
+def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
+    """As torch lays it out: objects, then tensors."""
+    image = FileImage()
+    results = []
+
+    def wrote(item: WriteItem, begin: int, nbytes: int) -> None:
+        results.append(WriteResult(item.index, nbytes, _StorageInfo(file.name, begin, nbytes)))
+
+    tensors: list[tuple[WriteItem, torch.Tensor]] = []
+    for item in file.items:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            tensors.append((item, data))
+        else:
+            begin = image.nbytes
+            image.add_text(data.getvalue())
+            wrote(item, begin, image.nbytes - begin)
+    if safetensors and tensors:
+        begin = image.nbytes
+        add_safetensors(image, tensors)
+        for item, tensor in tensors:
+            wrote(item, begin, tensor.nbytes)
+    else:
+        for item, tensor in tensors:
+            begin, nbytes = _add(image, tensor)
+            wrote(item, begin, nbytes)
+    return image, results
+
+
+def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
+    """What torch.save writes of the tensor. Where it begins, and its length."""
+    memory = memory_of_item(tensor)
+    if memory is None:
+        stream = io.BytesIO()
+        torch.save(tensor.detach().cpu(), stream)
+        begin = image.nbytes
+        image.add_text(stream.getvalue())
+        return begin, image.nbytes - begin
+    around = frame(memory.dtype, memory.shape, memory.stride())
+    if memory.nbytes >= DIRECT_FROM:
+        image.add_padding(-(image.nbytes + len(around.head)) % PAGE)  # direct I/O needs no copy of memory that is aligned as well
+    begin = image.nbytes
+    image.add_text(around.head)
+    image.add(flat(memory))
+    image.add_text(around.tail)
+    return begin, image.nbytes - begin
+
+
+def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) -> None:
+    engine = shared_engine()
+    with Publication(path, image.nbytes, engine, fsync=fsync, one_of_many=one_of_many) as new:
+        write(image, new.file, engine, buffer_pool())
+        new.publish()
+
+
+def _named_in(file: Path, names: set[str]) -> set[str]:
+    """Those that are among the bytes of the file. None if it cannot be read: what is not known to be nobody's stays."""
+    named: set[str] = set()
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        end = b""
+        while names - named and (block := stream.read(_BLOCK)):
+            named |= {name for name in names - named if name.encode() in end + block}
+            end = block[-_LONGEST_NAME:]
+    return named

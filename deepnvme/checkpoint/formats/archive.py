@@ -1,0 +1,97 @@
+"""The image of a .pt file: the archive that ``torch.save`` makes, with each storage on a page of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+import zlib
+from array import array
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepnvme.checkpoint.sharding import Across, Sharded
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.tensor_bytes import memory_of
+
+from .file_image import FileImage, Source, bytes_of
+from .pickled import pickled
+from .zip_layout import ZipLayout, lay_out
+
+_CRC_CHUNK = 16 << 20
+
+
+def archive(
+    obj: object,
+    pickle_module: ModuleType,
+    protocol: int,
+    checksum: bool,
+    alignment: int = PAGE,
+    across: Across | None = None,
+) -> FileImage:
+    """Of any object that pickles. ``checksum``: the CRC-32 of each storage, 0.4 s of one core for each GB; 0 stands there
+    otherwise. ``alignment``: bytes of which each storage begins at a multiple. ``across``: what this rank has of the archive of
+    an object with DTensors. Raises what pickling raises."""
+    stream, storages = pickled(obj, pickle_module, protocol, across)
+    if checksum and any(isinstance(storage, Sharded) for storage in storages):
+        raise ValueError("the checksum of a DTensor cannot be had from its shards: save without checksum")
+    sizes = array("Q", [storage.nbytes() for storage in storages])
+    before = {
+        "data.pkl": stream,
+        ".format_version": b"1",
+        ".storage_alignment": str(alignment).encode(),
+        "byteorder": sys.byteorder.encode(),
+    }
+    after = {"version": b"3\n", ".data/serialization_id": _identity(stream, sizes)}
+    names = [f"archive/{name}" for name in before]
+    names += [f"archive/data/{key}" for key in range(len(storages))]
+    names += [f"archive/{name}" for name in after]
+    nbytes = array("Q", [*map(len, before.values()), *sizes, *map(len, after.values())])
+    crcs = array("Q", map(zlib.crc32, before.values()))
+    crcs.extend(map(crc32_of, storages) if checksum else bytes(len(storages)))
+    crcs.extend(map(zlib.crc32, after.values()))
+    return _image(lay_out(names, nbytes, crcs, alignment), [*before.values(), *storages, *after.values()])
+
+
+def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Sharded]) -> FileImage:
+    """Of an archive with these records."""
+    image, at = FileImage(), 0
+    first = 0
+    for kind, run in itertools.groupby(contents, type):
+        data: list[Any] = list(run)
+        headers, paddings = (column[first : first + len(data)] for column in (layout.headers, layout.paddings))
+        if kind is bytes or kind is Sharded:
+            for header, padding, content in zip(headers, paddings, data, strict=True):
+                image.add_text(layout.text[at : at + header])
+                image.add_padding(padding)
+                if kind is bytes:
+                    image.add_text(content)
+                else:
+                    image.add_part(content.local, content.offsets, content.lengths, content.nbytes())
+                at += header
+        else:
+            text = layout.text[at : at + sum(headers)]
+            image.add_each(data, text, headers, paddings)
+            at += len(text)
+        first += len(data)
+    image.add_text(layout.text[at:])
+    return image
+
+
+def crc32_of(source: Source) -> int:
+    """Of the bytes of a contiguous tensor or a storage, wherever they are. Blocks."""
+    data = bytes_of(source)
+    crc = 0
+    for begin in range(0, data.numel(), _CRC_CHUNK):
+        part = data[begin : begin + _CRC_CHUNK].cpu()
+        crc = zlib.crc32(memory_of(part), crc)
+    return crc
+
+
+def _identity(stream: bytes, sizes: array[int]) -> bytes:
+    """40 digits, as torch's: the same for the same structure."""
+    digest = hashlib.sha256(stream)
+    digest.update(sizes)
+    return str(int.from_bytes(digest.digest(), "big"))[:40].zfill(40).encode()

@@ -1,0 +1,234 @@
+"""The archive that ``torch.save`` makes of one tensor, as distributed checkpoints hold it: made by the thousand, and looked
+through without unpickling it.
+
+Of tensors of one dtype and shape all archives are the same, but for the bytes of their storages: a frame is made, and one is
+looked through, once for each shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from deepnvme.memory.tensor_bytes import memory_of
+
+from .archive import archive
+from .pickle_scan import why_wasteful
+from .pickled import is_plain
+from .zip_directory import BadDirectory, Entry, data_of, parse
+from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
+
+_ALIGNMENT = 64
+"""Of records, as torch has it by default: a small tensor is not to take pages. A large one is made to begin on a page by where
+its archive begins."""
+
+
+class Frame(NamedTuple):
+    """What stands before and after the bytes of a tensor."""
+
+    head: bytes
+    tail: bytes
+
+
+def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor equal to this one and with its strides, whose elements fill its memory without a gap; a view if it can be.
+    None for one that is more than its elements, such as a quantized one."""
+    tensor = tensor.detach()
+    if tensor.device.type not in ("cpu", "cuda"):
+        tensor = tensor.cpu()
+    if type(tensor) is not torch.Tensor or not is_plain(tensor):
+        return None
+    if tensor.is_contiguous() or _span(tensor.shape, tensor.stride()) == tensor.numel():
+        return tensor
+    return tensor.clone()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that fills its memory, in the order of that. A view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@functools.lru_cache(maxsize=4096)
+def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Frame:
+    """Of the archive of a tensor that fills its memory."""
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # of large ones no page is touched
+    storage = like.untyped_storage()
+    image = archive(like, pickle, 2, False, _ALIGNMENT)
+    begin = end = image.nbytes
+    if storage.nbytes():
+        begin = image.begin_of(storage)
+        end = begin + storage.nbytes()
+    texts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (begin, image.nbytes - end)]
+    for text, (first, last) in zip(texts, ((0, begin), (end, image.nbytes)), strict=True):
+        if first < last:
+            image.copy(first, last, text)
+    return Frame(*(memory_of(text).tobytes() for text in texts))
+
+
+class Elements(NamedTuple):
+    """Where the elements of a tensor, or of a part of one, lie in a file."""
+
+    offset: int
+    """Bytes, of the first."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """From the first element to the last: all that has to be read."""
+        return _span(self.shape, self.stride) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    def narrow(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Elements:
+        """The part of ``lengths`` from ``offsets`` on. ValueError if it is not within."""
+        if len(offsets) != len(self.shape) or any(
+            offset < 0 or offset + length > size for offset, length, size in zip(offsets, lengths, self.shape, strict=True)
+        ):
+            raise ValueError(f"{list(lengths)} elements from {list(offsets)} on are wanted of a tensor of {list(self.shape)}")
+        first = sum(offset * stride for offset, stride in zip(offsets, self.stride, strict=True))
+        return Elements(self.offset + first * self.dtype.itemsize, self.dtype, tuple(lengths), self.stride)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements, of a tensor whose last dimension is dense."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+HEAD = 4 << 10
+"""Bytes of an archive's beginning by which it is known again: they have the pickle."""
+_LONG_HEAD = 64 << 10
+"""With what stands before the storage, where records are page-aligned."""
+_TAIL = 4 << 10
+"""Bytes at the end with the archive's directory."""
+
+
+class KnownArchives:
+    """Those that were looked through, by their lengths."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[bytes, Elements]]] = {}
+
+    def elements(self, file: BinaryIO, head: memoryview, offset: int, length: int) -> Elements | None:
+        """Where the tensor of the archive of ``length`` bytes at ``offset`` lies in the file; None for anything but the archive
+        of a plain tensor, stored as it is. ``head``: the first of its bytes, HEAD or all of them. Blocks to look through one of
+        an unknown kind. Raises OSError."""
+        for known, elements in self._known.get(length, ()):
+            if head[: len(known)] == known:
+                return elements._replace(offset=elements.offset + offset)
+        file.seek(offset)
+        beginning = file.read(min(length, _LONG_HEAD))
+        file.seek(offset + max(0, length - _TAIL))
+        found = _look_through(beginning, file.read(min(length, _TAIL)), length)
+        if found is not None:
+            self._known.setdefault(length, []).append((beginning[: min(found.offset, HEAD)], found))
+            found = found._replace(offset=found.offset + offset)
+        return found
+
+
+def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None:
+    """Offsets from the archive's first byte."""
+    try:
+        records = _records(tail, length)
+        stream = records["data.pkl"]
+        begin = _data_of(beginning, stream)
+        text = beginning[begin : begin + stream.nbytes]
+        if not stream.stored or why_wasteful(text) is not None:
+            return None
+        found = _Described(io.BytesIO(text)).load()
+        if type(found) is not _Tensor or found.first:
+            return None
+        storage = records[f"data/{found.storage.key}"]
+        begin = _data_of(beginning, storage)
+    except (pickle.UnpicklingError, struct.error, LookupError, ValueError, TypeError, AttributeError, EOFError):
+        return None
+    elements = Elements(begin, found.dtype, found.shape, found.stride)
+    whole = storage.stored and begin + found.storage.nbytes <= length
+    return elements if whole and elements.nbytes <= found.storage.nbytes else None
+
+
+def _records(tail: bytes, length: int) -> dict[str, Entry]:
+    """By their names, without the folder that all of them are in."""
+    at = len(tail) - END.size
+    signature, _, _, _, count, nbytes, _, comment = END.unpack_from(tail, at)
+    if signature != b"PK\5\6" or comment:
+        raise BadDirectory("the directory at its end is missing")
+    if tail[at - LOCATOR_64.size : at].startswith(b"PK\6\7"):
+        at -= LOCATOR_64.size + END_64.size
+    return {entry.name.partition("/")[2]: entry for entry in parse(tail[at - nbytes : at], count, length)}
+
+
+def _data_of(beginning: bytes, record: Entry) -> int:
+    return data_of(beginning[record.header : record.header + LOCAL_HEADER.size], record.header)
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: torch.dtype
+    nbytes: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    dtype: torch.dtype
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _typed(storage: _Storage, first: int, shape: Any, stride: Any, requires_grad: bool, hooks: Any) -> _Tensor:
+    return _Tensor(storage, storage.dtype, first, tuple(shape), tuple(stride))
+
+
+def _untyped(storage: _Storage, first: int, shape: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any) -> _Tensor:
+    return _Tensor(storage, dtype, first, tuple(shape), tuple(stride))
+
+
+class _Described(pickle.Unpickler):
+    """Makes no tensor of a tensor's pickle, but a description. Anything else raises UnpicklingError or TypeError."""
+
+    _NAMES = {  # noqa: RUF012
+        ("torch._utils", "_rebuild_tensor_v2"): _typed,
+        ("torch._utils", "_rebuild_tensor_v3"): _untyped,
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        ("collections", "OrderedDict"): OrderedDict,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = self._NAMES.get((module, name))
+        if known is not None:
+            return known
+        found = getattr(torch, name, None) if module == "torch" else None
+        dtype = found if isinstance(found, torch.dtype) else getattr(found, "_dtype", None)  # without, a warning comes with it
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return dtype
+
+    def persistent_load(self, saved: Any) -> _Storage:
+        _, dtype, key, _, numel = saved
+        return _Storage(key, dtype, numel * dtype.itemsize)

@@ -1,0 +1,143 @@
+"""Tensors that are done with for now, gradients above all, copied and written behind the program's back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .aio_config import round_up
+from .environment import Timers
+from .swap_buffers import SwapBuffer
+
+if TYPE_CHECKING:
+    import torch
+
+ASYNC_SWAPPER_WAIT_TIMER = "async_swap_gradient_wait"
+
+
+class AsyncTensorSwapper:
+    """Copies tensors into pinned buffers and writes those as they fill up.
+
+    ``aio_handle`` has nothing else to do from :meth:`add_buffers` to :meth:`release_buffers`. ``numel_alignment``: elements that
+    files' lengths are rounded up to. ``timers``: DeepSpeed's, or None.
+
+    What could not be written stays in its buffers: whatever waits for it raises OSError with the path, and the next call tries
+    it again. Contract: DeepSpeed 0.19, ``runtime/swap_tensor/async_swapper.py``; a tensor larger than any buffer, which that
+    refuses, goes out in parts. Not thread-safe.
+    """
+
+    def __init__(self, aio_handle: Any, numel_alignment: int, timers: Callable[[str], Any] | None) -> None:
+        self.aio_handle = aio_handle
+        self.numel_alignment = numel_alignment
+        self.timers = timers
+        self.dtype: torch.dtype | None = None
+        self.max_numel = 0
+        self.num_elements_swapped = 0
+        self._timers = Timers(timers)
+        self._buffers: list[SwapBuffer] = []
+        self._free: list[SwapBuffer] = []
+        self._current: SwapBuffer | None = None
+        self._full: list[SwapBuffer] = []  # to be written, or again after an error
+        self._writing: list[SwapBuffer] = []
+
+    def has_buffers(self) -> bool:
+        """Whether it has been given any."""
+        return bool(self._buffers)
+
+    def add_buffers(self, buffer_list: Sequence[torch.Tensor]) -> None:
+        """Lend it pinned buffers of one dimension and dtype. Raises ValueError for others, or if it still has some."""
+        if self._buffers:
+            raise ValueError(f"the swapper has {len(self._buffers)} buffers already: release_buffers first")
+        dtypes = {buffer.dtype for buffer in buffer_list}
+        if len(dtypes) != 1 or not all(self.aio_handle.is_pinned(buffer) for buffer in buffer_list):
+            raise ValueError(f"buffers must be pinned by the handle and of one dtype, got {len(buffer_list)} of {dtypes}")
+        largest = max(buffer.numel() for buffer in buffer_list)
+        if largest < self.numel_alignment:
+            raise ValueError(f"a buffer must have at least numel_alignment = {self.numel_alignment} elements, got {largest}")
+        self.dtype = dtypes.pop()
+        self.max_numel = largest
+        # the largest is taken first, so that there is one for every tensor
+        self._buffers = sorted((SwapBuffer(buffer) for buffer in buffer_list), key=lambda buffer: buffer.buffer.numel())
+        self._free = list(self._buffers)
+        self._timers.names.clear()
+
+    def get_timer_names(self) -> list[str]:
+        return list(self._timers.names)
+
+    def release_buffers(self) -> list[torch.Tensor]:
+        """Wait until all is written, and give the buffers back. Raises OSError, and then keeps them: call it again."""
+        self._write_all()
+        buffers = [buffer.buffer for buffer in self._buffers]
+        self._buffers, self._free = [], []
+        self.num_elements_swapped = 0
+        self.dtype = None
+        return buffers
+
+    def swap_out_tensors(self, tensor_list: Iterable[torch.Tensor], path_list: Iterable[str]) -> None:
+        """Write each tensor, of any shape, to its file, converted to the buffers' dtype. Copied when this returns.
+
+        Blocks only while all buffers are being written. Raises OSError for a write, this one or an earlier one, that failed:
+        a tensor before the one that it happened at is not lost, that one and those after it were not taken.
+        """
+        for tensor, path in zip(tensor_list, path_list, strict=True):
+            self._swap_out(tensor, path)
+
+    def _swap_out(self, tensor: torch.Tensor, path: str) -> None:
+        if not self._buffers:
+            raise ValueError("the swapper has no buffers: add_buffers first")
+        flat = tensor.detach().reshape(-1)
+        most = self.max_numel // self.numel_alignment * self.numel_alignment
+        for start in range(0, max(flat.numel(), 1), most):
+            part = flat[start : start + most]
+            aligned = round_up(part.numel(), self.numel_alignment)
+            buffer = self._with_room(aligned)
+            buffer.insert_tensor(part, path, aligned, file_offset=start * buffer.buffer.element_size())
+
+    def _with_room(self, numel: int) -> SwapBuffer:
+        """A buffer with room for so many elements, the current one from then on."""
+        if self._current is None or not self._current.has_space(numel):
+            self._send()
+            if not any(buffer.has_space(numel) for buffer in self._free):
+                self._write_all()
+            index = next(index for index in reversed(range(len(self._free))) if self._free[index].has_space(numel))
+            self._current = self._free.pop(index)
+        return self._current
+
+    def _send(self) -> None:
+        """Start writing what is filled."""
+        if self._current is not None:
+            self._full.append(self._current)
+            self._current = None
+        while self._full:
+            self._writing.append(self._full.pop(0))
+            try:
+                self._writing[-1].start_writing(self.aio_handle)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.aio_handle.wait()
+                self._keep()
+                raise
+
+    def _write_all(self) -> None:
+        self._send()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for what is under way."""
+        with self._timers.measure(ASYNC_SWAPPER_WAIT_TIMER):
+            try:
+                self.aio_handle.wait()
+            except BaseException:
+                self._keep()
+                raise
+        for buffer in self._writing:
+            self.num_elements_swapped += buffer.get_num_elem()
+            buffer.reset()
+        self._free = sorted(self._free + self._writing, key=lambda buffer: buffer.buffer.numel())
+        self._writing = []
+
+    def _keep(self) -> None:
+        """Have all that was under way written again: the handle does not say what of it failed."""
+        self._full = self._writing + self._full
+        self._writing = []

@@ -1,0 +1,368 @@
+"""ZeRO stage 3's partitions of parameters on a drive: fetched before a layer is gathered, dropped or written after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepnvme.memory.growable import lease_more
+from deepnvme.memory.pool import Lease, OutOfBuffers, buffer_pool
+
+from .aio_config import (
+    AIO_ALIGNED_BYTES,
+    AIO_INTRA_OP_PARALLELISM,
+    AIO_USE_GDS,
+    handle_arguments,
+    min_swappable_bytes,
+    numel_alignment,
+    round_up,
+)
+from .environment import describe, rank
+from .partitioned_param_status import PartitionedParamStatus
+from .swap_buffers import SwapBufferPool, swap_in_tensors, swap_out_tensors
+
+AVAILABLE, NOT_AVAILABLE, INFLIGHT = PartitionedParamStatus
+
+
+class AsyncPartitionedParameterSwapper:
+    """Reads and writes the partitions of parameters, each a file, by way of pinned buffers.
+
+    A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, with ``ds_numel`` and ``status``; that is a scalar
+    placeholder while it is not in memory.
+
+    ``ds_config``: has ``zero_config.offload_param`` (``nvme_path``, ``buffer_count``, ``buffer_size`` in elements) and
+    ``aio_config``, the ``aio`` block with all keys. ``model_dtype``: of the partitions. The folder
+    ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied.
+
+    When all buffers are taken, reading waits for the writes under way, whose buffers come free, and then takes more from
+    ``deepnvme.swap.buffer_pool()``; OutOfBuffers says what to set where that has none. Errors are OSError with the path, and
+    leave the parameters concerned as they were before: a partition that could not be written stays in its buffer, one that could
+    not be read is not available; the call can be repeated.
+
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_param_swapper.py``. Not thread-safe.
+    """
+
+    def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
+        self.dtype = model_dtype
+        self.swap_config = ds_config.zero_config.offload_param
+        self.aio_config = ds_config.aio_config
+        self.use_gds = bool(self.aio_config[AIO_USE_GDS])
+        self.swap_element_size = model_dtype.itemsize
+        self.min_aio_bytes = min_swappable_bytes(self.aio_config)
+        self.aligned_bytes = AIO_ALIGNED_BYTES * int(self.aio_config[AIO_INTRA_OP_PARALLELISM])
+        self.numel_alignment = numel_alignment(self.aio_config, self.swap_element_size)
+        self.elements_per_buffer = int(self.swap_config.buffer_size)
+        self.aligned_elements_per_buffer = round_up(self.elements_per_buffer, self.numel_alignment)
+        self.param_buffer_count = int(self.swap_config.buffer_count)
+        self.swap_folder = os.path.join(
+            self.swap_config.nvme_path, "zero_stage_3", f"{str(model_dtype).split('.')[1]}params", f"rank{rank()}"
+        )
+        shutil.rmtree(self.swap_folder, ignore_errors=True)
+        os.makedirs(self.swap_folder, exist_ok=True)
+        self.aio_read_handle, self.aio_write_handle = self._handle(), self._handle()
+        self.buffers = self._pinned(self.aligned_elements_per_buffer * self.param_buffer_count)
+
+        self.id_to_path: dict[Any, str] = {}
+        self.param_id_to_numel: dict[Any, int] = {}
+        self.param_id_to_buffer_id: dict[Any, int] = {}
+        self.param_id_to_swap_buffer: dict[Any, torch.Tensor] = {}
+        self.available_buffer_ids = list(range(self.param_buffer_count))
+        self.reserved_buffer_ids: list[int] = []
+        self.available_params: set[Any] = set()
+        self.available_numel = 0
+        self.inflight_params: list[Any] = []
+        self.inflight_swap_in_buffers: list[torch.Tensor] = []
+        self.inflight_numel = 0
+        self.swap_out_params: list[Any] = []
+        self.partitioned_swap_buffer: torch.Tensor | None = None
+        self.partitioned_swap_pool: SwapBufferPool | None = None
+        self.invalid_buffer = torch.tensor(1, device="cpu").half()
+        self._leases: dict[Any, Lease] = {}  # by parameter, beyond the buffers
+        describe(self, exclude=("aio_read_handle", "aio_write_handle", "buffers"))
+
+    @property
+    def pending_reads(self) -> int:
+        """Reads that :meth:`synchronize_reads` waits for."""
+        return len(self.inflight_params)
+
+    @property
+    def pending_writes(self) -> int:
+        """Writes that :meth:`synchronize_writes` waits for."""
+        return len(self.swap_out_params)
+
+    def available_swap_in_buffers(self) -> int:
+        """Of the configured buffers, those that are free."""
+        return len(self.available_buffer_ids)
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Whether a parameter's partition, or one of ``numel`` elements, is large enough to be swapped."""
+        if (param is None) == (numel is None):
+            raise ValueError("swappable_tensor takes a parameter or a number of elements, and not both")
+        count = int(param.ds_tensor.ds_numel if numel is None else numel)
+        return self.min_aio_bytes <= count * self.swap_element_size
+
+    def get_path(self, param: Any, must_exist: bool = False) -> str:
+        """Of a parameter's file. ``must_exist``: raise ValueError if it was not asked for, or written, before."""
+        if must_exist and param.ds_id not in self.id_to_path:
+            raise ValueError(f"parameter {param.ds_id} has no swap file: swap it out first")
+        return self.id_to_path.setdefault(param.ds_id, os.path.join(self.swap_folder, f"{param.ds_id}_param.tensor.swp"))
+
+    # Reading
+
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Read partitions into buffers, or into ``swap_in_buffers``; with ``async_op`` only start to: see synchronize_reads.
+
+        Raises ValueError for one that is available or being read already. One that is given twice is read once.
+        """
+        if swap_in_buffers is None:
+            params = list({param.ds_id: param for param in params}.values())  # DeepSpeed's prefetching does not look
+        here = [param.ds_id for param in params if param.ds_tensor.status != NOT_AVAILABLE]
+        if here:
+            raise ValueError(f"parameters {here} are available or being read already")
+        if swap_in_buffers is None:
+            swap_in_buffers = self._buffers_for(params)
+        paths = [self.get_path(param) for param in params]
+        for param, buffer in zip(params, swap_in_buffers, strict=True):
+            param.ds_tensor.status = INFLIGHT
+            self.inflight_params.append(param)
+            self.inflight_swap_in_buffers.append(buffer)
+            self.inflight_numel += buffer.numel()
+        try:
+            swap_in_tensors(self.aio_read_handle, swap_in_buffers, paths)
+        except BaseException:
+            self._give_up_reading()
+            raise
+        if not async_op:
+            self.synchronize_reads()
+
+    def synchronize_reads(self) -> None:
+        """Wait for all reads; the partitions are available then. Raises OSError: then none of those that were under way are."""
+        if not self.inflight_params:
+            return
+        try:
+            self.aio_read_handle.wait()
+        except OSError:
+            self._give_up_reading()
+            raise
+        for param, buffer in zip(self.inflight_params, self.inflight_swap_in_buffers, strict=True):
+            numel = self.param_id_to_numel.setdefault(param.ds_id, int(param.ds_tensor.ds_numel))
+            param.ds_tensor.data = buffer.narrow(0, 0, numel)
+            param.ds_tensor.status = AVAILABLE
+            self.available_params.add(param.ds_id)
+            self.available_numel += numel
+        self._clear_inflight()
+
+    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+        """Read a partition into a tensor of the caller's, which it fills. Blocks."""
+        direct = self.aio_read_handle.is_pinned(dest_buffer) and dest_buffer.numel() % self.numel_alignment == 0
+        self.swap_in([param], async_op=False, swap_in_buffers=[dest_buffer] if direct else None)
+        if not direct:
+            dest_buffer.detach().copy_(param.ds_tensor.data.view(dest_buffer.shape))
+            self.remove_partition_and_release_buffers([param])
+
+    # Writing
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """A buffer for a new partition of ``numel`` elements, to be swapped out when it is filled."""
+        if numel > self.elements_per_buffer:
+            raise ValueError(
+                f"the partition of parameter {param.ds_id} has {numel} elements, a buffer {self.elements_per_buffer}: "
+                f"set offload_param.buffer_size to at least {numel}"
+            )
+        self.param_id_to_numel[param.ds_id] = int(numel)
+        return self._buffer_for(param).narrow(0, 0, int(numel))
+
+    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+        """Write partitions from their buffers, which come free. With ``async_op`` when :meth:`synchronize_writes` is called, or
+        buffers run out; ``force_buffer_release`` says that the caller knows that, ValueError if it does not."""
+        if async_op and not force_buffer_release:
+            raise ValueError("buffers are taken away after this returns: set force_buffer_release=True, or async_op=False")
+        missing = [param.ds_id for param in params if param.ds_id not in self.param_id_to_swap_buffer]
+        if missing:
+            raise ValueError(f"parameters {missing} have no swap buffer: get_buffer or swap_in first")
+        for param in params:
+            self.param_id_to_numel[param.ds_id] = int(param.ds_tensor.ds_numel)
+            if not any(other is param for other in self.swap_out_params):
+                self.swap_out_params.append(param)
+        self._start_writing(params)
+        if not async_op:
+            self.synchronize_writes()
+
+    def synchronize_writes(self) -> None:
+        """Wait for all writes, and release their buffers. Raises OSError: then they are kept, and written again the next time."""
+        if not self.swap_out_params:
+            return
+        if self._failed_writing:
+            self._failed_writing = False
+            self._start_writing(self.swap_out_params)
+        try:
+            self.aio_write_handle.wait()
+        except OSError:
+            self._failed_writing = True
+            raise
+        written, self.swap_out_params = self.swap_out_params, []
+        self.remove_partition_and_release_buffers(written)
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Have partitions not available, and their buffers free, without writing them."""
+        if any(param.ds_tensor.status == INFLIGHT for param in params):
+            self.synchronize_reads()
+        if any(param is other for param in params for other in self.swap_out_params):
+            self.synchronize_writes()
+        for param in params:
+            key = param.ds_id
+            if key in self.available_params:
+                self.available_params.remove(key)
+                self.available_numel -= self.param_id_to_numel[key]
+            param.ds_tensor.data = self.invalid_buffer.data
+            param.ds_tensor.status = NOT_AVAILABLE
+            self._release_buffer(key)
+
+    # Partitions that come out of an optimizer step
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """Pin room to convert a sub-group's partitions in, of so many elements each."""
+        total = sum(round_up(int(numel), self.numel_alignment) for numel in partition_num_elems)
+        example = torch.empty(0, dtype=self.dtype, device="cpu")
+        self.partitioned_swap_buffer = self.aio_write_handle.new_cpu_locked_tensor(total, example).zero_()
+        self.partitioned_swap_pool = SwapBufferPool([self.partitioned_swap_buffer], aio_handle=self.aio_write_handle)
+
+    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
+        """Write new values, converted, to the files of partitions that are not in memory. Blocks.
+
+        Raises ValueError before :meth:`reserve_partitioned_swap_space`, or for a parameter that was never swapped out.
+        """
+        pool = self.partitioned_swap_pool
+        if pool is None:
+            raise ValueError("there is no room to convert parameters in: call reserve_partitioned_swap_space first")
+        paths = [self.get_path(param, must_exist=True) for param in dst_fp16_params]
+        self.synchronize_writes()
+        if self.inflight_params:  # read ahead of the step, so outdated; a partition in memory would never be written
+            self._give_up_reading()
+        self.remove_partition_and_release_buffers(dst_fp16_params)
+        pool.reset()
+        for source, path in zip(src_fp32_params, paths, strict=True):
+            aligned = round_up(source.numel(), self.numel_alignment)
+            if not pool.has_space(aligned):
+                pool.swap_out(self.aio_write_handle)
+                pool.reset()
+            if pool.insert_tensor(source, path, aligned)[0] is None:
+                reserved = pool.buffers[0].buffer.numel()
+                raise ValueError(f"a partition of {source.numel()} elements does not fit into the {reserved} reserved")
+        pool.swap_out(self.aio_write_handle)
+
+    def reserve_available_buffers(self) -> list[torch.Tensor]:
+        """All free buffers, for the caller's use until :meth:`release_reserved_buffers`."""
+        self.reserved_buffer_ids += self.available_buffer_ids
+        buffers = [self._buffer(buffer_id) for buffer_id in self.available_buffer_ids]
+        self.available_buffer_ids = []
+        return buffers
+
+    def release_reserved_buffers(self) -> None:
+        self.available_buffer_ids += self.reserved_buffer_ids
+        self.reserved_buffer_ids = []
+
+    # Parts of the above
+
+    _failed_writing = False
+    """Whether what is to be written has to be started again."""
+
+    def _handle(self) -> Any:
+        from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
+
+        arguments = handle_arguments(self.aio_config)
+        if self.use_gds:
+            return GDSBuilder().load(verbose=False).gds_handle(**arguments)
+        return AsyncIOBuilder().load(verbose=False).aio_handle(**arguments)
+
+    def _pinned(self, numel: int) -> torch.Tensor:
+        if not self.use_gds:
+            example = torch.empty(0, dtype=self.dtype, device="cpu")
+            pinned: torch.Tensor = self.aio_read_handle.new_cpu_locked_tensor(numel, example)
+            return pinned
+        buffers = torch.empty(numel, dtype=self.dtype, device="cuda", requires_grad=False)
+        self.aio_read_handle.pin_device_tensor(buffers)
+        return buffers
+
+    def _buffer(self, buffer_id: int) -> torch.Tensor:
+        return self.buffers.narrow(0, buffer_id * self.aligned_elements_per_buffer, self.aligned_elements_per_buffer)
+
+    def _buffers_for(self, params: Sequence[Any]) -> list[torch.Tensor]:
+        for param in params:
+            self.param_id_to_numel.setdefault(param.ds_id, int(param.ds_tensor.ds_numel))
+        taken: list[Any] = []
+        try:
+            for param in params:
+                if param.ds_id in self.param_id_to_swap_buffer:
+                    raise ValueError(f"parameter {param.ds_id} has a swap buffer already")
+                self._buffer_for(param)
+                taken.append(param.ds_id)
+        except BaseException:
+            for key in taken:
+                self._release_buffer(key)
+            raise
+        return [self.param_id_to_swap_buffer[param.ds_id] for param in params]
+
+    def _buffer_for(self, param: Any) -> torch.Tensor:
+        """Room for a partition: a free buffer; else one that a write makes free; else one more."""
+        key, aligned = param.ds_id, round_up(self.param_id_to_numel[param.ds_id], self.numel_alignment)
+        fits = aligned <= self.aligned_elements_per_buffer
+        if fits and not self.available_buffer_ids:
+            self.synchronize_writes()
+        if fits and self.available_buffer_ids:
+            self.param_id_to_buffer_id[key] = self.available_buffer_ids.pop()
+            whole = self._buffer(self.param_id_to_buffer_id[key])
+        else:
+            whole = self._one_more(key, aligned)
+        self.param_id_to_swap_buffer[key] = whole.narrow(0, 0, aligned)
+        return self.param_id_to_swap_buffer[key]
+
+    def _one_more(self, key: Any, numel: int) -> torch.Tensor:
+        shortage = (
+            f"parameter {key} needs a swap buffer of {numel} elements: none of the {self.param_buffer_count} of "
+            f"{self.elements_per_buffer} is free or large enough, with {len(self.available_params)} parameters in memory and "
+            f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger"
+        )
+        if self.use_gds:  # leases are host memory
+            raise OutOfBuffers(shortage)
+        self._leases[key] = lease_more(buffer_pool(), numel * self.swap_element_size, self._leases.values(), shortage)
+        return self._leases[key].tensor(numel, self.dtype)
+
+    def _release_buffer(self, key: Any) -> None:
+        self.param_id_to_swap_buffer.pop(key, None)
+        if key in self.param_id_to_buffer_id:
+            self.available_buffer_ids.append(self.param_id_to_buffer_id.pop(key))
+        if key in self._leases:
+            self._leases.pop(key).release()
+
+    def _start_writing(self, params: Sequence[Any]) -> None:
+        try:
+            swap_out_tensors(
+                self.aio_write_handle,
+                [self.param_id_to_swap_buffer[param.ds_id] for param in params],
+                [self.get_path(param) for param in params],
+            )
+        except BaseException:
+            self._failed_writing = True
+            raise
+
+    def _give_up_reading(self) -> None:
+        """After an error: nobody knows which of the reads it was."""
+        with contextlib.suppress(OSError):  # the first one is being raised
+            self.aio_read_handle.wait()
+        for param in self.inflight_params:
+            param.ds_tensor.status = NOT_AVAILABLE
+            self._release_buffer(param.ds_id)
+        self._clear_inflight()
+
+    def _clear_inflight(self) -> None:
+        self.inflight_params = []
+        self.inflight_swap_in_buffers = []
+        self.inflight_numel = 0

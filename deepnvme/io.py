@@ -1,0 +1,5 @@
+"""Public name of DeepSpeed's file writers, which are in :mod:`deepnvme.integrations.deepspeed.io`."""
+
+from deepnvme.integrations.deepspeed.io import BaseFileWriter, FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
+
+__all__ = ["BaseFileWriter", "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]

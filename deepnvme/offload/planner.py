@@ -1,0 +1,134 @@
+"""How an optimizer's parameters are made into sub-groups, and what memory these will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from deepnvme.memory.alignment import PAGE, padded
+
+from .partition import Piece, local_of, partition
+from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""Optimizers to which a run of a parameter's elements is as good as a whole parameter."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+MASTERED = (*LOW_PRECISION, torch.float32)
+"""What float32 holds without loss."""
+
+
+PORTION = 1 << 22
+"""Elements: 16 MiB of gradients in float32."""
+
+
+class Plan:
+    """``size``: elements of a sub-group, at most where it can be."""
+
+    def __init__(self, optimizer_class: type[Optimizer], options: dict[str, Any], master_weights: bool, size: int) -> None:
+        self._class, self._options = optimizer_class, options
+        self._master_weights, self._size = master_weights, size
+        self._states_an_element: list[float] = []
+        """Of each group."""
+
+    def defaults(self) -> dict[str, Any]:
+        """Of the class, with the options given: from one made for nothing, since some make their states at once."""
+        return dict(self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._options).defaults)
+
+    def sub_groups_of(self, groups: Sequence[dict[str, Any]], first_group: int, first: int) -> list[SubGroup]:
+        """For these groups, numbered from ``first_group`` on; the sub-groups from ``first`` on. Raises ValueError for parameters
+        that cannot be offloaded, and what the class raises for those that it does not take."""
+        self._have_them_checked(groups)
+        for group in groups:
+            for param in group["params"]:
+                self._check(param)
+        del self._states_an_element[first_group:]
+        self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
+        cut = partition(groups, self._size, self._may_be_cut, first_group)
+        portion = PORTION if self._class in ELEMENTWISE else None  # others may count their steps for all parameters
+        return [SubGroup(number, pieces, self._has_master, self._make, portion) for number, pieces in enumerate(cut, first)]
+
+    def estimate(self, sub_group: SubGroup) -> int:
+        """Bytes of its block, at most."""
+        nbytes = 0
+        for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
+            tensors = self._states_an_element[piece.group] + master
+            nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
+        return padded(nbytes, PAGE)
+
+    def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make an optimizer of the class on stand-ins of these parameters: what it refuses, it refuses now, and not in the first
+        step. Stand-ins have no memory, on the device meta or, for a class that does not take that, on the CPU."""
+
+        def make(stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+            def as_stepped(param: torch.Tensor) -> torch.nn.Parameter:
+                local = local_of(param).detach()
+                dtype = torch.float32 if self._is_mastered(param) else param.dtype
+                return torch.nn.Parameter(stand_in(local, dtype), requires_grad=param.requires_grad)
+
+            self._make(
+                [
+                    {**_options(group), "params": [as_stepped(param) for param in dict.fromkeys(group["params"])]}
+                    for group in groups
+                ]
+            )
+
+        try:
+            make(lambda local, dtype: torch.empty_like(local, dtype=dtype, device="meta"))
+        except Exception:
+            make(_of_one_element)
+
+    def _check(self, param: torch.Tensor) -> None:
+        if param.layout != torch.strided:
+            raise ValueError(f"a parameter of layout {param.layout} cannot be offloaded: convert it to a dense one")
+        if param.device.type == "cpu":
+            return
+        if not self._master_weights:
+            raise ValueError(f"a parameter on {param.device} needs master_weights=True: states are stepped on the CPU")
+        if param.dtype not in MASTERED:
+            raise ValueError(
+                f"a parameter of {param.dtype} on {param.device} cannot have float32 master weights without loss: move it to the"
+                " CPU, or convert it to float32"
+            )
+
+    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return self._class(groups, **self._options)
+
+    def _has_master(self, piece: Piece) -> bool:
+        return self._is_mastered(piece.param)
+
+    def _is_mastered(self, param: torch.Tensor) -> bool:
+        return self._master_weights and (param.dtype in LOW_PRECISION or param.device.type != "cpu")
+
+    def _may_be_cut(self, param: torch.Tensor) -> bool:
+        exact = param.dtype in (torch.float32, torch.float64) or self._master_weights  # others are rounded by where vectors end
+        return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
+
+    def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
+        """Tensors of a parameter's size, from a trial on one of no consequence; where that fails, those of Adam."""
+        dimensions = max((param.dim() for param in group["params"]), default=1)
+        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
+        trial.grad = torch.zeros_like(trial)
+        try:
+            optimizer = self._make([{**_options(group), "params": [trial]}])
+            step_without_global_hooks(optimizer)
+            kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
+            return sum(numel for numel in kept if numel > 1) / trial.numel()
+        except Exception:
+            return 2.0
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if local.layout != torch.strided:
+        return torch.empty_like(local, dtype=dtype, device="cpu")
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(local.shape)

@@ -1,0 +1,86 @@
+"""Which sub-groups stay in memory, and whether memory and drive have room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+
+from .gradients import OPEN
+from .planner import Plan
+from .sub_group import SubGroup
+
+RING = 3
+"""Sub-groups under way: one being read, one stepped, one written."""
+
+
+class Places:
+    """``dram_budget``: bytes of blocks that stay in memory, and of their gradients where those are offloaded."""
+
+    def __init__(self, plan: Plan, dram_budget: int, offload_gradients: bool) -> None:
+        self._plan, self._dram_budget, self._offload_gradients = plan, dram_budget, offload_gradients
+
+    def choose(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Decide it for those whose blocks there are by now, in their order; it holds from then on."""
+        in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
+        for each in sub_groups:
+            if each.in_memory is None and each.layout is not None:
+                each.in_memory = in_memory + self._memory(each) <= self._dram_budget
+                in_memory += self._memory(each) * each.in_memory
+
+    def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """Those that have to leave memory, because states have become larger: the last ones."""
+        leaving = []
+        staying = [each for each in sub_groups if each.in_memory]
+        too_much = sum(map(self._memory, staying)) - self._dram_budget
+        while too_much > 0:
+            leaving.append(staying.pop())
+            too_much -= self._memory(leaving[-1])
+        return leaving
+
+    def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
+        """Whether the pool has memory for what stays there, and for the ring: blocks, copies of parameters, gradients."""
+        staying = self._expected_to_stay(sub_groups)
+        ring, largest = 0, 0
+        for each in sub_groups:  # also of those that stay: their first step goes through the ring
+            largest = max(largest, each.numel)
+            gradients = (OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0
+            ring = max(ring, RING * (self._plan.estimate(each) + _parameter_bytes(each)) + each.full_gradient_bytes + gradients)
+        wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # the pool lends up to an eighth more
+        if wanted > pool.budget - leased_by_others:
+            raise OutOfBuffers(
+                f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of the buffer"
+                f" pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
+                " dram_budget, or call set_buffer_budget"
+            )
+
+    def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
+        """What they take there, at most: two blocks each, or one that a checkpoint is mapped from where the other stays in
+        memory, copies of parameters to undo a step, and gradients."""
+        staying = self._expected_to_stay(sub_groups)
+        return sum(
+            (1 if each in staying else 2) * self._block(each) + (1 + self._offload_gradients) * _parameter_bytes(each)
+            for each in sub_groups
+        )
+
+    def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
+        staying: set[SubGroup] = set()
+        nbytes = 0
+        for each in sub_groups:
+            if each.in_memory is not False and nbytes + self._memory(each) <= self._dram_budget:
+                nbytes += self._memory(each)
+                staying.add(each)
+        return staying
+
+    def _block(self, sub_group: SubGroup) -> int:
+        """Bytes; an estimate before its first step."""
+        return self._plan.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
+
+    def _memory(self, sub_group: SubGroup) -> int:
+        return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+
+
+def _parameter_bytes(sub_group: SubGroup) -> int:
+    """Of its parameters, or gradients, each on pages of its own."""
+    return sum(padded(piece.numel * piece.param.element_size(), PAGE) for piece in sub_group.pieces)

@@ -1,0 +1,395 @@
+"""The steps of an optimizer whose states lie on a drive: each is made whole, or undone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from deepnvme._interrupts import held_back
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.tensor_store import TensorStore
+
+from .backward_hooks import Arrivals, Hooks
+from .block_versions import Blocks
+from .distributed import Ranks, Vote, over_ranks
+from .gradients import OffloadedGradients
+from .io_stats import Traffic
+from .param_versions import Changes
+from .pipeline import Sweep
+from .residency import RING, Places
+from .residents import Residents
+from .state_dict import States
+from .state_loading import loaded
+from .step_gradients import StepGradients
+from .step_report import Reports
+from .sub_group import SubGroup
+
+
+class Standing:
+    """By the process that made it, until it is closed; and as long as no step has failed that could not be undone."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.broken: str | None = None
+        """What has happened, if it cannot go on."""
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError there too, and where it is closed."""
+        self.check_process()
+        if self.closed:
+            raise RuntimeError("this optimizer is closed")
+
+    def check_usable(self) -> None:
+        """Raise RuntimeError there too, and where it is broken."""
+        self.check_open()
+        if self.broken is not None:
+            raise RuntimeError(f"this optimizer cannot go on: {self.broken}")
+
+
+class Stepping:
+    """``optimizer``: whose parameter groups have the options. Its parameters come with :meth:`add`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: TensorStore,
+        pool: BufferPool,
+        places: Places,
+        *,
+        offload_gradients: bool,
+        in_backward: bool,
+        verbose: bool,
+    ) -> None:
+        self._optimizer, self._store, self._places = optimizer, store, places
+        self._in_backward = in_backward
+        self.sub_groups: list[SubGroup] = []
+        self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+        self.steps = 0
+        self.standing = Standing()
+        self._unfinished = False
+        """Whether a step was begun and is neither made nor undone: the next call undoes it first."""
+        self._not_undone: str | None = None
+        """Why it could not be undone, if that was tried."""
+        self._gradients_lost = False
+        self._traffic = Traffic(store)
+        self._blocks = Blocks(store)
+        self.offloaded = OffloadedGradients(self._traffic, pool) if offload_gradients else None
+        self._gradients = StepGradients(pool, self.offloaded)
+        self._residents = Residents(self._traffic, self._blocks, pool)
+        self.states = States(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
+        self._sweep = Sweep(self._traffic, self._blocks, self._gradients, pool, RING)
+        self.reports = Reports(self._traffic, verbose)
+        self._arrivals = Arrivals(self._pieces)
+        self._changes = Changes(self._pieces)
+        self._hooks = Hooks(self._gradient_arrived)
+        self._ranks = Ranks(())
+
+    def add(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Take them in. Raises OSError, and takes none, if the drive has no room for them."""
+        self._store.reserve(self._places.drive_bytes([*self.sub_groups, *sub_groups]))
+        pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+        for sub_group in sub_groups:
+            for index, piece in enumerate(sub_group.pieces):
+                pieces.setdefault(piece.param, []).append((sub_group, index))
+        ranks = Ranks([*self._pieces, *pieces])
+        with held_back():  # torch, too, keeps the hooks
+            self._pieces.update(pieces)
+            self._ranks = ranks
+            if self._in_backward or self.offloaded is not None:
+                self._hooks.add(pieces)
+            self.sub_groups += sub_groups
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """As the optimizer's."""
+        self.standing.check_open()
+        vote = Vote(self._ranks)
+        loss = None
+        try:
+            self.standing.check_usable()
+            self._finish_undoing()
+            self._traffic.begin()
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                self._traffic.begin()  # again, if it has called zero_grad()
+            self._unfinished = True
+            stepped = self._step_all(vote)
+            self._unfinished = False
+            resident = sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
+            self.reports.step_made(self.steps, stepped, resident)
+        except BaseException as error:
+            try:
+                with held_back():
+                    self._undo(error)
+                    vote.object()
+            finally:  # the others wait for it: also where a signal came first
+                vote.object()
+            raise
+        return loss
+
+    def zero_grad(self) -> None:
+        """Undo what was done since the last step, and drop gradients that are on the drive."""
+        self.standing.check_process()
+        self._unfinished = self._unfinished or self._sweep.under_way
+        self._finish_undoing()
+        self._arrivals.clear()
+        self._gradients_lost = False
+        if self.offloaded is not None and self.offloaded:
+            self.offloaded.clear()
+            self._traffic.finish()
+
+    def clip(
+        self, offloaded: OffloadedGradients, params: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """All gradients, those on the drive and those that are not there yet. Of all ranks, or of none."""
+        self.standing.check_open()
+        vote = Vote(self._ranks)
+        try:
+            self.standing.check_usable()
+            self._finish_undoing()
+            self._offload_the_rest()
+            offloaded.flush()
+            norms = offloaded.norms(params, norm_type)
+            with held_back():  # the others come to both
+                vote.carry()
+                return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+        except BaseException as error:
+            try:
+                with held_back():
+                    self._undo(error)
+                    vote.object()
+            finally:  # the others wait for it: also where a signal came first
+                vote.object()
+            raise
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over states and groups as torch's load_state_dict has prepared them: all, or none on any exception."""
+        given_up = 0
+        with loaded(state, self.sub_groups, self._sweep, self._traffic):
+            for sub_group in self.sub_groups:
+                sub_group.stale.clear()
+                sub_group.in_memory = None
+                self._residents.drop(sub_group)
+            self._places.choose(self.sub_groups)
+            self._optimizer.param_groups = state["param_groups"]
+            self._changes.remember()
+            given_up = self._sweep.give_up()
+            self.standing.broken = None
+            self._unfinished, reason, self._not_undone = False, self._not_undone, None
+        if given_up:
+            warnings.warn(
+                f"{given_up} parameters are as the step left them that could not be undone ({reason}): load the model too",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def close(self) -> None:
+        """Give all memory back. What backward has stepped is undone; on an OSError from that nothing is closed."""
+        self.standing.check_process()
+        self._unfinished = self._unfinished or self._sweep.under_way
+        self._finish_undoing()
+        self.standing.closed = True
+        self._hooks.remove()
+        self._sweep.release()
+        self._gradients.release()
+        if self.offloaded is not None:
+            self.offloaded.clear()
+        for sub_group in self.sub_groups:
+            self._residents.drop(sub_group)
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError between a backward and its step. A step that could not be undone is undone first: OSError."""
+        self._finish_undoing()
+        self._check_nothing_is_stepped()
+
+    def check_before_loading(self) -> None:
+        """The same, but without an error from undoing: what is loaded takes the place of what cannot be read."""
+        with contextlib.suppress(Exception):
+            self._finish_undoing()
+        if not self._unfinished:
+            self._check_nothing_is_stepped()
+
+    def _check_nothing_is_stepped(self) -> None:
+        if self.standing.broken is None and self._sweep.under_way:
+            raise RuntimeError(
+                "backward has stepped some of the parameters: call step() first, or zero_grad(), which takes that back"
+            )
+
+    # -- one step
+
+    def _step_all(self, vote: Vote) -> int:
+        if self._gradients_lost:
+            raise RuntimeError("the gradients went with the step that failed: run backward again")
+        self._offload_the_rest()
+        stepped = set(self._arrivals.stepped)
+        waiting = [each for each in self.sub_groups if each not in stepped and self._gradients.has(each)]
+        self._gradients.prepare(waiting)
+        for sub_group in self._places.beyond_budget(self.sub_groups):
+            self._residents.dismiss(sub_group)
+        in_memory = [each for each in waiting if each.in_memory]
+        self._residents.load(in_memory)
+        self._look_for_changes()
+        on_drive = self._sweep.kept_first([each for each in waiting if not each.in_memory])
+        self._sweep.expect(on_drive)
+        for sub_group in on_drive:
+            self._sweep.step(sub_group, self._optimizer.param_groups)
+        self._sweep.drain()
+        # From here on nothing can fail but the optimizer's own code: what stays in memory has no other copy.
+        with held_back():
+            self._step_in_memory(in_memory, vote)
+            self._commit(waiting)
+        return len(stepped) + len(waiting)
+
+    def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: Vote) -> None:
+        to_come = sorted(sub_groups, key=lambda each: each.numel)
+        if to_come and not self._sweep.under_way:  # else others have shown that the optimizer's code can make this step
+            first = to_come.pop(0)  # the smallest: copying takes time
+            self._sweep.keep_copy(first)
+            self._step_resident(first)
+        vote.carry()
+        for sub_group in to_come:
+            try:
+                self._step_resident(sub_group)
+            except BaseException:
+                self.standing.broken = (
+                    f"step {self.steps + 1} failed in sub-group {sub_group.index}, which dram_budget keeps in memory only, and"
+                    f" could not be undone: load a checkpoint"
+                )
+                raise
+
+    def _step_resident(self, sub_group: SubGroup) -> None:
+        with self._traffic.spending("computing"):
+            self._residents.step(sub_group, self._gradients.of(sub_group), self._optimizer.param_groups)
+
+    def _commit(self, stepped: Sequence[SubGroup]) -> None:
+        self._sweep.commit()
+        self.steps += 1  # from here on nothing can be undone
+        for sub_group in (*self._arrivals.stepped, *stepped):
+            sub_group.pull(self._optimizer.param_groups)
+        self._arrivals.commit()
+        if self.offloaded is not None:
+            self.offloaded.clear()
+        if self._in_backward:
+            self._free_gradients()  # also those of what stays in memory, which was stepped last
+        self._changes.remember()
+        self._blocks.tidy()
+        self._places.choose(self.sub_groups)
+
+    def _take_back(self) -> None:
+        """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
+        with held_back():
+            under_way = self._sweep.under_way
+            if self._in_backward and (under_way or self._arrivals):
+                self._gradients_lost = True
+                self._free_gradients()
+            self._unfinished = under_way
+            if self._not_undone is not None:
+                self._changes.look()  # others may have loaded a model since
+            try:
+                self._sweep.undo()
+            except Exception as error:
+                self._not_undone = str(error)
+                raise
+            finally:
+                self._arrivals.clear()
+                self._traffic.finish()
+                if under_way:
+                    self._changes.remember()
+            self._unfinished, self._not_undone = False, None
+
+    def _finish_undoing(self) -> None:
+        """Undo what an earlier call has begun and could not undo. Raises the OSError that it fails with now."""
+        if self._unfinished:
+            try:
+                self._take_back()
+            except Exception as error:
+                self._say_where_it_is(error)
+                raise
+
+    def _undo(self, error: BaseException) -> None:
+        with held_back():
+            with contextlib.suppress(Exception):
+                self._take_back()  # also where it is broken: what is on the drive must not be undone later, over what was loaded
+            if self.offloaded is not None:
+                self.offloaded.rest()
+                if self.offloaded.lost:
+                    self.offloaded.clear()
+                    self._free_gradients()
+                    self._gradients_lost = True
+            self._say_where_it_is(error)
+
+    def _say_where_it_is(self, error: BaseException) -> None:
+        said = self.standing.broken or f"the optimizer and its parameters are as after step {self.steps}"
+        if self.standing.broken is None and self._unfinished:
+            reason = self._not_undone or "interrupted"
+            said = (
+                f"step {self.steps + 1} could not be undone yet ({reason}): the states are whole on the drive, and the next call"
+                " undoes it first"
+            )
+        if self._gradients_lost:
+            said += ", the gradients are gone: run backward again"
+        if isinstance(error, OSError) and error.errno is not None:
+            error.strerror = f"{error.strerror}; {said}"
+        elif hasattr(error, "add_note"):
+            error.add_note(said)
+
+    # -- in backward
+
+    @torch.no_grad()
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        self.standing.check_usable()
+        try:
+            self._finish_undoing()
+            self._gradients_lost = False
+            self._traffic.begin()
+            self._traffic.look()
+            if self.offloaded is not None:
+                self.offloaded.take_in(param, self._pieces[param])
+            else:
+                self._unfinished = True
+                self._step_what_is_complete(param)
+                self._unfinished = False
+        except BaseException as error:
+            if self.offloaded is None or self.offloaded.lost:
+                self._undo(error)
+            raise
+
+    def _step_what_is_complete(self, param: torch.Tensor) -> None:
+        self._look_for_changes()
+        if not self._arrivals:
+            before = [each for each in self._arrivals.stepped_before if not each.in_memory]
+            self._sweep.expect(self._sweep.kept_first(before))
+        for sub_group in self._arrivals.add(param):
+            if not sub_group.in_memory:
+                self._sweep.step(sub_group, self._optimizer.param_groups)
+                self._arrivals.stepped.append(sub_group)
+                self._arrivals.free_gradients(sub_group)
+
+    def _offload_the_rest(self) -> None:
+        """Gradients that no hook has seen: given by hand, or of parameters that needed none when they were hooked."""
+        if self.offloaded is not None:
+            for param, pieces in self._pieces.items():
+                if param.grad is not None:
+                    with held_back():
+                        self.offloaded.take_in(param, pieces)
+
+    def _look_for_changes(self) -> None:
+        """Notice parameters that others changed, before the step itself changes any."""
+        if not self._sweep.under_way:
+            self._changes.look()
+
+    def _free_gradients(self) -> None:
+        for param in self._pieces:
+            param.grad = None

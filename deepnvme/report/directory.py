@@ -1,0 +1,274 @@
+"""What a directory is good for: its filesystem and device, and whether direct I/O works there, tried for real."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import shlex
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.memory.alignment import PAGE
+from deepnvme.ops.op_builder import packages
+from deepnvme.ops.op_builder.cuda import GdsProbe
+
+from .facts import Fact, human_size
+
+IN_MEMORY = ("tmpfs", "ramfs")
+_WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
+_NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
+_GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; the network filesystems that can are their vendors' affair
+_STATX_DIOALIGN = 0x2000  # Linux 6.1
+_STATX_SIZE = 256
+_STATX_DIO_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
+_AT_EMPTY_PATH = 0x1000
+
+
+@dataclass(frozen=True)
+class Mount:
+    point: str
+    filesystem: str
+    source: str
+    options: str
+
+
+@dataclass(frozen=True)
+class DirectIO:
+    """What came of direct I/O to a new file: ``problem`` is empty if it worked. Alignments in bytes."""
+
+    works: bool | None  # None if it could not be found out
+    outcome: str
+    problem: str = ""
+    memory_alignment: int | None = None
+    offset_alignment: int | None = None
+    source: str = ""  # of the alignments
+
+
+def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
+    """Facts about ``directory``. Makes and removes one small file in it. Raises OSError if it is not a directory that can
+    be entered."""
+    if not directory.is_dir():
+        directory.stat()  # says why, if it does not exist or cannot be reached
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    mount = mount_of(directory)
+    block = block_device(directory)
+    filesystem = mount.filesystem if mount else "unknown"
+    direct = try_direct_io(directory, mount)
+    return [
+        Fact("path", str(directory.resolve())),
+        Fact("filesystem", filesystem, f"{filesystem} on {mount.point} ({mount.options})" if mount else "unknown"),
+        Fact("device", mount.source if mount else None, _describe(mount, block)),
+        _direct_fact(direct, filesystem),
+        _alignment("memory alignment", direct.memory_alignment, direct.source),
+        _alignment("offset alignment", direct.offset_alignment, direct.source),
+        *_space(directory),
+        _gds_fact(filesystem, block, gds),
+    ]
+
+
+def mount_of(directory: Path) -> Mount | None:
+    """The mount that ``directory`` is on, or None where /proc does not tell."""
+    path = str(directory.resolve())
+    found = None
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = _unescape(left.split()[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and (found is None or len(point) >= len(found.point)):  # the last of equals covers those before it
+            filesystem, source, _ = right.split(" ", 2)
+            found = Mount(point, filesystem, _unescape(source), left.split()[5])
+    return found
+
+
+def block_device(directory: Path) -> Path | None:
+    """The whole disk under ``directory``, in /sys; None for what has no block device of its own."""
+    number = directory.stat().st_dev
+    place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not place.exists():
+        return None
+    return place.parent if (place / "partition").exists() else place
+
+
+def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
+    """Write and read a page of a new file in ``directory`` with O_DIRECT, then remove it. Never raises OSError."""
+    if not hasattr(os, "O_DIRECT"):
+        return DirectIO(None, "not tried: this system has no O_DIRECT", "this system has no O_DIRECT: use Linux")
+    if mount is not None and mount.filesystem in _WITHOUT_FILES:
+        outcome = f"not tried: {mount.filesystem} holds no files to store in"
+        return DirectIO(None, outcome, f"{mount.filesystem} is the kernel's: choose a directory on a drive")
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".deepnvme-report-", dir=directory)
+    except OSError as error:
+        return _not_possible(error, directory, mount)
+    try:
+        os.close(descriptor)
+        try:
+            descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            return _refused("at open", error, directory)
+        try:
+            return _transfer(descriptor, directory)
+        finally:
+            os.close(descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+def _not_possible(error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
+    if error.errno in _NO_SPACE:
+        return _full(error, directory)
+    remedy = "choose a directory that you can write"
+    if error.errno == errno.EROFS and mount is not None:
+        remedy = f"{packages.as_root(f'mount -o remount,rw {shlex.quote(mount.point)}')}, or choose another directory"
+    return DirectIO(None, f"not tried: {_name(error)}", f"no file can be made there: {remedy}")
+
+
+def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
+    if error.errno in _NO_SPACE:
+        return _full(error, directory)
+    if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        problem = f"O_DIRECT is refused {when} with {_name(error)}, transfers are buffered: choose another filesystem"
+        return DirectIO(False, "does not work", problem)
+    problem = f"the trial failed {when} with {_name(error)}, which is not O_DIRECT's doing: see dmesg or choose another directory"
+    return DirectIO(None, "unknown", problem)
+
+
+def _full(error: OSError, directory: Path) -> DirectIO:
+    place = shlex.quote(str(directory))
+    look = "quota -s" if error.errno == errno.EDQUOT else f"df -h {place}; df -i {place}"
+    return DirectIO(None, "unknown", f"no room for a page to try with ({_name(error)}): make room; what there is: {look}")
+
+
+def _transfer(descriptor: int, directory: Path) -> DirectIO:
+    with _pages(2) as memory:
+        memory[:PAGE] = os.urandom(PAGE)
+        try:
+            with memoryview(memory) as view, view[:PAGE] as first, view[PAGE:] as second:
+                written = os.pwrite(descriptor, first, 0)
+                got = os.preadv(descriptor, [second], 0)
+        except OSError as error:
+            return _refused("at the first transfer", error, directory)
+        if written != PAGE or got != PAGE or memory[:PAGE] != memory[PAGE:]:
+            problem = f"direct I/O moved {written} and {got} bytes of {PAGE}, or other ones: do not use this filesystem"
+            return DirectIO(False, "does not work", problem)
+        limits = _statx_alignment(descriptor)
+        if limits is not None:
+            return DirectIO(True, "works", "", *limits, "statx")
+        with memoryview(memory) as view:
+            return DirectIO(True, "works", "", *_tried_alignment(descriptor, view), "tried")
+
+
+def _statx_alignment(descriptor: int) -> tuple[int, int] | None:
+    """(memory, offset) as the kernel reports them; None where it or the filesystem does not."""
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except AttributeError:
+        return None  # glibc before 2.28
+    buffer = ctypes.create_string_buffer(_STATX_SIZE)
+    if statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
+        return None
+    (mask,) = struct.unpack_from("=I", buffer)
+    memory, offset = struct.unpack_from("=II", buffer, _STATX_DIO_OFFSET)
+    return (memory, offset) if mask & _STATX_DIOALIGN and offset else None
+
+
+def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
+    """(memory, offset): the smallest of the usual ones with which a transfer is accepted."""
+
+    def accepted(start: int, offset: int) -> bool:
+        with memory[start : start + offset] as part:
+            try:
+                return os.preadv(descriptor, [part], offset % PAGE) > 0
+            except OSError:
+                return False
+
+    offset = next((size for size in (512, 1024, 2048) if accepted(0, size)), PAGE)
+    return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), PAGE), offset
+
+
+@contextlib.contextmanager
+def _pages(count: int) -> Iterator[mmap.mmap]:
+    """Page-aligned memory, which bytes objects are not."""
+    with mmap.mmap(-1, count * PAGE) as memory:
+        yield memory
+
+
+def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
+    if direct.problem:
+        return Fact("O_DIRECT", direct.works, direct.outcome, "WARNING", (direct.problem,))
+    if filesystem in IN_MEMORY:
+        problem = (
+            f"{filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered: "
+            "choose a directory on a drive"
+        )
+        return Fact("O_DIRECT", False, "is really buffered", "WARNING", (problem,))
+    return Fact("O_DIRECT", True, "works", "OKAY")
+
+
+def _alignment(name: str, size: int | None, source: str) -> Fact:
+    text = "unknown" if size is None else f"{size} bytes ({source})"
+    return Fact(name, size, text, named=f"{name.replace(' ', '_')}_bytes")
+
+
+def _describe(mount: Mount | None, block: Path | None) -> str:
+    source = mount.source if mount else "unknown"
+    if block is None:
+        return f"{source}, no block device"
+    details = [block.name]
+    for name, text in (
+        ("device/model", "{}"),
+        ("queue/logical_block_size", "logical block {} bytes"),
+        ("queue/physical_block_size", "physical block {} bytes"),
+    ):
+        with contextlib.suppress(OSError):
+            details.append(text.format((block / name).read_text().strip()))
+    return f"{source} ({', '.join(details)})"
+
+
+def _space(directory: Path) -> list[Fact]:
+    status = os.statvfs(directory)
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    few = total > 0 and free < 1 << 30  # what the kernel makes up has no size
+    problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
+    return [
+        Fact("free space", free, human_size(free), "WARNING" if few else "", (problem,) if few else (), "free_bytes"),
+        Fact("size", total, human_size(total), named="total_bytes"),
+    ]
+
+
+def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
+    """The first thing that decides against it; the rest is said of the machine."""
+    problem = ""
+    if filesystem not in _GDS_FILESYSTEMS:
+        wanted = " or ".join(_GDS_FILESYSTEMS)
+        problem = f"{filesystem} is not a filesystem it reaches directly: use {wanted} on a local NVMe drive"
+    elif block is None or not block.name.startswith("nvme"):
+        name = block.name if block else "the device"
+        problem = f"{name} is not a local NVMe drive: choose a directory on one, or go through a pinned CPU tensor"
+    elif gds.problems():
+        problem = f"the drive would do, but {gds.problems()[0]}"
+    if problem:
+        return Fact("GPU-direct storage", False, "not possible", "NO", (problem,), "gpu_direct_storage")
+    return Fact("GPU-direct storage", True, "possible", "OKAY", named="gpu_direct_storage")
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _name(error: OSError) -> str:
+    # the manual pages' name; errorcode has its alias ENOTSUP
+    name = "EOPNOTSUPP" if error.errno == errno.EOPNOTSUPP else errno.errorcode.get(error.errno or 0, error.errno)
+    return f"{name} ({error.strerror})"

@@ -1,0 +1,173 @@
+"""ds_report: what this machine offers to tensor I/O, and how to mend what it does not.
+
+The table's form is DeepSpeed's (deepspeed/env_report.py). :func:`gather` finds out, :func:`render` prints; neither compiles
+an op nor imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.version import __version__
+
+from . import directory as _directory
+from . import machine as _machine
+from .facts import Fact, Status
+
+_COLOURS = {"OKAY": "\033[92m", "YES": "\033[92m", "NO": "\033[93m", "WARNING": "\033[93m", "FAIL": "\033[91m"}
+_END = "\033[0m"
+_OP_WIDTH = 23
+_INSTALLED_WIDTH = 11
+_FACT_WIDTH = 33
+_NOTE = (
+    "NOTE: Ops not installed will be just-in-time (JIT) compiled at",
+    "      runtime if needed. Op compatibility means that your system",
+    "      meets the required dependencies to JIT install the op.",
+)
+_RULE = "-" * (_OP_WIDTH + _INSTALLED_WIDTH + len("op name") + len("installed"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything found out. ``directory`` is None unless one was asked about."""
+
+    ninja: Fact
+    ops: list[_machine.Op]
+    backends: list[Fact]
+    environment: list[Fact]
+    system: list[Fact]
+    selected_backend: str | None
+    """The backend that "auto" takes; None if there can be no op."""
+    directory: list[Fact] | None = None
+
+
+def gather(directory: str | os.PathLike[str] | None = None) -> Report:
+    """Find out everything; about 0.3 s. With ``directory`` also about that, writing and removing a small file there.
+
+    Raises OSError if ``directory`` is not a directory that can be entered; ValueError if it is no path at all.
+    """
+    if directory is not None and not os.fspath(directory):
+        raise ValueError("it is empty")
+    gds = _machine.gds_probe()
+    backends, selected = _machine.backends()
+    return Report(
+        directory=None if directory is None else _directory.examine(Path(directory), gds),
+        ninja=_machine.ninja(),
+        ops=_machine.ops(),
+        backends=backends,
+        selected_backend=selected,
+        environment=_machine.environment(gds),
+        system=_machine.system(),
+    )
+
+
+def render(report: Report, *, operators: bool = True, explanations: bool = True, colour: bool = False) -> str:
+    """The report as text. Without ``operators`` the table of ops and backends is left out; without ``explanations`` the
+    lines that say why something is not as it should be."""
+    lines: list[str] = []
+
+    def mark(status: Status) -> str:
+        return f"{_COLOURS[status]}[{status}]{_END}" if colour else f"[{status}]"
+
+    def explain(status: Status, problems: Sequence[str]) -> None:
+        for problem in problems if explanations else ():
+            if not any(problem in line for line in lines):  # what was said of the op need not be said of its parts
+                lines.append(f"  {mark(status)} {problem}" if status else f"  {problem}")
+
+    def facts(title: str, listed: Sequence[Fact]) -> None:
+        lines.append(title)
+        for fact in listed:
+            state = [mark(fact.status)] if fact.status else []
+            lines.append(" ".join([_dotted(fact.name, _FACT_WIDTH), fact.shown, *state]))
+            explain(fact.status, fact.problems)
+
+    if operators:
+        lines += [_RULE, "DeepNVMe C++ extension op report", _RULE]
+        lines += [*_NOTE, _RULE, "JIT compiled ops requires ninja"]
+        lines.append(f"{_dotted('ninja', _OP_WIDTH)} {mark(report.ninja.status)}")
+        explain(report.ninja.status, report.ninja.problems)
+        lines += [_RULE, f"{_dotted('op name', _OP_WIDTH)} {_dotted('installed', _INSTALLED_WIDTH)} compatible", _RULE]
+        for op in report.ops:
+            installed: Status = "YES" if op.installed else "NO"
+            compatible: Status = "OKAY" if op.compatible else "NO"
+            dots = "." * (_INSTALLED_WIDTH - len(f"[{installed}]"))
+            lines.append(f"{_dotted(op.name, _OP_WIDTH)} {mark(installed)} {dots} {mark(compatible)}")
+            explain("NO", op.problems)
+        lines.append(_RULE)
+        facts("async_io backends:", report.backends)
+        if report.selected_backend is not None:
+            lines.append(f"{_dotted('auto takes', _FACT_WIDTH)} {report.selected_backend}")
+        lines.append(_RULE)
+    facts("DeepNVMe general environment info:", report.environment)
+    facts("I/O on this machine:", report.system)
+    if report.directory is not None:
+        facts("I/O in this directory:", report.directory)
+    return "\n".join(lines)
+
+
+def as_json(report: Report, *, operators: bool = True, explanations: bool = True) -> str:
+    """The report as a JSON object. Each section maps a fact's key to its value (sizes in bytes; null for what is unknown,
+    absent or unlimited, which the text tells apart), the text that the table shows, its status and its problems."""
+
+    def entry(fact: Fact) -> dict[str, object]:
+        shown: dict[str, object] = {"value": fact.value, "text": fact.shown, "status": fact.status}
+        return {**shown, "problems": fact.problems} if explanations else shown
+
+    def section(facts: Sequence[Fact]) -> dict[str, object]:
+        return {fact.key: entry(fact) for fact in facts}
+
+    document: dict[str, object] = {}
+    if operators:
+        hidden = ("name",) if explanations else ("name", "problems")
+        document["ninja"] = entry(report.ninja)
+        document["ops"] = {
+            op.name: {key: value for key, value in dataclasses.asdict(op).items() if key not in hidden} for op in report.ops
+        }
+        document["backends"] = section(report.backends)
+        document["selected_backend"] = report.selected_backend
+    document["environment"] = section(report.environment)
+    document["system"] = section(report.system)
+    if report.directory is not None:
+        document["directory"] = section(report.directory)
+    return json.dumps(document, indent=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``ds_report``. Exits with status 2 if the arguments are wrong."""
+    parser = argparse.ArgumentParser("ds_report", description="What this machine offers to tensor I/O.")
+    parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")
+    parser.add_argument("--path", metavar="DIR", help="also report on this directory: filesystem, device, direct I/O, space")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops and backends")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the reasons and remedies")
+    options = parser.parse_args(arguments)
+    try:
+        report = gather(options.path)
+    except (OSError, ValueError) as error:
+        if options.path is None:
+            raise
+        reason = getattr(error, "strerror", None) or error
+        parser.exit(2, f"ds_report: --path {options.path!r} cannot be examined: {reason}\n")
+    shown = {"operators": not options.hide_operator_status, "explanations": not options.hide_errors_and_warnings}
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    text = as_json(report, **shown) if options.json else render(report, **shown, colour=colour)
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:  # as with "ds_report | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dotted(name: str, width: int) -> str:
+    return f"{name} {'.' * (width - len(name))}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""What this machine offers: the ops, their backends, the software around them and the kernel's limits.
+
+Nothing is compiled but small test programs, and torch is not imported: the whole takes well under a second.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, jit, packages, toolchain
+from deepnvme.ops.op_builder.async_io import Backend
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe, Torch, installed_torch
+from deepnvme.version import __version__
+
+from .facts import Fact, Status, human_size
+
+_SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
+_SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
+_FEW_AIO_EVENTS = 1024  # eight default handles
+_AIO_LIMITS = Path("/proc/sys/fs")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CAP_IPC_LOCK = 14
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: compiled ahead of time or not, and whether it can be compiled and works here; ``problems`` says why not."""
+
+    name: str
+    installed: bool
+    compatible: bool
+    problems: tuple[str, ...]
+
+
+def ninja() -> Fact:
+    path = jit.ninja()
+    if path is None:
+        return Fact("ninja", None, status="FAIL", problems=("ninja was not found, ops cannot be compiled: pip install ninja",))
+    return Fact("ninja", path, status="OKAY")
+
+
+def ops() -> list[Op]:
+    return [_op(builder) for builder in ALL_OPS.values()]
+
+
+def backends() -> tuple[list[Fact], str | None]:
+    """Every backend of async_io, fastest first, and the name of the one that "auto" takes: of the op that would be loaded
+    or, if there is none yet, of the one that would be compiled here. None if there can be no op."""
+    builder = AsyncIOBuilder()
+    build = builder.existing_build()
+    obstacles = tuple(builder.obstacles())
+    if sys.platform != "linux" or (build is None and obstacles):
+        return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
+    facts = []
+    for backend in builder.backends():
+        if build is None:
+            lacking = "" if backend.library else _cannot_be_compiled_in(backend)
+        else:
+            lacking = "" if backend.name in builder.compiled_in(build) else _compiled_out(backend, bool(builder.is_prebuilt()))
+        facts.append(Fact(backend.name, "compiled out", status="NO", problems=(lacking,)) if lacking else _kernels(backend))
+    facts.append(Fact("threads", "usable", status="OKAY"))
+    return facts, next(fact.name for fact in facts if fact.status == "OKAY")
+
+
+def environment(gds: GdsProbe) -> list[Fact]:
+    """torch, this package, compilers and CUDA."""
+    torch = installed_torch()
+    facts = []
+    if torch is None:
+        facts.append(Fact("torch version", None, status="FAIL", problems=("torch is not installed: pip install torch",)))
+    else:
+        facts += [Fact("torch install path", torch.path), Fact("torch version", torch.version)]
+    facts += [
+        Fact("deepnvme install path", str(Path(__file__).parent)),
+        Fact("deepnvme info", __version__, named="deepnvme_version"),
+        _compiled_with(),
+        _compiler(),
+        _torch_cuda(torch, gds),
+        Fact("torch hip version", torch.hip if torch else None),
+        _found("nvcc version", gds.nvcc, in_brief=True),
+        _found("CUDA toolkit", gds.toolkit, note=gds.mismatch),
+        _found("cufile header", gds.cufile_header),
+        _found("cufile library", gds.cufile_library),
+        _found("nvidia-fs driver", gds.nvidia_fs),
+    ]
+    return facts
+
+
+def system() -> list[Fact]:
+    """The kernel and the limits that matter to I/O."""
+    return [
+        Fact("kernel", f"{platform.system()} {platform.release()}"),
+        *_cpu(),
+        *_aio_events(),
+        _memory_lock(),
+        _huge_pages(),
+        _shared_memory(),
+    ]
+
+
+def gds_probe() -> GdsProbe:
+    return GDSBuilder().probe()
+
+
+def _op(builder: OpBuilder) -> Op:
+    obstacles = tuple(f"{builder.name}: {obstacle}" for obstacle in builder.obstacles())
+    if not builder.sources() and not obstacles:  # Python alone
+        return Op(builder.name, installed=True, compatible=True, problems=())
+    built = builder.is_prebuilt()
+    lacking = tuple(f"{builder.name}: {what}" for what in builder.lacking())
+    if lacking:
+        return Op(builder.name, installed=bool(built), compatible=False, problems=lacking)
+    if built:
+        return Op(builder.name, installed=True, compatible=True, problems=())
+    cached = builder.existing_build() is not None
+    if obstacles and not cached:
+        return Op(builder.name, installed=False, compatible=False, problems=obstacles)
+    use = "an earlier build is in the cache" if cached else "it is compiled at first use"
+    remedy = f"{use}; to have it installed: {_ahead_of_time(builder)}"
+    return Op(builder.name, installed=False, compatible=True, problems=(f"{builder.name}: {built.reason}; {remedy}",))
+
+
+def _ahead_of_time(builder: OpBuilder) -> str:
+    return f"{builder.BUILD_VAR}=1 pip install --force-reinstall --no-deps . (where the sources are)"
+
+
+_PACKAGES = {"io_uring": "liburing", "libaio": "libaio"}
+
+
+def _cannot_be_compiled_in(backend: Backend) -> str:
+    package = _PACKAGES[backend.name]
+    reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
+    return f"{reason}: {packages.remedy(package)}"
+
+
+def _compiled_out(backend: Backend, prebuilt: bool) -> str:
+    steps = []
+    if not backend.library:
+        without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
+        steps.append(packages.remedy("compiler" if without_compiler else _PACKAGES[backend.name]))
+    if prebuilt:
+        steps.append(_ahead_of_time(AsyncIOBuilder()))
+    return f"compiled out of the op that is {'installed' if prebuilt else 'in the cache'}: {', then '.join(steps)}"
+
+
+def _kernels(backend: Backend) -> Fact:
+    if backend.kernel:
+        return Fact(backend.name, "usable", status="OKAY")
+    remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
+    return Fact(backend.name, "refused", status="NO", problems=(f"refused by the kernel, {backend.kernel.reason}: {remedy}",))
+
+
+def _uring_remedy(reason: str) -> str:
+    disabled = _read(Path("/proc/sys/kernel/io_uring_disabled"))
+    if disabled not in (None, "0"):
+        return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
+    if "ENOMEM" in reason:
+        return "ulimit -l unlimited"
+    if "ENOSYS" in reason and disabled is None:
+        return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
+    return (
+        "a container's profile must allow io_uring_setup, io_uring_enter and io_uring_register "
+        "(docker run --security-opt seccomp=unconfined)"
+    )
+
+
+def _aio_remedy(reason: str) -> str:
+    if "EAGAIN" in reason:
+        return packages.as_root("sysctl -w fs.aio-max-nr=1048576")
+    return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
+
+
+def _compiled_with() -> Fact:
+    name, key = "deepnvme op compiled w.", "op_compiled_with"
+    builder = AsyncIOBuilder()
+    library = builder.existing_build()
+    if library is None:
+        return Fact(name, None, "not compiled yet", named=key)
+    # Every object file says in its .comment section what compiled it.
+    compiler = re.search(rb"GCC: \([^)]*\) [\d.]+|[\w ]*clang version [\d.]+", library.read_bytes())
+    parts = ["ahead of time" if builder.is_prebuilt() else "at first use"]
+    parts += [compiler[0].decode(errors="replace")] if compiler else []
+    parts += [package for backend, package in _PACKAGES.items() if backend in builder.compiled_in(library)]
+    return Fact(name, ", ".join(parts), named=key)
+
+
+def _compiler() -> Fact:
+    found = toolchain.find()
+    if isinstance(found, toolchain.Toolchain):
+        return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
+    problem = f"{found.reason} ({packages.remedy('compiler')})"
+    return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
+
+
+def _torch_cuda(torch: Torch | None, gds: GdsProbe) -> Fact:
+    problem = gds.without_cuda() if torch else ""  # without a torch that is said already
+    return Fact("torch cuda version", torch.cuda if torch else None, problems=(problem,) if problem else ())
+
+
+def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> Fact:
+    if found.path is None or found.problem:
+        return Fact(name, None, problems=(found.problem,))  # no fault: only gds asks for it
+    text = found.version or "version unknown"
+    return Fact(
+        name, found.version if in_brief else found.path, text if in_brief else f"{text}, {found.path}",
+        "WARNING" if note else "", (note,) if note else (),
+    )  # fmt: skip
+
+
+def _cpu() -> list[Fact]:
+    text = _read(Path("/proc/cpuinfo")) or ""
+    model = re.search(r"^(?:model name|Model|cpu model|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = model[1] if model else platform.processor() or platform.machine()
+    return [Fact("CPU", name), Fact("CPUs usable", usable, named="usable_cpus")]
+
+
+def _aio_events() -> list[Fact]:
+    names = ("aio-nr, events in use", "aio_nr"), ("aio-max-nr, events allowed", "aio_max_nr")
+    used, allowed = (_read(_AIO_LIMITS / place) for place in ("aio-nr", "aio-max-nr"))
+    if used is None or allowed is None:
+        return [_unknown(name, key) for name, key in names]
+    left = int(allowed) - int(used)
+    status: Status = "WARNING" if left < _FEW_AIO_EVENTS else ""
+    remedy = packages.as_root("sysctl -w fs.aio-max-nr=1048576")
+    problems = (f"only {left} more events for the libaio backend: {remedy}",) if status else ()
+    return [
+        Fact(names[0][0], int(used), named=names[0][1]),
+        Fact(names[1][0], int(allowed), status=status, problems=problems, named=names[1][1]),
+    ]
+
+
+def _unknown(name: str, key: str) -> Fact:
+    """What this system does not tell. Not a fault: elsewhere than on Linux nothing can be done about it."""
+    return Fact(name, None, f"unknown on {platform.system()} {platform.release()}", named=key)
+
+
+def _memory_lock() -> Fact:
+    name, key = "memlock limit", "memlock_bytes"
+    if sys.platform != "linux":
+        return _unknown(name, key)
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    text, value = "unlimited" if unlimited else human_size(soft), None if unlimited else soft
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
+        return Fact(name, value, f"{text} (not applied: this process has CAP_IPC_LOCK)", named=key)
+    if unlimited or soft >= _SMALL_MEMLOCK:
+        return Fact(name, value, text, named=key)
+    unprivileged = hard == resource.RLIM_INFINITY or hard >= _SMALL_MEMLOCK
+    remedy = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else f"ulimit -l {hard // 1024}"
+    if not unprivileged:
+        remedy = (
+            f'echo "* - memlock unlimited" | {packages.as_root("tee /etc/security/limits.d/memlock.conf")}, then log in again '
+            "(docker run --ulimit memlock=-1)"
+        )
+    problem = f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
+    return Fact(name, value, text, "WARNING", (problem,), key)
+
+
+def _huge_pages() -> Fact:
+    name = "transparent huge pages"
+    text = _read(_HUGE_PAGES)
+    if text is None and sys.platform != "linux":
+        return _unknown(name, "")
+    if text is None:
+        problem = f"{_HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
+        return Fact(name, None, "unknown", "WARNING", (problem,))
+    chosen = re.search(r"\[(\w+)\]", text)
+    value = chosen[1] if chosen else text
+    if value == "never":
+        problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {_HUGE_PAGES}')}"
+        return Fact(name, value, status="WARNING", problems=(problem,))
+    return Fact(name, value)
+
+
+def _shared_memory() -> Fact:
+    name, key = "shared memory (/dev/shm) size", "shared_memory_bytes"
+    if sys.platform != "linux":
+        return _unknown(name, key)
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError as error:
+        problem = f"/dev/shm cannot be examined ({error}): {packages.as_root('mount -t tmpfs tmpfs /dev/shm')}"
+        return Fact(name, None, "UNKNOWN", "WARNING", (problem,), key)
+    size = status.f_frsize * status.f_blocks
+    if size < _SMALL_SHARED_MEMORY:
+        problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
+        return Fact(name, size, human_size(size), "WARNING", (problem,), key)
+    return Fact(name, size, human_size(size), named=key)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

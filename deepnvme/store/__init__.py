@@ -1,0 +1,8 @@
+"""Named tensors on drives."""
+
+from .catalog import CorruptTensor, TensorInfo
+from .directory_lock import StoreLocked
+from .manifest import CorruptManifest
+from .tensor_store import TensorStore
+
+__all__ = ["CorruptManifest", "CorruptTensor", "StoreLocked", "TensorInfo", "TensorStore"]

@@ -1,0 +1,192 @@
+"""Where a new tensor is laid in a store's files, and how much of it in each of several directories."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepnvme.memory.alignment import ALIGNMENT, padded
+from deepnvme.memory.tensor_bytes import flat_bytes
+
+from .data_file import DataFile
+from .extents import Extents
+
+if TYPE_CHECKING:
+    import torch
+
+
+_RUN = 4 << 20
+"""Bytes of small tensors that are laid side by side in one directory before the next one has its turn."""
+
+
+class Part(NamedTuple):
+    """Where some of a tensor's bytes lie."""
+
+    file: int
+    """An index into the store's files."""
+    offset: int
+    nbytes: int
+
+
+class FilesTooSmall(Exception):
+    """The files must grow first. The allocation was undone: try again afterwards; another thread may get the space first."""
+
+    def __init__(self, sizes: Sequence[tuple[DataFile, int]]) -> None:
+        super().__init__(f"{len(sizes)} files are too small")
+        self.sizes = sizes
+        """Each file and the bytes that it must have."""
+
+
+Parts = tuple[Part, ...]
+"""A tensor's, in the order of its bytes; none if it has no bytes."""
+
+
+class Space:
+    """Allocates parts of tensors in a store's files. Not thread-safe; only :meth:`trim` waits for the drive.
+
+    ``held`` returns all parts in use: the truth, of which the files' extents are an index. Whoever changes either calls
+    :meth:`begin_change` before, and :meth:`end_change` when both agree again. If an exception comes in between (Ctrl-C, say), the
+    next call of :meth:`mend` or :meth:`begin_change` rebuilds the extents, so that no byte is allocated twice or leaked.
+    """
+
+    def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
+        self.files = files
+        self._weights = [file.weight for file in files]
+        self._held = held
+        self._changing = False
+
+    def begin_change(self) -> None:
+        self.mend()
+        self._changing = True
+
+    def end_change(self) -> None:
+        self._changing = False
+
+    def mend(self) -> None:
+        """Rebuild the extents from what is held, if a change was interrupted."""
+        if not self._changing:
+            return
+        extents = [Extents() for _ in self.files]
+        for part in sorted({part for parts in self._held() for part in parts}):
+            extents[part.file].take_at(part.offset, padded(part.nbytes))
+        for file, known in zip(self.files, extents, strict=True):
+            file.extents = known
+        self._changing = False
+
+    def part_sizes(self, nbytes: int) -> list[int]:
+        """Bytes of each part that a new tensor of ``nbytes`` bytes would have."""
+        if self._is_striped(nbytes):
+            return [share for share in shares(nbytes, self._weights) if share]
+        return [nbytes] if nbytes else []
+
+    def allocate(self, sizes: Sequence[int]) -> list[Parts]:
+        """Allocate parts for tensors of these sizes (bytes), small ones side by side.
+
+        Call between :meth:`begin_change` and :meth:`end_change`. Raises FilesTooSmall, with nothing allocated, if files must
+        grow; the caller grows them without the store's lock.
+        """
+        placed: list[Parts] = [()] * len(sizes)
+        run: list[int] = []
+        length = 0
+        for index, nbytes in enumerate(sizes):
+            if self._is_striped(nbytes):
+                placed[index] = self._take_striped(nbytes)
+            elif nbytes:
+                run.append(index)
+                length += nbytes
+                if length >= _RUN:
+                    self._take_run(run, sizes, placed)
+                    run, length = [], 0
+        self._take_run(run, sizes, placed)
+        too_small = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
+        if too_small:
+            for parts in placed:
+                self.give_back(parts)
+            raise FilesTooSmall(too_small)
+        return placed
+
+    def claim(self, parts: Iterable[Part]) -> None:
+        """Mark these parts as used, as a manifest says. Raises ValueError where they are used already, or not in the file."""
+        for part in parts:
+            if not 0 <= part.file < len(self.files):
+                raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
+            if part.offset + part.nbytes > self.files[part.file].capacity:
+                raise ValueError(f"{part.nbytes} bytes at {part.offset} are past the end of '{self.files[part.file].path}'")
+            self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
+
+    def give_back(self, parts: Iterable[Part]) -> None:
+        """Free these parts. Call between :meth:`begin_change` and :meth:`end_change`."""
+        run = -1, 0, 0  # (file, first byte, byte after the last) of neighbours, given back together: 4 times as fast
+        for file, offset, nbytes in sorted(parts):
+            if (file, offset) == (run[0], run[2]):
+                run = file, run[1], offset + padded(nbytes)
+                continue
+            self._free(*run)
+            run = file, offset, offset + padded(nbytes)
+        self._free(*run)
+
+    def _free(self, file: int, begin: int, end: int) -> None:
+        if end > begin:
+            self.files[file].extents.give_back(begin, end - begin)
+
+    def sizes_for(self, nbytes: int) -> list[tuple[DataFile, int]]:
+        """How large each file must be (bytes) to hold tensors of ``nbytes`` bytes in all."""
+        return [(file, padded(share)) for file, share in zip(self.files, shares(nbytes, self._weights), strict=True)]
+
+    def trim(self) -> None:
+        """Truncate each file behind its last tensor. Raises OSError."""
+        self.mend()
+        for file in self.files:
+            file.trim(file.extents.end)
+
+    def _is_striped(self, nbytes: int) -> bool:
+        return nbytes >= STRIPED_FROM and len(self.files) > 1
+
+    def _take_striped(self, nbytes: int) -> Parts:
+        return tuple(
+            Part(index, self.files[index].extents.take(padded(share)), share)
+            for index, share in enumerate(shares(nbytes, self._weights))
+            if share
+        )
+
+    def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
+        if run:
+            chosen = emptiest([file.extents.used for file in self.files], self._weights)
+            offsets = self.files[chosen].extents.take_run([padded(sizes[index]) for index in run])
+            for index, offset in zip(run, offsets, strict=True):
+                placed[index] = (Part(chosen, offset, sizes[index]),)
+
+
+STRIPED_FROM = 4 << 20
+"""Bytes of a tensor that is worth several drives: one of these moves 1 MiB in less than the time between two requests."""
+
+
+def pieces(parts: Iterable[Part], tensor: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """The parts with what each holds of the bytes of a contiguous tensor."""
+    start = 0
+    for part in parts:
+        all_of_it = start == 0 and part.nbytes == tensor.nbytes
+        yield part, tensor if all_of_it else flat_bytes(tensor)[start : start + part.nbytes]
+        start += part.nbytes
+
+
+def shares(nbytes: int, weights: Sequence[float]) -> list[int]:
+    """The length of the contiguous part for each directory, in order; they sum to ``nbytes``, and some may be 0.
+
+    Each ends at a multiple of ALIGNMENT but the last that is not empty. They differ from the exact proportions by less than
+    ALIGNMENT on either end.
+    """
+    total = math.fsum(weights)
+    bounds = [0]
+    for count in range(1, len(weights)):
+        exact = nbytes * (math.fsum(weights[:count]) / total)
+        bounds.append(min(max(round(exact / ALIGNMENT) * ALIGNMENT, bounds[-1]), nbytes))
+    bounds.append(nbytes)
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+
+def emptiest(used: Sequence[int], weights: Sequence[float]) -> int:
+    """The index of the directory that holds the least for its weight; the first of equals."""
+    return min(range(len(used)), key=lambda index: used[index] / weights[index])

@@ -1,0 +1,237 @@
+"""A store's directories: locked, with a file open in each, and the manifest that says which of them belong together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import math
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deepnvme.engine import Engine
+
+from . import data_file, manifest
+from .data_file import DataFile
+from .directory_lock import Ownership
+from .manifest import Manifest, Membership, Stored, load, membership
+
+Directory = str | os.PathLike[str]
+
+
+def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
+    """By absolute path. Raises ValueError for none, one given twice, or a weight that is none."""
+    if isinstance(directories, str | os.PathLike):
+        directories = [directories]
+    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
+    weights: dict[Path, float] = {}
+    for directory, weight in given:
+        path = Path(directory).resolve()
+        if path in weights:
+            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
+        weights[path] = weight
+    if not weights:
+        raise ValueError("a store needs at least one directory, got none")
+    return weights
+
+
+class Directories:
+    """Taken from construction to :meth:`leave`, which happens at exit at the latest, and when this is dropped.
+
+    What a dead owner left is removed, unless it persists: then ``known`` is its manifest. ``files`` are in the order of the store
+    that was found, else as given. With ``read_only`` nothing is made, removed or owned. Raises as
+    :class:`deepnvme.swap.TensorStore` does.
+    """
+
+    def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
+        self._taken = _Taken(self)
+        self._owners, self.files, self._published = self._taken.owners, self._taken.files, self._taken.published
+        try:
+            self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
+            self._identity = uuid.uuid4().hex if self.known is None else self.known.store
+            if persist and self.known is None:
+                self._join()
+        except BaseException:
+            self.leave()
+            raise
+
+    @property
+    def left(self) -> bool:
+        """Whether :meth:`leave` has done everything."""
+        return self._taken.left
+
+    def leave(self) -> None:
+        """Close and unlock everything; remove what was not published. Idempotent, also where it was interrupted.
+
+        Raises the first OSError from closing, when all is done.
+        """
+        self._taken.leave()
+
+    def publish(self, tensors: Mapping[str, Stored]) -> None:
+        """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
+        for owner in self._owners:
+            owner.check()
+        self._published.append(True)
+        manifest.publish(self._owners[0].directory, Manifest(self._identity, len(self._owners), tensors))
+
+    def corrupt(self, why: str) -> manifest.CorruptManifest:
+        """The error that says so of the manifest."""
+        return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
+
+    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> Manifest | None:
+        for directory in weights:
+            self._owners.append(Ownership(directory))
+        known = self._recognise(list(weights), persist)
+        if known is not None:
+            self._published.append(True)
+        else:
+            self._taken.fresh = True
+        for owner in self._owners:
+            self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
+        return known
+
+    def _find(self, weights: Mapping[Path, float], engine: Engine) -> Manifest:
+        """The manifest is looked at when all files are locked: nobody replaces it any more."""
+        self._published.append(True)
+        for directory, weight in weights.items():
+            try:
+                self.files.append(DataFile(directory, engine, weight, read_only=True))
+            except FileNotFoundError as error:
+                text = "there is no store here, or not all of it: its data file is missing"
+                raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
+        known, order = recognise(list(weights))
+        if known is None:
+            text = "there is no store here that was ever committed: whoever began it was interrupted, or has not come to that"
+            raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
+        self.files[:] = [self.files[index] for index in order]
+        return known
+
+    def _recognise(self, directories: Sequence[Path], persist: bool) -> Manifest | None:
+        known, order = recognise(directories)
+        self._owners[:] = [self._owners[index] for index in order]
+        if known is None:
+            for directory in directories:
+                data_file.remove(directory)
+                manifest.remove(directory)
+        elif not persist:
+            text = f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files"
+            raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
+        return known
+
+    def _join(self) -> None:
+        first = str(self._owners[0].directory)
+        for index, owner in enumerate(self._owners[1:], 1):
+            manifest.join(owner.directory, Membership(self._identity, index, first))
+
+
+@contextlib.contextmanager
+def _noted(errors: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
+
+
+_all_taken: dict[int, _Taken] = {}
+
+
+class _Taken:
+    """What a Directories has to close and to remove. It is in ``_all_taken``, so that a garbage collection that finds the
+    Directories does not find these files and close them first, until the Directories are left or dropped.
+
+    Ctrl-C in a finalizer ends that, and is lost. So what happens when they are dropped is a call of ``dict.pop`` alone, which is
+    not interrupted; and what ``__del__`` does not come to then, closes itself and so unlocks the directories.
+    """
+
+    left = True
+    """Whether :meth:`leave` has done everything, or there is nothing yet."""
+
+    def __init__(self, directories: Directories) -> None:
+        self.owners: list[Ownership] = []
+        self.files: list[DataFile] = []
+        self.published: list[bool] = []  # empty until a manifest is
+        self.fresh = False
+        """Whether there was no store in the directories, which may have files of one that was just begun then."""
+        self._process = os.getpid()
+        self._dropped = weakref.ref(directories, functools.partial(_all_taken.pop, id(self)))
+        _all_taken[id(self)] = self
+        self.left = False
+
+    def leave(self) -> None:
+        """See :meth:`Directories.leave`."""
+        if self.left:
+            return
+        errors: list[OSError] = []
+        if os.getpid() == self._process:  # in a forked child all is the parent's
+            self._leave(errors)
+        self.left = True
+        _all_taken.pop(id(self), None)
+        if errors:
+            raise errors[0]
+
+    def _leave(self, errors: list[OSError]) -> None:
+        for owner, file in zip(self.owners, self.files, strict=False):  # as many, unless taking them failed half-way
+            if not self.published:
+                file.remove()
+                with _noted(errors):
+                    if owner.intact():
+                        manifest.remove(file.directory)
+        for owner in self.owners[len(self.files) :]:
+            with _noted(errors):
+                if self.fresh and not self.published and owner.intact():
+                    data_file.remove(owner.directory)
+        for file in self.files:
+            with _noted(errors):
+                file.close()
+        for owner in reversed(self.owners):
+            with _noted(errors):
+                owner.release()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.leave()
+
+
+@atexit.register
+def _leave_all() -> None:
+    for taken in list(_all_taken.values()):
+        with contextlib.suppress(OSError):
+            taken.leave()
+
+
+def recognise(directories: Sequence[Path]) -> tuple[Manifest | None, list[int]]:
+    """The store's manifest and the order of its directories, as indices into those given; None if they hold no store.
+
+    Raises ValueError if they are not the directories of one store, all of them and no other; OSError from reading.
+    """
+    manifests = {index: manifest for index, directory in enumerate(directories) if (manifest := load(directory)) is not None}
+    members = {index: member for index, directory in enumerate(directories) if (member := membership(directory)) is not None}
+    if not manifests:
+        for index, member in members.items():
+            if Path(member.first) not in directories:
+                raise ValueError(
+                    f"'{directories[index]}' belongs to the store whose manifest is in '{member.first}': give all its directories"
+                )
+        return None, list(range(len(directories)))  # memberships of a store that never committed mean nothing
+    first = next(iter(manifests))
+    if len(manifests) > 1:
+        listed = ", ".join(f"'{directories[index]}'" for index in manifests)
+        raise ValueError(f"{listed} hold a store each: open one at a time")
+    manifest = manifests[first]
+    if manifest.directories != len(directories):
+        raise ValueError(
+            f"the store in '{directories[first]}' has {manifest.directories} directories, got {len(directories)}: give all"
+        )
+    order = [first]
+    for wanted in range(1, manifest.directories):
+        found = [index for index, member in members.items() if (member.store, member.index) == (manifest.store, wanted)]
+        if len(found) != 1:
+            raise ValueError(f"directory {wanted} (from 0) of the store in '{directories[first]}' is not among those given")
+        order += found
+    return manifest, order

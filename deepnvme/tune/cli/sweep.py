@@ -1,0 +1,129 @@
+"""ds_nvme_tune: the best settings for a drive. The options are DeepSpeed's (nvme/perf_run_sweep.py), with a few more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deepnvme.integrations.deepspeed import sweep_logs as deepspeed_logs
+from deepnvme.tune.render import html_report, sweep_text
+from deepnvme.tune.search.search import Progress
+from deepnvme.tune.search.space import read_sweep
+from deepnvme.tune.search.tuner import Order, tune
+
+from .arguments import Parser, directory, output_directory, output_file, output_file_or_stdout, positive, size
+from .console import emit, one_line_errors, write_out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``ds_nvme_tune``. Exits with status 2 if the arguments are wrong, 1 if tuning fails, and 130 if it was
+    interrupted, after what had been found by then."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.no_read and options.no_write:
+        parser.error("--no_read and --no_write leave nothing to measure")
+    if options.gds and not options.gpu:
+        parser.error("--gds moves GPU memory: give --gpu, too")
+    with one_line_errors(parser.prog):
+        if options.output is not None:
+            html_report.require_matplotlib()
+        settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
+        order = Order(
+            folders=tuple(dict.fromkeys(options.nvme_dir)),
+            io_size=options.io_size,
+            read=not options.no_read,
+            write=not options.no_write,
+            settings=settings,
+            gpu=options.gpu,
+            gds=options.gds,
+            seconds=options.seconds * options.loops,
+        )
+        if options.json != "-":
+            emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
+        with _progress_bar() as progress:
+            tuning = tune(order, progress)
+        # Said before files are written, which may fail.
+        if options.json != "-":
+            emit(sweep_text.render(tuning, verbose=options.verbose))
+        if options.json is not None:
+            write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
+        if options.log_dir is not None:
+            deepspeed_logs.write(tuning, options.log_dir)
+        if options.output is not None:
+            write_out(html_report.render_html(tuning), options.output)
+        if not tuning.complete:
+            print(f"{parser.prog}: interrupted; what is above was measured before, its files are removed", file=sys.stderr)
+            sys.exit(130)
+
+
+def _parser() -> Parser:
+    parser = Parser("ds_nvme_tune", "Find the best settings for a drive; about a minute for one folder.")
+    add = parser.add_argument
+    add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
+    add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
+    add("--no_read", action="store_true", help="writes only")
+    add("--no_write", action="store_true", help="reads only")
+    add(
+        "--io_size",
+        type=size,
+        default=400 << 20,
+        metavar="BYTES",
+        help="of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)",
+    )
+    add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
+    add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
+    add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
+    add("--loops", type=positive, default=1, metavar="N", help="take N times as long, to be surer (default: 1)")
+    add("--seconds", type=positive, default=50, help="to aim for in each search (default: 50)")
+    add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
+    add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
+    add(
+        "--json",
+        type=output_file_or_stdout,
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write all as JSON: to FILE, or instead of the text to stdout",
+    )
+    add("--verbose", action="store_true", help="all settings instead of the ten best")
+    return parser
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """On a terminal; elsewhere a line for each step."""
+    if not sys.stderr.isatty():
+        yield _each_step_once()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    # Drawn between transfers only: a thread that draws during one would count as its CPU time.
+    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(share: float, step: str) -> None:
+            bar.update(task, completed=share, description=step, refresh=True)
+
+        yield show
+
+
+def _each_step_once() -> Progress:
+    last = ""
+
+    def show(share: float, step: str) -> None:
+        nonlocal last
+        if step != last:
+            print(f"  {100 * share:3.0f} % {step}", file=sys.stderr, flush=True)
+            last = step
+
+    return show
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measuring transfers of a tensor to and from folders."""

@@ -1,0 +1,96 @@
+"""Carries out a ds_io job: files laid out, processes in step, fio in turn, everything removed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from deepnvme.report.directory import IN_MEMORY
+
+from .figures import merged
+from .fio_comparison import FioComparisonRun, find_suitable
+from .folder import examine, settle, workspace
+from .job import Job, Measurement, Paths, Sample
+from .requirements import check_memory, check_space
+from .worker_processes import crew
+
+Progress = Callable[[str], None]
+"""Told the step under way."""
+
+_INTERPRETER = 200 << 20  # measured: 165 MiB that a process with torch shares with no other
+
+
+def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
+    """Carry out ``job``. Blocks; an interrupt or an error leaves no file and no process behind.
+
+    Files are in a directory of their own in each folder. Before each loop, and outside its time, what the page cache holds of
+    the file is written back and dropped. Raises Unsuitable before the first byte where the job cannot be done here, OSError from
+    the transfers, ChildProcessError if a process dies, ValueError if validation finds a difference, :class:`fio.FioFailed`.
+    """
+    facts = {place.folder: examine(place.folder) for place in job.places}
+    check_space((place.folder, _file_bytes(job)) for place in job.places)
+    in_memory = sum(_file_bytes(job) for place in job.places if facts[place.folder].filesystem in IN_MEMORY)
+    remedy = "give a smaller --io_size" + (" or fewer processes" if len(job.places) > 1 else "")
+    check_memory(_memory_bytes(job) * len(job.places) + in_memory, remedy)
+    program = find_suitable(job) if job.compare_fio else None
+    with contextlib.ExitStack() as stack:
+        progress("starting")
+        workspaces = {folder: stack.enter_context(workspace(folder, "ds_io-")) for folder in facts}
+        directories = [workspaces[place.folder] for place in job.places]
+        members = stack.enter_context(crew(job, directories))
+        described = members.described[0]
+        rival = FioComparisonRun(job, program, described.backend, directories) if program is not None else None
+        if job.operation == "read":
+            progress("laying out files")
+            members.call("lay_out")
+        samples: list[Sample] = []
+        for number in range(job.total_loops):
+            progress(f"loop {number + 1} of {job.total_loops}")
+            for directory in workspaces.values():
+                settle(directory)
+            samples.append(_together(members.call("loop", number)))
+            if rival is not None:
+                progress(f"loop {number + 1} of {job.total_loops}: fio")
+                for directory in workspaces.values():
+                    settle(directory)
+                rival.loop()
+        fallbacks = merged(members.call("fallbacks"))
+    first = 0 if job.include_warmup else job.warmup_loops
+    return Measurement(
+        job=job,
+        folders=tuple(facts.values()),
+        backend=described.backend,
+        memory=described.memory,
+        warmup=tuple(samples[:first]),
+        samples=tuple(samples[first:]),
+        fallbacks=fallbacks,
+        fio=rival.comparison(samples, first) if rival is not None else None,
+    )
+
+
+def _memory_bytes(job: Job) -> int:
+    """Of one process, on the host."""
+    by_torch = job.engine.startswith("torch")
+    loaded = by_torch and (job.operation == "read" or job.validate)
+    tensors = 0 if job.setting.use_gds else job.io_size * (2 if loaded else 1)
+    return tensors + (job.fast_io_size if job.engine == "torch_fastio" else 0) + (_INTERPRETER if len(job.places) > 1 else 0)
+
+
+def _file_bytes(job: Job) -> int:
+    """Of all files of one process at a time, fio's included; torch's have a header and an index."""
+    files = job.total_loops if job.different_files else 1
+    ours = files * (job.io_size + (1 << 20 if job.engine.startswith("torch") else 0))
+    return ours + (job.io_size if job.compare_fio and job.operation == "write" else 0)
+
+
+def _together(samples: Sequence[Sample]) -> Sample:
+    """What the processes did in one loop, as one."""
+    paths = [sample.paths for sample in samples if sample.paths is not None]
+    return Sample(
+        nbytes=sum(sample.nbytes for sample in samples),
+        requests=tuple(seconds for sample in samples for seconds in sample.requests),
+        seconds=max(sample.seconds for sample in samples),
+        cpu_seconds=sum(sample.cpu_seconds for sample in samples),
+        paths=sum(paths, Paths(0, 0, 0)) if paths else None,
+        block_latency=merged(sample.block_latency or {} for sample in samples) if paths else None,
+    )

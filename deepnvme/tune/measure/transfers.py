@@ -1,0 +1,257 @@
+"""The ways to move a tensor that ds_io compares: our handle, the handle made anew for each call, and torch's own files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from deepnvme.config import AioConfig
+from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
+from deepnvme.memory.tensor_bytes import memory_of
+
+from .buffer import Buffer, locked, random_bytes
+from .folder import Unsuitable
+from .job import EngineName, Job, Operation
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK = 64 << 20
+
+
+class Transfer(Protocol):
+    """One tensor, and a way to move it. Every method blocks."""
+
+    @property
+    def memory(self) -> str:
+        """What kind of memory the tensor is in."""
+
+    def lay_out(self, path: Path) -> None:
+        """Write the file that reads are to find."""
+
+    def move(self, path: Path) -> None:
+        """What is measured: all of the tensor to or from the file."""
+
+    def matches(self, path: Path) -> bool:
+        """Whether file and tensor hold the same."""
+
+    def renew(self) -> None:
+        """Make the bytes that are to be replaced, or to be written, other ones: a transfer that does nothing is then noticed."""
+
+    def stats(self) -> Mapping[str, Any] | None:
+        """The engine's statistics, where it keeps any."""
+
+
+def make(job: Job, device_number: int) -> Transfer:
+    """Raises Unsuitable for what this machine has not, MemoryError, and OSError or RuntimeError from the op."""
+    device = gpu(device_number) if job.gpu else None
+    engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]] = {
+        "aio_handle": _Handle,
+        "aio_basic": _Basic,
+        "torch_io": _Torch,
+        "torch_fastio": _TorchFast,
+    }
+    return engines[job.engine](job, device)
+
+
+def op() -> ModuleType:
+    """The async_io op, compiled if need be. Raises Unsuitable, in one line, where that fails."""
+    from deepnvme.ops.op_builder import AsyncIOBuilder
+
+    try:
+        return AsyncIOBuilder().load()
+    except RuntimeError as error:
+        raise Unsuitable(_first_line(error)) from error
+
+
+def make_handle(setting: AioConfig) -> Any:
+    """An ``aio_handle``, or a ``gds_handle`` where the setting asks for it. Raises Unsuitable where it cannot be made."""
+    try:
+        if setting.use_gds:
+            from deepnvme.ops.op_builder import GDSBuilder
+
+            return GDSBuilder().load().gds_handle(**setting.handle_arguments())
+        return op().aio_handle(**setting.handle_arguments())
+    except (OSError, RuntimeError) as error:
+        raise Unsuitable(_first_line(error)) from error
+
+
+def gpu_of_folder(index: int) -> torch.device:
+    """Each its own, in turn where there are more folders. Raises Unsuitable if there is none."""
+    return gpu(index % max(_gpus(), 1))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu(number: int) -> torch.device:
+    """Raises Unsuitable if there is no such GPU."""
+    import torch
+
+    count = _gpus()
+    if count == 0:
+        raise Unsuitable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
+    if number >= count:
+        raise Unsuitable(f"--gpu: there is no device {number}, PyTorch sees {count}")
+    return torch.device("cuda", number)
+
+
+class _Handle:
+    """aio_handle or gds_handle, one for all loops."""
+
+    def __init__(self, job: Job, device: torch.device | None) -> None:
+        self._operation: Operation = job.operation
+        self._handle = make_handle(job.setting)
+        self._buffer = Buffer(
+            job.io_size,
+            self._handle,
+            device,
+            gds=job.setting.use_gds,
+            hand_over=job.slow_bounce_buffer,
+            by_accelerator=job.accelerator_pin_memory,
+        )
+        self.memory = self._buffer.kind
+
+    def lay_out(self, path: Path) -> None:
+        self._handle.sync_pwrite(self._buffer.to_write(), str(path))
+
+    def move(self, path: Path) -> None:
+        if self._operation == "read":
+            self._handle.pread(self._buffer.to_read(), str(path), False, True)
+            self._handle.wait()
+            self._buffer.arrived()
+        else:
+            self._handle.pwrite(self._buffer.to_write(), str(path), False, True)
+            self._handle.wait()
+
+    def matches(self, path: Path) -> bool:
+        return _same(self._buffer.tensor, path)
+
+    def renew(self) -> None:
+        self._buffer.renew()
+
+    def stats(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._handle.stats()
+        return found
+
+
+class _Basic:
+    """aio_read and aio_write: a handle for each call."""
+
+    def __init__(self, job: Job, device: torch.device | None) -> None:
+        if device is not None:
+            raise Unsuitable("--gpu: aio_basic moves host memory only; use --engine aio_handle")
+        if job.setting.backend != "auto":
+            raise Unsuitable("--backend: aio_basic takes no backend; use --engine aio_handle")
+        if job.setting.intra_op_parallelism != 1:
+            raise Unsuitable("--io_parallel: aio_basic has one worker; use --engine aio_handle")
+        self._op = op()
+        self._move = self._op.aio_read if job.operation == "read" else self._op.aio_write
+        setting = job.setting
+        self._arguments = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, False)
+        buffer = Buffer(job.io_size, self._op.aio_handle(), None, by_accelerator=job.accelerator_pin_memory)
+        self.tensor, self.memory = buffer.tensor, buffer.kind
+
+    def lay_out(self, path: Path) -> None:
+        self._op.aio_write(self.tensor, str(path), *self._arguments)
+
+    def move(self, path: Path) -> None:
+        self._move(self.tensor, str(path), *self._arguments)
+
+    def matches(self, path: Path) -> bool:
+        return _same(self.tensor, path)
+
+    def renew(self) -> None:
+        random_bytes(self.tensor)
+
+    def stats(self) -> None:
+        return None
+
+
+class _Torch:
+    """torch.save and torch.load."""
+
+    def __init__(self, job: Job, device: torch.device | None) -> None:
+        import torch
+
+        self._torch = torch
+        self._job = job
+        self.tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))
+        self.memory = "ordinary memory" if device is None else str(device)
+        self._loaded: torch.Tensor | None = None
+
+    def lay_out(self, path: Path) -> None:
+        self._save(path)
+
+    def move(self, path: Path) -> None:
+        if self._job.operation == "read":
+            loaded = self._load(path)
+            self._loaded = loaded if self._job.validate else None  # else the next loop has to hold both
+        else:
+            self._save(path)
+
+    def matches(self, path: Path) -> bool:
+        return self._torch.equal(self.tensor, self._load(path) if self._loaded is None else self._loaded)
+
+    def renew(self) -> None:
+        self._loaded = None  # what is loaded is new memory each time
+        if self._job.operation == "write":
+            random_bytes(self.tensor)
+
+    def stats(self) -> Mapping[str, Any] | None:
+        return None
+
+    def _load(self, path: Path) -> torch.Tensor:
+        try:
+            found: torch.Tensor = self._torch.load(path, map_location=self.tensor.device, weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            raise ValueError(f"'{path}' holds no tensor that torch.load can read: {_first_line(error)}") from error
+        return found
+
+    def _save(self, path: Path) -> None:
+        self._torch.save(self.tensor, path, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
+
+
+class _TorchFast(_Torch):
+    """torch.save through a file object that writes with a handle; torch.load."""
+
+    def __init__(self, job: Job, device: torch.device | None) -> None:
+        if job.fast_io_size < SMALLEST_TENSOR:
+            raise Unsuitable(f"--fast_io_size: must be at least {SMALLEST_TENSOR}, got {job.fast_io_size}")
+        super().__init__(job, device)
+        self._handle = make_handle(job.setting)
+        self._buffer = locked(self._handle, job.fast_io_size)
+
+    def stats(self) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = self._handle.stats() if self._job.operation == "write" else None
+        return found
+
+    def _save(self, path: Path) -> None:
+        with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
+            self._torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, tensor.numel(), _CHUNK):
+        yield tensor[start : start + _CHUNK].cpu()
+
+
+def _same(tensor: torch.Tensor, path: Path) -> bool:
+    if path.stat().st_size != tensor.numel():
+        return False
+    with path.open("rb", buffering=0) as file:
+        for piece in _pieces(tensor):
+            with memory_of(piece) as view:
+                if file.read(len(view)) != view:
+                    return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""Results as text, JSON, charts and an HTML report."""

@@ -1,0 +1,318 @@
+"""The charts that tell what a search found out. matplotlib is imported where one is drawn, never when this module is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from deepnvme.tune.cli.sizes import size_text
+from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.search.tuning import Figures, Result, Search, Striping
+
+from .picture import INK, MUTED, PAPER, Chart, axes_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS: dict[Operation, str] = {"read": "#2f6fed", "write": "#c8501e"}
+"""White text, and both a white and a black page, have a contrast of about 4 with these."""
+_BACKEND_STYLES = (("#0d9488", "o"), ("#8b5cf6", "s"), ("#d97706", "^"), ("#db2777", "D"))
+
+
+def operations(results: Sequence[Result]) -> list[Operation]:
+    """Those that were measured at all."""
+    return [operation for operation in OPERATIONS if any(result.figures(operation) for result in results)]
+
+
+def three_digits(value: float) -> str:
+    """A positive figure with three significant digits, without an exponent: "0.0123", "6.90", "1234"."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def search_charts(search: Search) -> list[Chart]:
+    """The charts that compare something: none for a single setting."""
+    both = operations(search.results)
+    charts: list[Chart | None] = [heat_map(search, operation) for operation in both]
+    charts += [latency_chart(search, operation) for operation in both]
+    charts += [cpu_chart(search, operation) for operation in both]
+    charts += [workers_chart(search), backends_chart(search)]
+    return [chart for chart in charts if chart]
+
+
+def heat_map(search: Search, operation: Operation) -> Chart | None:
+    """GB/s over block size and queue depth; None if both are the same for all settings."""
+    from matplotlib.patches import Rectangle
+
+    blocks = sorted({result.setting.block_size for result in search.results})
+    depths = sorted({result.setting.queue_depth for result in search.results})
+    if len(blocks) * len(depths) < 2:
+        return None
+    cells: dict[tuple[int, int], float] = {}
+    for result, figures in _measured(search, operation):
+        cell = (result.setting.block_size, result.setting.queue_depth)
+        cells[cell] = max(cells.get(cell, 0.0), figures.gb_per_second)
+    fastest = max(cells.values())
+    chosen = (search.best.setting.block_size, search.best.setting.queue_depth)
+
+    x_label, y_label = "queue depth (blocks for each worker)", "block size (bytes)"
+    axes = axes_for(height=0.5 + 0.33 * len(blocks), x_label=x_label, y_label=y_label, top=0.03)
+    for row, block in enumerate(blocks):
+        for column, depth in enumerate(depths):
+            speed = cells.get((block, depth))
+            # Shades of one colour over whatever the page's is: from nothing at 0 GB/s, so that noise does not look like a peak.
+            shade = 0.0 if speed is None else (speed / fastest) ** 1.5 if fastest else 1.0
+            gap = 0.03
+            area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
+            if speed is None:
+                area.set(facecolor="none", hatch="////")
+            else:
+                area.set(facecolor=COLOURS[operation], alpha=shade)
+                colour, weight = ("white" if shade > 0.85 else INK), ("bold" if (block, depth) == chosen else "normal")
+                axes.text(column, row, three_digits(speed), ha="center", va="center", color=colour, weight=weight)
+            axes.add_patch(area)
+            if (block, depth) == chosen:
+                axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2, zorder=3))
+    axes.set_xlim(-0.55, len(depths) - 0.45)
+    axes.set_ylim(-0.55, len(blocks) - 0.45)
+    axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axes.set_yticks(range(len(blocks)), [size_text(block) for block in blocks])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    unmeasured = len(blocks) * len(depths) - len(cells)
+    (block, depth), speed = max(cells.items(), key=lambda item: item[1])
+    return Chart(
+        title=f"{operation.capitalize()} speed, GB/s",
+        note="Each cell: the best over workers and backends. Framed: the recommended setting."
+        + (" Hatched: not measured." if unmeasured else ""),
+        alt=f"Heat map of {operation} GB/s over block size and queue depth, from {three_digits(min(cells.values()))} to "
+        f"{three_digits(speed)} GB/s, the fastest cell being {size_text(block)} blocks at queue depth {depth}; "
+        f"{unmeasured} cells were not measured.",
+        axes=axes,
+    )
+
+
+def latency_chart(search: Search, operation: Operation) -> Chart | None:
+    """GB/s against the 99th percentile of a block's latency; None if fewer than two settings have one."""
+    return _trade_off(
+        search,
+        operation,
+        cost=lambda figures: figures.latency_p99 * 1e3,
+        least=lambda figures: figures.latency_p50 * 1e3,
+        title=f"{operation.capitalize()} speed against latency",
+        x_label="latency of a block, 99th percentile (ms)",
+        note="Up and to the left is better. The line joins the settings that none beats in both; bars reach back to the median.",
+    )
+
+
+def cpu_chart(search: Search, operation: Operation) -> Chart | None:
+    """GB/s against CPU time; None if fewer than two settings took any."""
+    return _trade_off(
+        search,
+        operation,
+        cost=lambda figures: figures.cpu_seconds_per_gb,
+        least=None,
+        title=f"{operation.capitalize()} speed against CPU time",
+        x_label="CPU time (s/GB)",
+        note="Up and to the left is better. The line joins the settings that none beats in both.",
+    )
+
+
+def _trade_off(
+    search: Search,
+    operation: Operation,
+    cost: Callable[[Figures], float],
+    least: Callable[[Figures], float] | None,
+    title: str,
+    x_label: str,
+    note: str,
+) -> Chart | None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    # The axis is logarithmic, and what took no time that the clock could see has no place on it.
+    found = [(result, figures) for result, figures in _measured(search, operation) if cost(figures) > 0]
+    if len(found) < 2:
+        return None
+    axes = axes_for(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
+    axes.grid(True)
+    for backend, (colour, marker) in zip(_backends(search), itertools.cycle(_BACKEND_STYLES), strict=False):
+        points = [figures for result, figures in found if result.backend == backend]
+        axes.plot(
+            [cost(figures) for figures in points],
+            [figures.gb_per_second for figures in points],
+            linestyle="none",
+            marker=marker,
+            markersize=4,
+            color=colour,
+            alpha=0.55,
+            markeredgewidth=0,
+            label=backend,
+        )
+    frontier = _frontier(found, cost)
+    speeds = [figures.gb_per_second for _, figures in frontier]
+    axes.plot([cost(figures) for _, figures in frontier], speeds, color=MUTED, linewidth=1.1, zorder=2.5)
+    if least is not None:
+        starts = [least(figures) for _, figures in frontier]
+        axes.hlines(speeds, starts, [cost(figures) for _, figures in frontier], color=MUTED, linewidth=0.8)
+    best = [figures for result, figures in found if result == search.best]
+    axes.plot(
+        [cost(figures) for figures in best],
+        [figures.gb_per_second for figures in best],
+        linestyle="none",
+        marker="o",
+        markersize=9,
+        markerfacecolor="none",
+        markeredgecolor=INK,
+        markeredgewidth=1.6,
+        label="recommended",
+    )
+    lowest = min(min(cost(figures), least(figures) if least and least(figures) > 0 else math.inf) for _, figures in found)
+    highest = max(cost(figures) for _, figures in found)
+    axes.set_xscale("log")
+    axes.set_xlim(lowest / 2.5, highest * 1.6)  # a factor of 4 at least, and ticks are 2.5 apart at most: there is always one
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    slowest, fastest = (limit(figures.gb_per_second for _, figures in found) for limit in (min, max))
+    axes.set_ylim(slowest - 0.05 * fastest, fastest * 1.08 or 1)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, handletextpad=0.1, columnspacing=1.2, borderaxespad=0.2)
+    _label_some(axes, frontier, cost)
+    ends = (frontier[0], frontier[-1])
+    first, last = (f"{_short(result)} with {three_digits(figures.gb_per_second)} GB/s" for result, figures in ends)
+    return Chart(
+        title=title,
+        note=f"{note} Labels: block size/depth/workers.",
+        alt=f"Scatter of {operation} GB/s over {x_label} for {len(found)} settings. Cheapest on the frontier: {first} at "
+        f"{three_digits(cost(ends[0][1]))}; fastest: {last} at {three_digits(cost(ends[1][1]))}.",
+        axes=axes,
+    )
+
+
+def _frontier(found: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> list[tuple[Result, Figures]]:
+    """Those that are faster than all that cost less, cheapest first."""
+    frontier: list[tuple[Result, Figures]] = []
+    for result, figures in sorted(found, key=lambda each: (cost(each[1]), -each[1].gb_per_second)):
+        if not frontier or figures.gb_per_second > frontier[-1][1].gb_per_second:
+            frontier.append((result, figures))
+    return frontier
+
+
+def _label_some(axes: Axes, frontier: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> None:
+    """Name points of the frontier, both ends first, as far as the names do not touch."""
+    low, high = (math.log(limit) for limit in axes.get_xlim())
+    bottom, top = axes.get_ylim()
+    taken: list[tuple[float, float]] = []
+    for result, figures in [frontier[-1], *frontier[:-1]]:
+        x, y = (math.log(cost(figures)) - low) / (high - low), (figures.gb_per_second - bottom) / (top - bottom)
+        if all(abs(x - other_x) > 0.2 or abs(y - other_y) > 0.07 for other_x, other_y in taken):
+            taken.append((x, y))
+            axes.annotate(
+                _short(result),
+                (cost(figures), figures.gb_per_second),
+                xytext=(-4, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
+            )
+
+
+def workers_chart(search: Search) -> Chart | None:
+    counts = sorted({result.setting.intra_op_parallelism for result in search.results})
+    return _bars(
+        search,
+        title="Scaling over workers",
+        x_label="workers",
+        groups={str(count): [each for each in search.results if each.setting.intra_op_parallelism == count] for count in counts},
+    )
+
+
+def backends_chart(search: Search) -> Chart | None:
+    return _bars(
+        search,
+        title="Backends compared",
+        x_label="backend",
+        groups={name: [each for each in search.results if each.backend == name] for name in _backends(search)},
+    )
+
+
+def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Result]]) -> Chart | None:
+    """GB/s of the best setting in each group; None if there is one group only."""
+    if len(groups) < 2:
+        return None
+    both = operations(search.results)
+    axes = axes_for(height=2.8, x_label=x_label, y_label="speed (GB/s)")
+    axes.grid(True, axis="y")
+    width = 0.7 / len(both)
+    said: list[str] = []
+    for nth, operation in enumerate(both):
+        speeds = {
+            name: max(figures.gb_per_second for each in results if (figures := each.figures(operation)))
+            for name, results in groups.items()
+            if any(each.figures(operation) for each in results)
+        }
+        places = [list(groups).index(name) + (nth - (len(both) - 1) / 2) * width for name in speeds]
+        bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[operation], label=operation)
+        axes.bar_label(bars, labels=[three_digits(speed) for speed in speeds.values()], padding=2)
+        said += [f"{operation} with {name}: {three_digits(speed)} GB/s" for name, speed in speeds.items()]
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.tick_params(axis="x", length=0)
+    axes.margins(y=0.12)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, handlelength=0.8, handleheight=0.8, borderaxespad=0.2)
+    return Chart(
+        title=title,
+        note="GB/s of the best setting of each.",
+        alt=f"Bar chart, {x_label}: {'; '.join(said)}.",
+        axes=axes,
+    )
+
+
+def striping_chart(striping: Striping, operation: Operation) -> Chart | None:
+    """Folders alone against all together; None for an operation that was not asked for."""
+    if operation not in striping.together:
+        return None
+    together = striping.together[operation]
+    speeds = [(folder, rates[operation]) for folder, rates in striping.alone]
+    total = sum(speed for _, speed in speeds)
+    # A name is written as ASCII: no font has every character, and matplotlib warns of each that is missing.
+    rows = [(_middle_out(folder.encode("unicode_escape").decode(), 60), speed) for folder, speed in speeds]
+    rows.append(("all together", together))
+    axes = axes_for(height=0.5 + 0.5 * len(rows), x_label=f"{operation} speed (GB/s)", y_label="", top=0.03)
+    for row, (name, speed) in enumerate(rows):
+        last = row == len(rows) - 1
+        axes.barh(row, speed, 0.4, color=COLOURS[operation], alpha=1.0 if last else 0.55)
+        axes.annotate(name, (0, row - 0.25), xytext=(0, 1), textcoords="offset points", weight="bold" if last else "normal")
+        end = max(speed, total) if last else speed  # beside the line that marks the sum
+        axes.annotate(three_digits(speed), (end, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.plot([total, total], [len(rows) - 1.25, len(rows) - 0.75], color=INK, linewidth=2)
+    axes.set_yticks([])
+    axes.set_ylim(len(rows) - 0.6, -0.7)
+    axes.set_xlim(0, max(total, together) * 1.12 or 1)
+    axes.grid(True, axis="x")
+    axes.spines["left"].set_visible(False)
+    share = f"{together / total:.0%} of the sum" if total else "the sum is 0"
+    return Chart(
+        title=f"{operation.capitalize()}: alone and together",
+        note=f"Together {three_digits(together)} GB/s: {share} of the folders alone, which the upright line marks.",
+        alt=f"Bar chart of {operation} GB/s: {'; '.join(f'{name} {three_digits(speed)}' for name, speed in rows)}.",
+        axes=axes,
+    )
+
+
+def _middle_out(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-length // 2 :]}"
+
+
+def _measured(search: Search, operation: Operation) -> list[tuple[Result, Figures]]:
+    return [(result, figures) for result in search.results if (figures := result.figures(operation))]
+
+
+def _backends(search: Search) -> list[str]:
+    return sorted({result.backend for result in search.results})
+
+
+def _short(result: Result) -> str:
+    setting = result.setting
+    return f"{size_text(setting.block_size)}/{setting.queue_depth}/{setting.intra_op_parallelism}"

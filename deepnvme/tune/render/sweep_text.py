@@ -1,0 +1,160 @@
+"""What ds_nvme_tune prints, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from deepnvme.tune.cli.sizes import GIB, size_text
+from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.search.tuning import Result, Search, Striping, Tuning
+from deepnvme.version import __version__
+
+
+def render(tuning: Tuning, verbose: bool = False) -> str:
+    """The table of the ten best, what several folders give together, and last the lines that DeepSpeed's tuner prints.
+
+    In DeepSpeed's line of the best performance a GB is 1024^3 bytes, as its ds_io counts; everywhere else it is 10^9.
+    """
+    parts = [_search(search, verbose) for search in tuning.searches]
+    if tuning.striping is not None:
+        parts.append(_striping(tuning.striping))
+    if not tuning.complete and tuning.chosen.complete:
+        parts.append("INTERRUPTED: what was to follow was not measured")
+    notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
+    notes.append(
+        f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.0f} GB written; GB is 10^9 bytes above, 1024^3 in the line below"
+    )
+    parts.append("\n".join(notes))
+    parts.append(f"{_best(tuning.chosen.best)}\n{json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=3)}")
+    return "\n\n".join(parts)
+
+
+def as_document(tuning: Tuning) -> dict[str, Any]:
+    """Everything as JSON types: sizes in bytes, times in seconds, GB of 10^9 bytes; ``aio`` is the block to paste."""
+    return {
+        "tool": "ds_nvme_tune",
+        "version": __version__,
+        **tuning.chosen.best.setting.to_deepspeed(),
+        "io_size": tuning.io_size,
+        "seconds": tuning.seconds,
+        "complete": tuning.complete,
+        "bytes_written": tuning.bytes_written,
+        "searches": [_search_document(search) for search in tuning.searches],
+        "striping": None if tuning.striping is None else _striping_document(tuning.striping),
+        "refused": dict(tuning.refused),
+    }
+
+
+def _search_document(search: Search) -> dict[str, Any]:
+    return {
+        "folders": [dataclasses.asdict(facts) for facts in search.folders],
+        "best": _result_document(search.best),
+        "reason": search.reason,
+        "rounds": search.rounds,
+        "seconds": search.seconds,
+        "complete": search.complete,
+        "results": [_result_document(result) for result in search.results],
+    }
+
+
+def _result_document(result: Result) -> dict[str, Any]:
+    return {
+        **result.setting.model_dump(),
+        "backend": result.backend,
+        "read": None if result.read is None else dataclasses.asdict(result.read),
+        "write": None if result.write is None else dataclasses.asdict(result.write),
+        "rounds": result.rounds,
+        "in_flight_bytes": result.setting.in_flight_bytes,
+    }
+
+
+def _striping_document(striping: Striping) -> dict[str, Any]:
+    def rates(found: Mapping[Operation, float]) -> dict[str, float | None]:
+        return {operation: found.get(operation) for operation in OPERATIONS}
+
+    return {
+        "alone": [{"folder": folder, **rates(found)} for folder, found in striping.alone],
+        "together": rates(striping.together),
+        "shared_device": striping.shared_device,
+    }
+
+
+def _best(result: Result) -> str:
+    shown = [
+        f"{operation} = {figures.gb_per_second * 1e9 / GIB:5.2f}"
+        for operation in OPERATIONS
+        if (figures := result.figures(operation)) is not None
+    ]
+    return f"Best performance (GB/sec): {', '.join(shown)}"
+
+
+def _search(search: Search, verbose: bool) -> str:
+    where = " + ".join(f"{facts.path} ({facts.label})" for facts in search.folders)
+    lines = [where]
+    if not search.complete:
+        lines.append("INTERRUPTED: what follows was measured before that")
+    lines.append(_table(search.results if verbose else search.table, search.best))
+    lines.append(f"* {search.reason}")
+    return "\n".join(lines)
+
+
+def _table(results: Sequence[Result], best: Result) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("block", "depth", "workers"):
+        table.add_column(name, justify="right")
+    table.add_column("backend")
+    operations = [operation for operation in OPERATIONS if best.figures(operation) is not None]
+    for operation in operations:
+        table.add_column(f"{operation}\nGB/s", justify="right")
+    for operation in operations:
+        table.add_column(f"{operation}\nCPU s/GB", justify="right")
+    for operation in operations:
+        table.add_column(f"{operation} p99\nms a block", justify="right")
+    table.add_column("in flight", justify="right")
+    table.add_column("rounds", justify="right")
+    for result in results:
+        setting = result.setting
+        figures = [each for operation in operations if (each := result.figures(operation)) is not None]
+        table.add_row(
+            "*" if result == best else "",
+            size_text(setting.block_size),
+            str(setting.queue_depth),
+            str(setting.intra_op_parallelism),
+            result.backend + (", single" if setting.single_submit else ""),
+            *(f"{each.gb_per_second:.2f}" for each in figures),
+            *(f"{each.cpu_seconds_per_gb:.3f}" for each in figures),
+            *(f"{each.latency_p99 * 1e3:.3g}" for each in figures),
+            size_text(setting.in_flight_bytes),
+            str(result.rounds),
+        )
+    return _text(table)
+
+
+def _striping(striping: Striping) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("striping")
+    for operation in striping.together:
+        table.add_column(f"{operation}\nGB/s", justify="right")
+    for folder, rates in striping.alone:
+        table.add_row(f"{folder} alone", *(f"{rates[operation]:.2f}" for operation in striping.together))
+    table.add_row("together", *(f"{rate:.2f}" for rate in striping.together.values()))
+    fastest = {operation: max(rates[operation] for _, rates in striping.alone) for operation in striping.together}
+    gains = [f"{rate / fastest[operation]:.2f}" for operation, rate in striping.together.items()]
+    table.add_row("together / the fastest alone", *gains)
+    note = "\nSome of the folders share a device: striping over those wins nothing." if striping.shared_device else ""
+    return _text(table) + note
+
+
+def _text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -1,0 +1,1 @@
+"""Searching for the best settings of a drive."""

@@ -1,0 +1,186 @@
+"""Searches the settings of folders, alone and all together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.config import AioConfig
+from deepnvme.report.directory import IN_MEMORY
+from deepnvme.tune.measure import transfers
+from deepnvme.tune.measure.folder import FolderFacts, examine
+from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.measure.requirements import check_memory, check_space
+from deepnvme.tune.search.trials import Rig, Shares
+
+from .search import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
+from .space import default_space
+from .tuning import Figures, Result, Search, Striping, Tuning
+
+_STRIPING_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be tuned."""
+
+    folders: tuple[Path, ...]
+    io_size: int
+    """Bytes of the file in each folder; no transfer is larger."""
+    read: bool = True
+    write: bool = True
+    settings: tuple[AioConfig, ...] | None = None
+    """To choose from; None for the usual ones."""
+    gpu: bool = False
+    gds: bool = False
+    seconds: float = 50.0
+    """To aim for in each search."""
+
+    @property
+    def operations(self) -> list[Operation]:
+        wanted: list[tuple[Operation, bool]] = [("read", self.read), ("write", self.write)]
+        return [operation for operation, yes in wanted if yes]
+
+
+def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
+    """Find the best settings. Blocks, for about ``order.seconds`` a search: one a folder, and one for all together if several.
+
+    An interrupt (KeyboardInterrupt) ends it with what was measured; it is passed on if that is nothing. No file is left behind.
+    Raises Unsuitable before the first byte where the order cannot be carried out here, OSError from the transfers.
+    """
+    facts = [examine(folder) for folder in order.folders]
+    check_space((folder, order.io_size) for folder in order.folders)
+    tensors = 0 if order.gds else order.io_size * len(order.folders)
+    check_memory(tensors + order.io_size * sum(each.filesystem in IN_MEMORY for each in facts))
+    progress(0.0, "starting (compiles on first use)")
+    offered, backend = _offered(order)
+    begin = time.monotonic()
+    groups = _groups(len(facts))
+    rig = Rig(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
+    refused: dict[str, str] = {}
+    searches: list[Search] = []
+    striping = None
+    complete = False
+    try:
+        with rig:
+            settings, refused = rig.usable(offered)
+            for number, group in enumerate(groups):
+                started = time.monotonic()
+                measure = functools.partial(rig.move, _shares(group, searches))
+                part = _part(progress, number, len(groups), [facts[index].path for index in group])
+                outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
+                searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
+                if not outcome.complete:
+                    break
+            if len(searches) == len(groups) > 1 and searches[-1].complete:
+                striping = _striping(rig, order, searches, facts)
+            complete = searches[-1].complete
+    except KeyboardInterrupt:  # also of the end of the rig, when all has been measured
+        if not searches:
+            raise
+    return Tuning(
+        io_size=order.io_size,
+        searches=tuple(searches),
+        striping=striping,
+        bytes_written=rig.bytes_written,
+        seconds=time.monotonic() - begin,
+        complete=complete,
+        refused=refused,
+    )
+
+
+def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
+    """The settings to choose from, and the backend that "auto" takes."""
+    if order.gds:
+        transfers.make_handle(AioConfig(use_gds=True))  # or say why not
+        return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
+    working = [name for name, obstacle in transfers.op().backends().items() if obstacle is None]
+    return order.settings or default_space(order.io_size, working), working[0]
+
+
+def _groups(folders: int) -> list[tuple[int, ...]]:
+    """What is searched in turn: each folder alone, then all together."""
+    alone: list[tuple[int, ...]] = [(index,) for index in range(folders)]
+    return alone if folders == 1 else [*alone, tuple(range(folders))]
+
+
+def _part(progress: Progress, number: int, count: int, paths: Sequence[str]) -> Progress:
+    where = " + ".join(paths)
+    return lambda share, step: progress((number + share) / count, f"{where}: {step}")
+
+
+def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
+    """What part of the bytes each folder of the group gets, relative to the one that gets most: as fast as it was alone."""
+
+    def rate(index: int, operation: Operation) -> float:
+        figures = searches[index].best.figures(operation) if len(group) > 1 else None
+        return figures.gb_per_second if figures is not None else 1.0
+
+    def of(operation: Operation) -> dict[int, float]:
+        rates = {index: rate(index, operation) for index in group}
+        return {index: each / max(rates.values()) for index, each in rates.items()}
+
+    return {"read": of("read"), "write": of("write")}
+
+
+# -- striping ---------------------------------------------------------------------------------------------------------
+
+
+def _striping(rig: Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+    """Each folder with its own best setting and all with theirs, in turn, so that one that is slow for a while is so for all."""
+    together = searches[-1]
+    groups = _groups(len(facts))
+    rates: dict[tuple[int, Operation], list[float]] = {}
+    for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
+        deal = _shares(groups[number], searches[:-1])
+        observed = rig.move(deal, found.best.setting, operation, order.io_size)
+        rates.setdefault((number, operation), []).append(observed.nbytes / observed.seconds / 1e9)
+
+    def found_by(number: int) -> dict[Operation, float]:
+        return {operation: statistics.median(rates[number, operation]) for operation in order.operations}
+
+    devices = {each.device_number for each in facts}
+    return Striping(
+        alone=tuple((each.path, found_by(number)) for number, each in enumerate(facts)),
+        together=found_by(len(facts)),
+        shared_device=len(devices) < len(together.folders),
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, seconds: float) -> Search:
+    results = tuple(_result(candidate, outcome, backend) for candidate in outcome.ranked)
+    best = results[outcome.ranked.index(outcome.best)]
+    return Search(tuple(facts), results, best, outcome.reason, outcome.rounds, seconds, outcome.complete)
+
+
+def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
+    # What was interrupted in its first pass does not count.
+    last = candidate.last_round(outcome.rounds)
+
+    def figures(operation: Operation) -> Figures | None:
+        found = candidate.rounds[last].get(operation)
+        if not found:
+            return None
+        # Rounds differ in the length of their transfers and in the drive's speed at the time, but the best was in all of them.
+        scale = _rate(outcome.best, outcome.rounds - 1, operation) / _rate(outcome.best, last, operation)
+        return Figures(
+            gb_per_second=_rate(candidate, last, operation) * scale,
+            cpu_seconds_per_gb=cpu_seconds_per_gb(found),
+            latency_p50=statistics.median(each.latency_p50 for each in found),
+            latency_p99=statistics.median(each.latency_p99 for each in found),
+        )
+
+    name = candidate.setting.backend
+    return Result(candidate.setting, backend if name == "auto" else name, figures("read"), figures("write"), last + 1)
+
+
+def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
+    return statistics.median(each.nbytes / each.seconds / 1e9 for each in candidate.rounds[number][operation])
