@@ -29,13 +29,13 @@ from harness.workloads import ContenderFailed, Workload
 
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.cli.sizes import size_text
 from deepnvme.tune.measure.buffer import locked
 from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
 from deepnvme.tune.measure.worker_processes import crew
 from deepnvme.tune.search.space import default_space
+from deepnvme.tune.sizes import size_text
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.

@@ -18,10 +18,10 @@ import torch
 import deepnvme
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
-from .disks import MIB, Disk, loop_disk, memory_disk
-from .interpreters import Interpreters
-from .machine import machine
 from .native import EngineTestingBuilder
+from .support.disks import MIB, Disk, loop_disk, memory_disk
+from .support.interpreters import Interpreters
+from .support.machine import machine
 
 BACKENDS = ("io_uring", "libaio", "threads")
 

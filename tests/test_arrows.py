@@ -1,4 +1,4 @@
-"""Arrows between the parts of the package point one way."""
+"""Imports between the packages go downwards only, private modules and sub-packages included."""
 
 from __future__ import annotations
 
@@ -11,39 +11,99 @@ import pytest
 import deepnvme
 
 ROOT = Path(deepnvme.__file__).parent
-BASE = {"ops", "engine", "config", "version"}
-"""Any part may import these, and private modules."""
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
+
+BASE = {"_files", "_interrupts", "_lazy", "_listed", "_preallocation", "_progress", "ops", "version"}
+"""What may be used anywhere, and uses nothing but itself."""
+ENGINE = BASE | {"engine", "config"}
+STORE = ENGINE | {"memory", "store"}
+CHECKPOINT = ENGINE | {"memory", "checkpoint", "checkpoint.formats"}
+STREAMING = STORE | CHECKPOINT
+INTEGRATIONS = STREAMING | {"streaming", "streaming.weights", "streaming.kv", "offload"}
+DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
+MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "ops": set(),
-    "swap": BASE,
-    "checkpoint": BASE | {"swap"},
-    "safetensors": BASE | {"swap", "checkpoint"},
-    "streaming": BASE | {"swap", "checkpoint"},
-    "io": BASE,
-    "tune": BASE | {"io"},
+    **dict.fromkeys(BASE, BASE),
+    "engine": BASE,
+    "config": BASE | {"engine"},
+    "memory": ENGINE,
+    "store": STORE,
+    "offload": STORE,
+    "checkpoint.formats": ENGINE | {"memory"},
+    "checkpoint": CHECKPOINT,
+    "checkpoint.dcp": CHECKPOINT,
+    "safetensors": CHECKPOINT,
+    "streaming.weights": STREAMING,
+    "streaming.kv": STREAMING,
+    "streaming": STREAMING | {"streaming.weights", "streaming.kv"},
+    "integrations": INTEGRATIONS,
+    "integrations.deepspeed.io": ENGINE | {"memory"},
+    "integrations.deepspeed.swap_tensor": CHECKPOINT,
+    "integrations.deepspeed": INTEGRATIONS | DEEPSPEED,
+    "report": ENGINE | {"memory"},
+    "tune.sizes": set(),
+    "tune.measure": MEASURE,
+    "tune.search": MEASURE | {"tune.measure"},
+    "tune.render": MEASURE | {"tune.measure", "tune.search"},
+    "tune.cli": MEASURE | {"tune.measure", "tune.search", "tune.render"},
+    "tune": {"tune.measure", "tune.search"},
+    # public names of what is elsewhere
+    "swap": {"memory", "store", *DEEPSPEED},
+    "io": DEEPSPEED,
 }
-ABOVE_ALL = ("integrations", "report", "__init__", "__main__")
-PARTS = sorted(path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+PUBLIC_NAMES = {("checkpoint", "checkpoint.dcp"), ("checkpoint", "integrations.deepspeed")}
+"""Of an ``__init__.py`` that has names of packages above it, imported when one asks for them."""
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The parts of the package that a file imports from, wherever in it."""
-    package = ["deepnvme", *path.relative_to(ROOT).parent.parts]
+def part_of(module: tuple[str, ...]) -> str:
+    """The deepest package or module of the table that a module belongs to."""
+    names = (".".join(module[:length]) for length in range(len(module), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT), module[0])
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported(path: Path) -> Iterator[tuple[str, ...]]:
+    """The modules, and the names in them, that a file imports from this package, wherever in it."""
+    package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+            yield from (name[1:] for name in names if name[0] == "deepnvme" and len(name) > 1)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base += node.module.split(".") if node.module else []
-            names = [[*base, alias.name] for alias in node.names]
-        else:
-            continue
-        yield from (name[1] for name in names if name[0] == "deepnvme" and len(name) > 1)
+            module = tuple((node.module or "").split(".")) if node.module else ()
+            if node.level:
+                base = package[: len(package) - node.level + 1] + module
+            elif module[:1] == ("deepnvme",):
+                base = module[1:]
+            else:
+                continue
+            yield from ((*base, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_imports_what_is_below_it(part: str) -> None:
-    files = [*ROOT.glob(f"{part}.py"), *(ROOT / part).rglob("*.py")]
-    below = set(PARTS) - {"integrations"} if part in ABOVE_ALL else MAY_IMPORT.get(part, BASE)
-    arrows = {(path.name, name) for path in files for name in imported(path) if name in PARTS and not name.startswith("_")}
-    assert {(file, name) for file, name in arrows if name not in below | {part}} == set()
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_what_is_below_it(path: Path) -> None:
+    module = module_of(path)
+    if len(module) < 2 and module[:1] in ((), ("__main__",)):
+        return  # above all
+    part = part_of(module)
+    parts = {part_of(name) for name in imported(path)} - {part}
+    if path.name == "__init__.py":
+        parts = {name for name in parts if (part, name) not in PUBLIC_NAMES}
+    assert parts - MAY_IMPORT[part] == set()
+
+
+def test_the_table_has_every_package_and_module() -> None:
+    parts = {part_of(module_of(path)) for path in FILES if module_of(path) not in ((), ("__main__",))}
+    assert parts == set(MAY_IMPORT)
+
+
+def test_no_package_is_below_itself() -> None:
+    below = {part: names - BASE - {part} for part, names in MAY_IMPORT.items()}
+    while below:
+        lowest = {part for part, names in below.items() if not names & set(below)}
+        assert lowest, f"in a circle: {sorted(below)}"
+        below = {part: names for part, names in below.items() if part not in lowest}

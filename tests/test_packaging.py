@@ -226,7 +226,7 @@ def test_the_wheel_holds_the_package_the_builder_and_the_engines_sources(checkou
     assert {f"deepnvme/ops/{source}" for source in sources} <= shipped
     assert {f"deepnvme/ops/op_builder/{path.name}" for path in (checkout / "op_builder").glob("*.py")} <= shipped
     stubs = {"deepnvme/ops/aio/async_io_op.pyi", "deepnvme/ops/gds/gds_op.pyi"}
-    assert {"deepnvme/py.typed", "deepnvme/report.py", *stubs} <= shipped
+    assert {"deepnvme/py.typed", "deepnvme/report/ds_report.py", *stubs} <= shipped
     assert all(name.startswith("deepnvme") for name in names)
     assert any(name.endswith(".data/scripts/ds_report") for name in names)
 

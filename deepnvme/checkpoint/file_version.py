@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from deepnvme._files import naming_file
+
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Version = tuple[int, ...]
@@ -19,7 +21,7 @@ def of_one_version(path: Path, load: Callable[[], T]) -> T:
     while True:
         version = version_of(path)
         try:
-            with naming(path):
+            with naming_file(path):
                 loaded = load()
         except Exception:
             if not _replaced(path, version):
@@ -28,17 +30,6 @@ def of_one_version(path: Path, load: Callable[[], T]) -> T:
             if not _replaced(path, version):
                 return loaded
             del loaded  # the memory is for the next one
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Have an OSError that names no file name this one: what is read from a descriptor fails without one."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = os.fspath(path)
-        raise
 
 
 @contextlib.contextmanager

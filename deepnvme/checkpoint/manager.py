@@ -18,10 +18,10 @@ from .background import SaveFuture, raise_unseen, refuse_group, start
 from .destination import Destination
 from .formats.archive import archive
 from .formats.file_image import FileImage
+from .formats.sharding import Across
 from .loading import load
 from .publication import Publication, sync_directory
 from .saving import save_to
-from .sharding import Across
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,8 +17,8 @@ from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
 from .destination import Destination
 from .formats.file_image import FileImage
+from .formats.sharding import equal_share
 from .publication import name_the_final_file
-from .sharding import equal_share
 from .writing import write
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from .background import raise_unseen, wait_for_saves
 from .destination import Destination
 from .formats.archive import archive
 from .formats.file_image import FileImage
+from .formats.sharding import Across
 from .parallel import save_together
-from .sharding import Across
 from .writing import write
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from deepnvme._files import naming_file
 from deepnvme.engine import Future
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import memory_of
 
 from ._shared_engine import shared_engine
-from .file_version import naming
 from .formats import safetensors_header as safetensors_format
 from .formats.contents import (
     DAMAGE,
@@ -74,7 +74,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     is less, with at most 16 MiB leased from ``pool``; a file that somebody has compressed, through zlib. What is wrong is in the
     report; raises OSError naming the file for what cannot be read.
     """
-    with naming(path):
+    with naming_file(path):
         return _verified(path, buffer_pool() if pool is None else pool)
 
 

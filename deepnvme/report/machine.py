@@ -76,7 +76,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
     else:
         facts += [Fact("torch install path", torch.path), Fact("torch version", torch.version)]
     facts += [
-        Fact("deepnvme install path", str(Path(__file__).parent)),
+        Fact("deepnvme install path", str(Path(__file__).parents[1])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
         _compiled_with(),
         _compiler(),

@@ -18,8 +18,8 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
+from deepnvme._files import UnfitFile, read_regular
 from deepnvme._interrupts import held_back
-from deepnvme._regular_file import UnfitFile, read_regular
 
 from .directory_lock import naming
 

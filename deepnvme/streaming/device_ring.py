@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepnvme.memory.device_event import Computed
+
 from .arriving import Arrivals
-from .device_event import Computed
 from .slots import PinnedSlots
 from .weights.blocks import REST
 

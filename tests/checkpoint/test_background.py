@@ -17,7 +17,7 @@ from deepnvme.checkpoint import background
 from deepnvme.checkpoint.formats.file_image import CHUNK, FileImage
 from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 
-from ..disks import Disk
+from ..support.disks import Disk
 
 State = dict[str, torch.Tensor]
 LAYER = CHUNK // 4

@@ -30,9 +30,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 PACKAGE = Path(deepnvme.__file__).parent
-OWNERS = {"publication.py", "background.py", "staging.py", "latch.py", "saving.py", "manager.py", "writing.py", "dcp_writer.py"}
+_NAMES = ("publication.py", "background.py", "staging.py", "latch.py", "saving.py", "manager.py", "writing.py", "dcp/writer.py")
+OWNERS = {PACKAGE / "checkpoint" / name for name in _NAMES}
 OTHERS = (
-    *(str(path) for path in PACKAGE.rglob("*.py") if path.parent.name != "checkpoint" or path.name not in OWNERS),
+    *(str(path) for path in PACKAGE.rglob("*.py") if path not in OWNERS),
     *interrupts_save.OTHERS,
     *(str(Path(sys.modules[name].__file__ or "")) for name in ("contextlib", "os", "pathlib", "traceback", "weakref", "pickle")),
 )

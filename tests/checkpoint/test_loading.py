@@ -29,7 +29,7 @@ from deepnvme.checkpoint import storage_placement as placing
 from deepnvme.checkpoint.formats.contents import contents, is_plain
 from deepnvme.checkpoint.formats.zip_directory import data_of, entries
 
-from .objects import OBJECTS, SAFE, assert_same, tensors_of
+from ..support.objects import OBJECTS, SAFE, assert_same, tensors_of
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from deepnvme import CheckpointManager
 from deepnvme.checkpoint import saving
 from deepnvme.checkpoint.publication import SUFFIX
 
-from ..disks import Disk
+from ..support.disks import Disk
 
 
 def state(step: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.parallel import _check, _Description, _held, _share
 from deepnvme.memory.alignment import PAGE
 
-from ..interpreters import Interpreters
+from ..support.interpreters import Interpreters
 
 # Launching processes takes seconds: each launch tests many things.
 PRELUDE = """

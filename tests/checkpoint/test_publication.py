@@ -18,8 +18,8 @@ from deepnvme import Engine
 from deepnvme.checkpoint import destination, publication, saving
 from deepnvme.checkpoint.publication import SUFFIX, Publication
 
-from ..disks import MIB, Disk
-from ..interpreters import Interpreters
+from ..support.disks import MIB, Disk
+from ..support.interpreters import Interpreters
 
 OLD = {"old": torch.arange(100)}
 

@@ -23,8 +23,8 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import memory_of
 
-from ..memory import bytes_of as content_of
-from ..memory import pattern
+from ..support.memory import bytes_of as content_of
+from ..support.memory import pattern
 
 SIZE = 9 << 20
 CONTENT = pattern(SIZE)

@@ -16,7 +16,7 @@ from deepnvme import Engine
 from deepnvme.checkpoint import publication
 from deepnvme.checkpoint.publication import Publication
 
-from ..interpreters import Interpreters
+from ..support.interpreters import Interpreters
 
 NEW = bytes(range(256)) * 40
 

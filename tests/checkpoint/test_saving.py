@@ -13,8 +13,8 @@ import torch
 import deepnvme
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
-from ..interpreters import Interpreters
-from .objects import OBJECTS, SAFE, assert_same
+from ..support.interpreters import Interpreters
+from ..support.objects import OBJECTS, SAFE, assert_same
 
 
 class TestFailures:

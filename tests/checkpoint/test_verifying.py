@@ -18,8 +18,8 @@ from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.memory.pool import BufferPool
 from deepnvme.safetensors import save_file, save_sharded
 
-from ..interpreters import Interpreters
-from .objects import OBJECTS
+from ..support.interpreters import Interpreters
+from ..support.objects import OBJECTS
 from .test_loading import flip, place_of, rezipped
 
 

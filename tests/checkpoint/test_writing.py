@@ -16,7 +16,7 @@ from deepnvme.checkpoint.writing import write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
-from ..memory import Surrounded, bytes_of, pattern
+from ..support.memory import Surrounded, bytes_of, pattern
 
 
 def image_of(*sizes: int, misalignment: int = 0) -> tuple[FileImage, bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ..interpreters import REPOSITORY
+from ..support.interpreters import REPOSITORY
 
 VERSION = "0.19.8"
 _PREFIX = "RESULTS "

@@ -15,7 +15,7 @@ import pytest
 
 from deepnvme import AioConfig
 
-from ..interpreters import REPOSITORY
+from ..support.interpreters import REPOSITORY
 
 # DeepSpeed's spelling, which nobody passes by name
 MISSPELT = {"example_tenosr": "example_tensor"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ..disks import MIB, memory_disk
-from ..interpreters import REPOSITORY
+from ..support.disks import MIB, memory_disk
+from ..support.interpreters import REPOSITORY
 from .running import environment, interpreter, reserved_port, run
 
 pytestmark = pytest.mark.timeout(600)

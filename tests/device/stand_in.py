@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..memory import GUARD, PAGE
+from ..support.memory import GUARD, PAGE
 
 OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS = 2, 1, 700
 

@@ -11,7 +11,7 @@ from deepnvme import AioConfig
 from deepnvme.tune.measure import buffer, transfers
 from deepnvme.tune.measure.job import Job, Operation, Place
 
-from ..memory import pattern
+from ..support.memory import pattern
 from .stand_in import StandIn
 
 SIZE = 5 << 20

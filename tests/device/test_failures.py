@@ -14,7 +14,7 @@ import torch
 
 import deepnvme
 
-from ..memory import page_aligned, pattern
+from ..support.memory import page_aligned, pattern
 from .stand_in import INVALID_VALUE, DeviceTensor, StandIn
 
 CONTENT = pattern(300_001)

@@ -16,7 +16,7 @@ import pytest
 import deepnvme
 from deepnvme.ops.op_builder import toolchain
 
-from ..memory import pattern
+from ..support.memory import pattern
 from .stand_in import StandIn
 
 CONTENT = pattern(3_000_001)

@@ -11,7 +11,7 @@ import pytest
 
 import deepnvme
 
-from ..memory import Surrounded, page_aligned, pattern
+from ..support.memory import Surrounded, page_aligned, pattern
 from .stand_in import StandIn
 
 OLD, NEW = pattern(500_001, 1), pattern(500_001, 2)

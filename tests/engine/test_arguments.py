@@ -14,7 +14,7 @@ import torch
 
 import deepnvme
 
-from ..memory import page_aligned
+from ..support.memory import page_aligned
 
 
 @pytest.fixture

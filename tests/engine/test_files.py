@@ -11,7 +11,7 @@ import pytest
 
 import deepnvme
 
-from ..memory import page_aligned, pattern, zeros
+from ..support.memory import page_aligned, pattern, zeros
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_deleted_file_is_still_a_file(engine: deepnvme.Engine, file: Path) -> 
 
 @pytest.mark.root
 def test_a_block_device_is_read_and_written(drive: Path, engine: deepnvme.Engine) -> None:
-    from ..disks import MIB, loop_device
+    from ..support.disks import MIB, loop_device
 
     content = pattern(100_001)
     target = zeros(len(content))
@@ -167,7 +167,7 @@ def test_a_block_device_is_read_and_written(drive: Path, engine: deepnvme.Engine
 
 @pytest.mark.root
 def test_a_block_device_ends_where_it_ends(drive: Path, engine: deepnvme.Engine) -> None:
-    from ..disks import MIB, loop_device
+    from ..support.disks import MIB, loop_device
 
     with loop_device(drive, 4 * MIB) as device:
         with pytest.raises(OSError, match="past the end of the device") as caught:

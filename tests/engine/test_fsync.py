@@ -13,7 +13,7 @@ import pytest
 
 import deepnvme
 
-from ..memory import page_aligned
+from ..support.memory import page_aligned
 
 Faulty = Callable[..., Any]
 BLOCK = page_aligned(b"x" * 65536)

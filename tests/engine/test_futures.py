@@ -18,7 +18,7 @@ import torch
 
 import deepnvme
 
-from ..memory import page_aligned, pattern
+from ..support.memory import page_aligned, pattern
 
 Faulty = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import deepnvme
 
-from ..memory import Surrounded, page_aligned, pattern
+from ..support.memory import Surrounded, page_aligned, pattern
 
 MIB = 1 << 20
 CONTENT = pattern(100_001)  # 24 pages and a tail: 7 blocks of 16 KiB

@@ -14,7 +14,7 @@ import pytest
 
 import deepnvme
 
-from ..memory import page_aligned, pattern, zeros
+from ..support.memory import page_aligned, pattern, zeros
 
 KIB = 1024
 

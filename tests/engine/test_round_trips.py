@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import deepnvme
 
-from ..memory import Surrounded, bytes_of, page_aligned, pattern, zeros
+from ..support.memory import Surrounded, bytes_of, page_aligned, pattern, zeros
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,

@@ -11,7 +11,7 @@ import torch
 
 import deepnvme
 
-from ..memory import Surrounded, page_aligned
+from ..support.memory import Surrounded, page_aligned
 
 MIB = 1 << 20
 

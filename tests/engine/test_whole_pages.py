@@ -9,7 +9,7 @@ import pytest
 
 import deepnvme
 
-from ..memory import Surrounded, page_aligned, pattern, zeros
+from ..support.memory import Surrounded, page_aligned, pattern, zeros
 
 PAGE = 4096
 SIZES = [1, 511, 512, 4000, 4095, 4096, 4097, 65536 + 1, 300_001]

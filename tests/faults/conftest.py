@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
+from ..support.faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
 
 
 @pytest.fixture(params=MODES)

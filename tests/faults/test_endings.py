@@ -15,9 +15,9 @@ import pytest
 
 import deepnvme
 
-from ..disks import MIB, Disk, loop_disk
-from ..faulty_filesystem import FaultyFilesystem
-from ..memory import page_aligned
+from ..support.disks import MIB, Disk, loop_disk
+from ..support.faulty_filesystem import FaultyFilesystem
+from ..support.memory import page_aligned
 
 COUNT = 50
 

@@ -12,8 +12,8 @@ import torch
 import deepnvme
 from deepnvme.swap import TensorStore
 
-from ..faulty_filesystem import FaultyFilesystem
-from ..memory import page_aligned, pattern
+from ..support.faulty_filesystem import FaultyFilesystem
+from ..support.memory import page_aligned, pattern
 
 CONTENT = pattern(100_001)
 

@@ -14,9 +14,9 @@ import pytest
 
 import deepnvme
 
-from ..faulty_filesystem import FaultyFilesystem
-from ..interpreters import REPOSITORY
-from ..memory import page_aligned, pattern, zeros
+from ..support.faulty_filesystem import FaultyFilesystem
+from ..support.interpreters import REPOSITORY
+from ..support.memory import page_aligned, pattern, zeros
 
 CONTENT = pattern(100_001)
 
@@ -103,7 +103,7 @@ def test_it_does_not_outlive_who_made_it(direct_disk: FaultyFilesystem, drive: P
     program = f"""
 import time
 from pathlib import Path
-from tests.faulty_filesystem import faulty_filesystem
+from tests.support.faulty_filesystem import faulty_filesystem
 with faulty_filesystem(Path({str(inner)!r})) as disk:
     print("made", flush=True)
     time.sleep(60)

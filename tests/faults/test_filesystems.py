@@ -13,8 +13,8 @@ import pytest
 
 import deepnvme
 
-from ..disks import MIB, Disk, loop_disk, memory_disk
-from ..memory import Surrounded, page_aligned, pattern, zeros
+from ..support.disks import MIB, Disk, loop_disk, memory_disk
+from ..support.memory import Surrounded, page_aligned, pattern, zeros
 
 pytestmark = pytest.mark.root
 

@@ -14,8 +14,8 @@ import pytest
 
 import deepnvme
 
-from ..disks import MIB, Disk
-from ..memory import page_aligned, pattern
+from ..support.disks import MIB, Disk
+from ..support.memory import page_aligned, pattern
 
 pytestmark = [pytest.mark.root, pytest.mark.filterwarnings("ignore:transfers of")]
 

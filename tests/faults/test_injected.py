@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ..faulty_filesystem import FaultyFilesystem
-from ..memory import Surrounded, page_aligned, pattern, zeros
+from ..support.faulty_filesystem import FaultyFilesystem
+from ..support.memory import Surrounded, page_aligned, pattern, zeros
 
 Faulty = Callable[..., Any]
 CONTENT = pattern(100_001)

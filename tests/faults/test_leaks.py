@@ -16,7 +16,7 @@ import torch
 
 import deepnvme
 
-from ..memory import Surrounded, page_aligned, zeros
+from ..support.memory import Surrounded, page_aligned, zeros
 
 KIB = 1024
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..faulty_filesystem import FaultyFilesystem, faulty_filesystem, obstacle
+from ..support.faulty_filesystem import FaultyFilesystem, faulty_filesystem, obstacle
 from .torture import Torn, Wrong
 from .torture.parts.fuse_faults import FailingDrive
 from .torture.uses import USES

@@ -11,8 +11,8 @@ import pytest
 
 import deepnvme
 
-from ..disks import MIB, loop_disk
-from ..memory import page_aligned
+from ..support.disks import MIB, loop_disk
+from ..support.memory import page_aligned
 
 
 @pytest.fixture

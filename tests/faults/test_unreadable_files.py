@@ -16,7 +16,7 @@ from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
 from deepnvme.store import manifest
 from deepnvme.swap import TensorStore, buffer_pool
 
-from ..faulty_filesystem import FaultyFilesystem
+from ..support.faulty_filesystem import FaultyFilesystem
 
 STATE = {"large": torch.arange(100_000), "small": torch.arange(3), "step": torch.tensor(7)}
 

@@ -14,7 +14,7 @@ import torch
 import deepnvme
 from deepnvme.ops.op_builder import GDSBuilder
 
-from ..memory import GUARD, PAGE, bytes_of
+from ..support.memory import GUARD, PAGE, bytes_of
 
 Direction = Literal["read", "write"]
 FACES = ("engine", "aio_handle", "gds_handle")

@@ -13,8 +13,8 @@ from torch.utils.serialization import config
 
 import deepnvme
 
-from ..checkpoint.objects import assert_same
-from ..checkpoint.test_archive import assert_identical
+from ..checkpoint.formats.test_archive import assert_identical
+from ..support.objects import assert_same
 
 pytestmark = pytest.mark.gpu
 

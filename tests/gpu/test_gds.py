@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..memory import bytes_of, pattern
+from ..support.memory import bytes_of, pattern
 from .conftest import OnDevice
 
 pytestmark = pytest.mark.gpu

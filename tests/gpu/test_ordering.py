@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..memory import pattern
+from ..support.memory import pattern
 from .conftest import Face, Make, OnDevice
 
 pytestmark = pytest.mark.gpu

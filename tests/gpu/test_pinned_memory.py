@@ -11,7 +11,7 @@ import torch
 
 import deepnvme
 
-from ..memory import pattern
+from ..support.memory import pattern
 
 # Containers for GPUs seldom allow much to be locked, and it is not what is tested here.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:mlock of")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..engine.test_round_trips import DTYPES
-from ..memory import bytes_of, pattern
+from ..support.memory import bytes_of, pattern
 from .conftest import FACES, Face, Make, OnDevice
 
 pytestmark = pytest.mark.gpu

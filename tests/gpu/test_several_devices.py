@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..memory import pattern
+from ..support.memory import pattern
 from .conftest import Face, OnDevice
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 
-from ..streaming.models import Calls
+from ..support.models import Calls
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..swap.training import ADAM, copied, failing, optimizer_in, same_bits
+from ..support.training import ADAM, copied, failing, optimizer_in, same_bits
 
 pytestmark = pytest.mark.gpu
 

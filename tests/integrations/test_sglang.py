@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.disks import Disk
-
+from ..support.disks import Disk
 from .sglang_stand_in import install, run_model
 
 MODULE = "deepnvme.integrations.sglang"

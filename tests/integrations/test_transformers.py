@@ -20,8 +20,8 @@ from deepnvme.store.directory_lock import Ownership
 from deepnvme.streaming import from_pretrained
 from deepnvme.streaming.weights.shared_build import BUILDING
 from deepnvme.swap import TensorStore
-from tests.disks import Disk
 
+from ..support.disks import Disk
 from . import models
 
 KINDS = list(models.KINDS)

@@ -13,7 +13,7 @@ import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
 
-from ..disks import MIB, memory_disk
+from ..support.disks import MIB, memory_disk
 from .conftest import REPOSITORY, STANDIN, STANDIN_PROGRAM, StandinBuilder
 
 ATTACKER, VICTIM = 65534, 54321

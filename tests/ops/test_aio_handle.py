@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..memory import bytes_of, page_aligned, pattern, zeros
+from ..support.memory import bytes_of, page_aligned, pattern, zeros
 
 SIZE = 10_001
 

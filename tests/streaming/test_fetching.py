@@ -14,7 +14,7 @@ from deepnvme.streaming.fetching import Fetcher
 from deepnvme.streaming.slots import PinnedSlots
 from deepnvme.swap import OutOfBuffers
 
-from .drives import CountedSlots, FakeDrive, content
+from ..support.drives import CountedSlots, FakeDrive, content
 
 NBYTES = 8192
 KEYS = "abcdefgh"
@@ -101,7 +101,7 @@ def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tests.streaming.drives.FakeReading.exception", interrupted)
+        patch.setattr("tests.support.drives.FakeReading.exception", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetcher.take(["a"])
     fake.end()

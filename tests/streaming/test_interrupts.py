@@ -12,7 +12,7 @@ from torch import nn
 from deepnvme.streaming import Streaming, WeightStore, stream, streaming_of
 from tests.faults.torture.interruption import Interruption, interrupted
 
-from .models import WIDTH
+from ..support.models import WIDTH
 
 TORCH = (str(Path(torch.__file__).parent),)
 POINTS = 25

@@ -15,7 +15,7 @@ from deepnvme.streaming.module_weights import ModuleWeights
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.weights.blocks import REST
 
-from .models import WIDTH, blocks_of, entangled
+from ..support.models import WIDTH, blocks_of, entangled
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
 from deepnvme.streaming.weights.quantization import dequantize, dequantize_over, quantize
 
-from ..interpreters import Interpreters
-from .models import WIDTH, Calls, blocks_of, entangled, stack
+from ..support.interpreters import Interpreters
+from ..support.models import WIDTH, Calls, blocks_of, entangled, stack
 
 INPUT = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 

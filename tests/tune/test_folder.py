@@ -16,7 +16,7 @@ import pytest
 
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
 
-from ..disks import Disk
+from ..support.disks import Disk
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.job import Job
 from deepnvme.version import __version__
 
-from ..disks import Disk
-from ..interpreters import REPOSITORY
+from ..support.disks import Disk
+from ..support.interpreters import REPOSITORY
 from .conftest import Command, Ran
 
 SCRIPT = (str(REPOSITORY / "bin" / "ds_io"),)

@@ -23,7 +23,7 @@ from deepnvme.tune.measure.folder import Unsuitable, workspace
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
 
-from ..disks import Disk
+from ..support.disks import Disk
 from .test_folder import cached
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from deepnvme.tune.measure import requirements as room
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.measure.requirements import check_memory, check_space
 
-from ..disks import Disk
+from ..support.disks import Disk
 
 
 @pytest.mark.root

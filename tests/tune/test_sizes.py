@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.tune.cli.sizes import parse_size, size_text
+from deepnvme.tune.sizes import parse_size, size_text
 
 
 @pytest.mark.parametrize("text", [

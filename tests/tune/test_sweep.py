@@ -25,8 +25,8 @@ from deepnvme.tune.cli import sweep
 from deepnvme.tune.render import html_report
 from deepnvme.tune.search import tuner
 
-from ..disks import MIB, Disk
-from ..interpreters import Interpreters
+from ..support.disks import MIB, Disk
+from ..support.interpreters import Interpreters
 from .conftest import Command, Ran
 
 # Twelve settings: more than the table has rows.

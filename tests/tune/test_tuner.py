@@ -16,7 +16,7 @@ from deepnvme.tune.search import search, tuner
 from deepnvme.tune.search.trials import Rig
 from deepnvme.tune.search.tuner import Order, tune
 
-from ..disks import MIB, Disk, loop_disk
+from ..support.disks import MIB, Disk, loop_disk
 
 SETTINGS = tuple(AioConfig(block_size=256 << 10, queue_depth=depth) for depth in (1, 4, 16))
 

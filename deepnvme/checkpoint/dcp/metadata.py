@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from deepnvme._regular_file import UnfitFile, read_regular
+from deepnvme._files import UnfitFile, read_regular
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, refuse_wasteful
 
 _RECORDS = {

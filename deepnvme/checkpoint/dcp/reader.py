@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from deepnvme._files import naming_file
 from deepnvme.checkpoint._shared_engine import shared_engine
-from deepnvme.checkpoint.file_version import Version, naming, of_one_version, unless_replaced, version_of
+from deepnvme.checkpoint.file_version import Version, of_one_version, unless_replaced, version_of
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, bytes_of
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
@@ -134,7 +135,7 @@ class NVMeReader(FileSystemReader):
                 by_file.setdefault(info.relative_path, []).append(request)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with naming(path), opened(path, requests[0]) as file:
+            with naming_file(path), opened(path, requests[0]) as file:
                 others += self._read(file, path, requests, planner)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.checkpoint.sharding import Across, Sharded
+from deepnvme.checkpoint.formats.sharding import Across, Sharded
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import memory_of
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from deepnvme.checkpoint.file_version import naming
+from deepnvme._files import naming_file
 
 from .missing_records import what_is_missing
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
@@ -92,13 +92,13 @@ def _header(record: Record) -> int:
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """As torch.load tells the zip format from the older ones: by the first bytes."""
-    with naming(path), open(path, "rb") as file:
+    with naming_file(path), open(path, "rb") as file:
         return file.read(4) == b"PK\3\4"
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
     """Of protocol 2 or higher, as torch's older formats. No safetensors file, although one may begin with that byte."""
-    with naming(path), open(path, "rb") as file:
+    with naming_file(path), open(path, "rb") as file:
         head = file.read(9)
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 

@@ -17,7 +17,7 @@ from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
-from deepnvme.checkpoint.sharding import Across, Sharded
+from deepnvme.checkpoint.formats.sharding import Across, Sharded
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from deepnvme._files import UnfitFile, read_regular
 from deepnvme._listed import listed
-from deepnvme._regular_file import UnfitFile, read_regular
 
 from .contents import CorruptCheckpoint
 

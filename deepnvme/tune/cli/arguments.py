@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from deepnvme.tune.sizes import parse_size
 from deepnvme.version import __version__
-
-from .sizes import parse_size
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepnvme.integrations.deepspeed import sweep_logs as deepspeed_logs
-from deepnvme.tune.render import html_report, sweep_text
+from deepnvme.tune.render import deepspeed_logs, html_report, sweep_text
 from deepnvme.tune.search.search import Progress
 from deepnvme.tune.search.space import read_sweep
 from deepnvme.tune.search.tuner import Order, tune

@@ -6,10 +6,10 @@ import html
 import json
 from collections.abc import Iterator, Mapping
 
-from deepnvme.tune.cli.sizes import size_text
 from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
 from deepnvme.tune.measure.job import OPERATIONS
 from deepnvme.tune.search.tuning import TABLE, Result, Search, Striping, Tuning
+from deepnvme.tune.sizes import size_text
 from deepnvme.version import __version__
 
 from . import charts, picture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from deepnvme.tune.cli.sizes import GIB, size_text
 from deepnvme.tune.measure.figures import Percentiles, Spread
 from deepnvme.tune.measure.job import Job, Measurement
+from deepnvme.tune.sizes import GIB, size_text
 from deepnvme.version import __version__
 
 _WIDTH = 15

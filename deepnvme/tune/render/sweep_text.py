@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deepnvme.tune.cli.sizes import GIB, size_text
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.tuning import Result, Search, Striping, Tuning
+from deepnvme.tune.sizes import GIB, size_text
 from deepnvme.version import __version__
 
 

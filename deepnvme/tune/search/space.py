@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
-from deepnvme.tune.cli.sizes import parse_size
 from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.sizes import parse_size
 
 _KIB = 1 << 10
 _BLOCK_SIZES = tuple(size * _KIB for size in (128, 256, 512, 1024, 2048, 4096, 8192))

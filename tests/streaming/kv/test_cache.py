@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.disks import MIB, Disk
 from tests.faults.torture.interruption import interrupted
-from tests.swap.failed_transfer import FailedTransfer
 
+from ...support.disks import MIB, Disk
+from ...support.failed_transfer import FailedTransfer
 from .states import states
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")

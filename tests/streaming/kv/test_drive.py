@@ -15,8 +15,8 @@ from deepnvme.streaming.kv import drive as kv_drive
 from deepnvme.streaming.kv.drive import Drive
 from deepnvme.streaming.kv.memory import Form
 from tests.faults.torture.interruption import interrupted
-from tests.interpreters import Interpreters
 
+from ...support.interpreters import Interpreters
 from .states import states
 
 CPU = torch.device("cpu")

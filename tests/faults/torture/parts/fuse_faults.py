@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
-
+from ....support.faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
 from .. import Leaked, Wrong
 
 SHORT, SECONDS = 12, 120

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.faulty_filesystem import MODES, FaultyFilesystem, faulty_filesystem, obstacle
-
+from ....support.faulty_filesystem import MODES, FaultyFilesystem, faulty_filesystem, obstacle
 from .. import Wrong
 
 SHORT, SECONDS = 4, 300

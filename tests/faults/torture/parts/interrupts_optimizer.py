@@ -13,17 +13,8 @@ import torch
 import deepnvme
 from deepnvme.offload.sub_group import MASTER
 from deepnvme.swap import BufferPool
-from tests.swap.training import (
-    Lion,
-    assert_same,
-    assert_same_state,
-    backward,
-    copied,
-    optimizer_in,
-    parameters,
-    same_bits,
-)
 
+from ....support.training import Lion, assert_same, assert_same_state, backward, copied, optimizer_in, parameters, same_bits
 from .. import Leaked, Wrong
 from ..interruption import Interruption, interrupted
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.swap.failed_transfer import FailedTransfer
-from tests.swap.training import assert_same, copied
-
+from ....support.failed_transfer import FailedTransfer
+from ....support.training import assert_same, copied
 from .. import Wrong
 from .interrupts_optimizer import World, doubled, some_world
 

@@ -15,8 +15,8 @@ import torch
 import deepnvme
 from deepnvme.swap import buffer_pool
 
-from ....swap.failed_transfer import FailedTransfer
-from ....swap.zero.stage3 import Training
+from ....integrations.deepspeed.swap_tensor.stage3 import Training
+from ....support.failed_transfer import FailedTransfer
 from .. import Leaked, Wrong
 from ..interruption import interrupted
 

@@ -1,0 +1,178 @@
+"""What one rank has of an object that several ranks hold: of a DTensor its shard, and where that is in the whole."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.serialization import location_tag
+
+from deepnvme.memory.alignment import PAGE
+
+from .file_image import bytes_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Span = tuple[int, int]
+"""From an index to another."""
+
+
+class Sharded:
+    """Stands for the storage of a whole tensor, of which this rank writes some bytes."""
+
+    def __init__(self, local: torch.Tensor, nbytes: int, offsets: array[int], lengths: array[int]) -> None:
+        self.local = local
+        """Bytes, those to be written one after the other."""
+        self.offsets = offsets
+        """In the whole, of each run of them."""
+        self.lengths = lengths
+        self._nbytes = nbytes
+
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self._nbytes
+
+    def device_storage(self) -> torch.UntypedStorage:
+        """One on the device of the shard."""
+        return self.local.untyped_storage()
+
+
+class Across:
+    """How one object is pickled alike on every rank."""
+
+    def __init__(self) -> None:
+        self._shards: dict[Any, Sharded] = {}
+        self._kept: list[torch.Tensor] = []
+        self._locations: dict[str, str] = {}
+
+    def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
+        """What stands for its storage, the same for tensors that share one; None for a tensor that is no DTensor. Raises
+        ValueError where placements do not say which bytes of the whole a rank has."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return None
+        local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        key = (
+            local.untyped_storage()._cdata, local.storage_offset(), local.dtype, tuple(local.shape), local.stride(),
+            tuple(tensor.shape), tensor.placements, tensor.device_mesh,
+        )  # fmt: skip
+        shard = self._shards.get(key)
+        if shard is None:
+            shard = self._shards[key] = _shard_of(tensor, local)
+            self._kept.append(local)  # so that the key stays its own
+        return shard
+
+    def location(self, storage: torch.UntypedStorage) -> str:
+        """Its device's tag, with devices numbered in the order in which they come: each rank has others of its own."""
+        tag: str = location_tag(storage)
+        kind, colon, _ = tag.partition(":")
+        if colon and tag not in self._locations:
+            number = sum(known.startswith(f"{kind}:") for known in self._locations)
+            self._locations[tag] = f"{kind}:{number}"
+        return self._locations.get(tag, tag)
+
+
+def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    if coordinate is None or local.numel() == 0:
+        return Sharded(bytes_of(local.new_empty(0)), nbytes, array("Q"), array("Q"))
+    held: list[list[Span]] = [[(0, size)] for size in tensor.shape]
+    replica, replicas = 0, 1
+    for index, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            replica, replicas = replica * count + index, replicas * count
+        elif type(placement).__name__ in ("Shard", "_StridedShard"):
+            dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
+            held[dim] = _part(held[dim], count, index, getattr(placement, "split_factor", 1))
+        else:
+            raise ValueError(f"a DTensor that is placed as {placements} cannot be saved: redistribute it to shards or replicas")
+    shape = tuple(sum(end - begin for begin, end in spans) for spans in held)
+    if shape != tuple(local.shape):
+        raise ValueError(
+            f"a DTensor of {tuple(tensor.shape)} placed as {placements} has {tuple(local.shape)} of it here, where {shape} were"
+            " expected: save its full_tensor()"
+        )
+    offsets, lengths = _runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
+    data = bytes_of(local.contiguous())
+    if replicas > 1:
+        begin, end, offsets, lengths = equal_share(offsets, lengths, replica, replicas)
+        data = data[begin:end]
+    return Sharded(data, nbytes, offsets, lengths)
+
+
+def _part(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
+    """Of ``count`` parts, one: whole chunks, or ``split`` pieces from all over."""
+    total = sum(end - begin for begin, end in spans)
+    if split > 1 and total % (count * split):
+        raise ValueError(f"{total} in {count} shards of {split} strides are uneven: save the full_tensor() of that DTensor")
+    each = -(-total // (count * split))
+    parts: list[Span] = []
+    for piece in range(index, count * split, count):
+        for begin, end in _taken(spans, piece * each, (piece + 1) * each):
+            if parts and parts[-1][1] == begin:
+                parts[-1] = (parts[-1][0], end)
+            else:
+                parts.append((begin, end))
+    return parts
+
+
+def _taken(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """From the ``begin``-th to the ``end``-th of what the spans hold together."""
+    taken, before = [], 0
+    for first, last in spans:
+        low, high = max(first, first + begin - before), min(last, first + end - before)
+        if low < high:
+            taken.append((low, high))
+        before += last - first
+    return taken
+
+
+def _runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tuple[array[int], array[int]]:
+    """Offsets and lengths, in bytes, of what is contiguous in the whole, in the order of the shard."""
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    cut = max((dim for dim, spans in enumerate(held) if spans != [(0, shape[dim])]), default=0)
+    rows = (itertools.chain.from_iterable(range(*span) for span in spans) for spans in held[:cut])
+    spans = held[cut] if held else [(0, 1)]
+    stride = strides[cut] if held else itemsize
+    offsets, lengths = array("Q"), array("Q")
+    for indices in itertools.product(*rows):
+        base = sum(index * width for index, width in zip(indices, strides, strict=False))
+        for begin, end in spans:
+            offsets.append(base + begin * stride)
+            lengths.append((end - begin) * stride)
+    return offsets, lengths
+
+
+def equal_share(
+    offsets: array[int], lengths: array[int], share: int, shares: int
+) -> tuple[int, int, array[int], array[int]]:
+    """One of equal shares of runs, but for what borders on pages take: from which byte of them to which, and the runs that these
+    are. A border belongs to the page of the whole that it is in, so that neighbours agree on it."""
+    ends = list(itertools.accumulate(lengths))
+    total = sum(lengths)
+
+    def border(number: int) -> int:
+        at = total * number // shares
+        run = bisect.bisect_right(ends, at)
+        if run == len(ends):
+            return total
+        start = ends[run] - lengths[run]
+        return max(start, at - (offsets[run] + at - start) % PAGE)
+
+    begin, end = border(share), border(share + 1)
+    own_offsets, own_lengths = array("Q"), array("Q")
+    for offset, length, last in zip(offsets, lengths, ends, strict=True):
+        low, high = max(begin, last - length), min(end, last)
+        if low < high:
+            own_offsets.append(offset + low - (last - length))
+            own_lengths.append(high - low)
+    return begin, end, own_offsets, own_lengths

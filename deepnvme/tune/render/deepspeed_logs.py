@@ -1,0 +1,56 @@
+"""Logs as DeepSpeed's sweep leaves them, for scripts that read those: a file for each setting and direction.
+
+Contract: DeepSpeed 0.19, ``nvme/perf_run_sweep.py`` (names) and ``nvme/parse_nvme_stats.py`` (the lines that are read).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.search.tuning import Result, Tuning
+from deepnvme.tune.sizes import GIB, size_text
+
+
+def write(tuning: Tuning, directory: Path) -> None:
+    """Make ``directory`` and fill it with the chosen search's figures, the faster of two backends. Raises OSError."""
+    for operation in OPERATIONS:
+        logs: dict[str, float] = {}
+        for result in tuning.chosen.results:
+            figures = result.figures(operation)
+            if figures is not None:
+                name = _name(operation, result, len(tuning.chosen.folders))
+                logs[name] = max(logs.get(name, 0.0), figures.gb_per_second)
+        if not logs:
+            continue
+        folder = directory / f"_aio_bench_{operation}_logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rate in logs.items():
+            (folder / name).write_text(_lines(operation.capitalize(), rate, tuning.io_size))
+
+
+def _name(operation: Operation, result: Result, folders: int) -> str:
+    setting = result.setting
+    return "_".join(
+        (
+            operation,
+            "single" if setting.single_submit else "block",
+            "overlap" if setting.overlap_events else "sequential",
+            f"ftd{folders}",
+            f"d{setting.queue_depth}",
+            f"bs{_block_size(setting.block_size)}",
+            f"p{setting.intra_op_parallelism}.txt",
+        )
+    )
+
+
+def _block_size(size: int) -> str:
+    # The parser knows K and M.
+    return f"{size >> 20}M" if size % GIB == 0 else size_text(size)
+
+
+def _lines(what: str, rate: float, nbytes: int) -> str:
+    seconds, speed = nbytes / (rate * 1e9), rate * 1e9 / GIB
+    return "".join(
+        f"{name} {what} Latency = {seconds} sec\n{name} {what} Speed = {speed} GB/sec\n" for name in ("Task", "E2E")
+    )

@@ -1,0 +1,354 @@
+"""Metadata are read as torch reads them, and nothing that a hostile file has in them is run, by readers or writers."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import pickle
+import tracemalloc
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint.dcp.metadata import load_metadata
+
+from ...support.distributed_states import assert_equal, blank, state
+from ...support.interpreters import Interpreters
+from ...support.torch_versions import ALONE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+class Field:
+    """A class that a planner of somebody's could put into the metadata."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Field)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def path(drive: Path) -> Path:
+    return drive / ".metadata"
+
+
+def hostile(marker: Path) -> dict[str, bytes]:
+    text = f"mkdir {marker}".encode()
+    call = b"\x80\x02cposix\nsystem\nX" + len(text).to_bytes(4, "little") + text + b"\x85R."
+    return {
+        "in place of it": pickle.dumps(Runs(marker)),
+        "in it": pickle.dumps(Metadata({}, planner_data=Runs(marker), storage_data={})),
+        "by a shell": call,
+        "by eval": call.replace(b"cposix\nsystem", b"c__builtin__\neval"),
+        "by getattr": call.replace(b"cposix\nsystem", b"c__builtin__\ngetattr"),
+        "by a dotted name": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93" + call[17:],
+        "by torch": call.replace(b"cposix\nsystem", b"ctorch\nload"),
+    }
+
+
+@pytest.mark.parametrize("how", hostile(Path()))
+def test_nothing_in_a_file_is_run(path: Path, how: str) -> None:
+    marker = path.parent / "run"
+    path.write_bytes(hostile(marker)[how])
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata' has .* in it.*torch\.serialization\.add_safe_globals\("):
+        load_metadata(path)
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(blank(), storage_reader=NVMeReader(path.parent), **ALONE)
+    assert "which no writer of torch puts there" in str(refused.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])
+def test_the_attack_works_where_nobody_is_on_guard(path: Path, writer: type[FileSystemWriter]) -> None:
+    """Or the others could not fail."""
+    dcp.save(state(1), storage_writer=writer(path.parent), **ALONE)
+    path.write_bytes(pickle.dumps(Runs(path.parent / "run")))
+    with pytest.raises(CheckpointException):
+        dcp.load(blank(), storage_reader=FileSystemReader(path.parent), **ALONE)
+    assert (path.parent / "run").exists()
+
+
+@pytest.mark.parametrize("how", hostile(Path()))
+def test_who_saves_over_it_runs_nothing(path: Path, how: str) -> None:
+    marker = path.parent / "run"
+    path.write_bytes(hostile(marker)[how])
+    dcp.save(state(1), storage_writer=NVMeWriter(path.parent), **ALONE)
+    assert not marker.exists()
+    found = blank()
+    dcp.load(found, storage_reader=NVMeReader(path.parent), **ALONE)
+    assert_equal(found, state(1))
+
+
+NAMED = {
+    "a record": (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n", MetadataIndex),
+    "by a name on the stack": (b"X\x25\0\0\0torch.distributed.checkpoint.metadataX\x0d\0\0\0MetadataIndex\x93", MetadataIndex),
+    "from the memo": (b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nq\1]h\1", MetadataIndex),
+    "what the user has let in": (f"c{__name__}\nField\n".encode(), Field),
+}
+
+
+@pytest.mark.parametrize("name", ["__hash__", "__qualname__", "__name__", "new"])
+@pytest.mark.parametrize("how", NAMED)
+def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
+    """A pickle may assign to the attributes of any object on its stack."""
+    stream, changed = NAMED[how]
+    before = {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
+    text = b"X" + len(name).to_bytes(4, "little") + name.encode()
+    path.write_bytes(b"\x80\4" + stream + b"(N}" + text + b"X\1\0\0\0astb.")
+    with torch.serialization.safe_globals([Field]), pytest.raises(CorruptCheckpoint, match="changes a class"):
+        load_metadata(path)
+    assert before == {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
+
+
+def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
+    path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
+    with pytest.raises(CorruptCheckpoint, match="state of what has none"):
+        load_metadata(path)
+    assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
+
+
+FUNCTIONS = {
+    "that call themselves": b"ctorch\nSize\nq\0(h\0)NNtb)R.",
+    "in functions": b"ctorch\nSize\n" + b"q\0" + b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b".",
+}
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreters) -> None:
+    """A functools.partial takes what it calls: either of these ended the process, without a word."""
+    path.write_bytes(b"\x80\2" + FUNCTIONS[how])
+    interpreters.run(
+        f"""
+        import pathlib
+        from deepnvme.checkpoint import CorruptCheckpoint, dcp_metadata
+
+        def why():
+            try:
+                dcp_metadata.load_metadata(pathlib.Path({str(path)!r}))
+            except CorruptCheckpoint as error:
+                return str(error)
+
+        assert "changes a class or a function" in why()
+        dcp_metadata.refuse_wasteful = lambda path, text: None  # what is called has a guard of its own
+        assert "state of what has none" in why()
+        """
+    ).check()
+
+
+@pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
+def test_a_storage_meta_that_is_none_is_refused(path: Path, storage_meta: Any) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={}, storage_meta=storage_meta)))
+    with torch.serialization.safe_globals([Field]), pytest.raises(CorruptCheckpoint, match="no StorageMeta"):
+        load_metadata(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/__0_0.distcp", "/etc/passwd", "..", "", "a\0b", "here/../../there", None, 3], ids=ascii
+)
+def test_a_file_elsewhere_is_refused(path: Path, name: Any) -> None:
+    info = filesystem._StorageInfo(name, 0, 8)
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): info})))
+    with pytest.raises(CorruptCheckpoint) as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+
+
+@pytest.mark.parametrize("place", [(-1, 8), (0, -8), (None, 8), (0, "8"), (1 << 63, 1)])
+def test_an_impossible_place_is_refused(path: Path, place: tuple[Any, Any]) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): filesystem._StorageInfo("f", *place)})))
+    with pytest.raises(CorruptCheckpoint, match="no file, offset and length for item"):
+        load_metadata(path)
+
+
+def tensor_metadata(**fields: Any) -> metadata.TensorStorageMetadata:
+    """Of a tensor of 4 elements, in one chunk; or with other fields, or without those that are given as None."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    made = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([4]), [chunk])
+    for name, value in fields.items():
+        owner = chunk if name in ("offsets", "sizes") else made
+        delattr(owner, name) if value is None else setattr(owner, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in ("properties", "size", "chunks", "offsets", "sizes")),
+        {"size": "4"}, {"size": torch.Size([3])}, {"chunks": [[0, 4]]}, {"properties": torch.float32},
+        {"offsets": torch.Size([1])}, {"sizes": torch.Size([2, 2])}, {"sizes": [True]}, {"sizes": (-1,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tensor_that_is_not_described_is_refused(path: Path, fields: dict[str, Any]) -> None:
+    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata()}, storage_data={})))
+    load_metadata(path)
+    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata(**fields)}, storage_data={})))
+    with pytest.raises(CorruptCheckpoint, match="what item 'a' is") as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+
+
+def test_metadata_without_places_are_refused(path: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(path.parent), **ALONE)
+    whole = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(dataclasses.replace(whole, storage_data=None)))
+    with pytest.raises(CorruptCheckpoint, match="where the items are"):
+        load_metadata(path)
+    path.write_bytes(pickle.dumps(dataclasses.replace(whole, storage_data={})))
+    with pytest.raises(CheckpointException) as wrapped:
+        dcp.load({"a": torch.zeros(3)}, storage_reader=NVMeReader(path.parent), **ALONE)
+    ((error, _),) = wrapped.value.failures.values()
+    assert isinstance(error, CorruptCheckpoint)
+    assert error.filename == str(path)
+
+
+def test_any_damage_is_told(path: Path) -> None:
+    dcp.save({"a": torch.ones(3), "b": {"c": 1}}, storage_writer=FileSystemWriter(path.parent), **ALONE)
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))]
+    for at in range(len(whole)):
+        damaged += [whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :] for flip in (1, 0x20, 0x80)]
+    errors: list[Exception] = []
+    for text in [*damaged, b"", pickle.dumps([1]), pickle.dumps(None)]:
+        path.write_bytes(text)
+        try:
+            load_metadata(path)
+        except (CorruptCheckpoint, pickle.UnpicklingError) as error:
+            errors.append(error)
+    assert len(errors) > len(whole)
+    assert all(str(path) in str(error) for error in errors)
+
+
+SIZE = b"ctorch\nSize\n"
+
+
+TOO_MUCH: dict[str, tuple[bytes, str]] = {
+    "a number of the memo": (b"]r\xff\xff\xff\x0f.", "memo"),
+    "a length": (b"\x96" + (1 << 40).to_bytes(8, "little") + b".", "cut off"),
+    "lists": (b"]" * 2_000_000 + b".", "memo"),
+    "marks": (b"(" * 2_000_000 + b".", "nested"),
+    "tuples as a key": (b"}N" + b"\x85" * 1_000_000 + b"Ns.", "nested"),
+    "slices as a key": (b"}c__builtin__\nslice\nc__builtin__\nslice\nN\x85R\x85RNs.", "slice"),
+    "a number of bytes": (b"c__builtin__\nbytes\nJ\xff\xff\xff\x3f\x85R.", "bytes"),
+    "a number of bytes in an array": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85R.", "bytes-like"),
+    "a number of bytes made": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85\x81.", "NEWOBJ"),
+    "another encoding": (b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0idn\x86R.", "how bytes are pickled"),
+    "copies": (SIZE + b"q\0](" + b"K\1" * 1000 + b"eq\1](" + b"h\0h\1\x85R" * 1000 + b"e.", "more arguments than it has bytes"),
+    "a key of many digits": (
+        pickle.dumps(Metadata({1 << 20_000: None}, storage_data={}), 2), "no name that can be shown"  # type: ignore[dict-item]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TOO_MUCH)
+def test_what_takes_too_much_is_refused(path: Path, how: str) -> None:
+    stream, why = TOO_MUCH[how]
+    path.write_bytes(stream if stream.startswith(b"\x80") else b"\x80\2" + stream)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpoint, match=why) as refused:
+            load_metadata(path)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert refused.value.filename == str(path)
+
+
+def test_a_file_that_is_too_long_is_not_read(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpoint, match="1099511627776 bytes"):
+        load_metadata(path)
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -> None:
+    path = drive / (".metadata" if rank is None else f"__{rank}.metadata")
+    options = {} if rank is None else {"rank": rank}
+    with pytest.raises(FileNotFoundError) as missing:
+        NVMeReader(drive).read_metadata(**options)
+    assert missing.value.filename == str(path)
+    path.mkdir()
+    with pytest.raises(IsADirectoryError) as directory:
+        NVMeReader(drive).read_metadata(**options)
+    assert directory.value.filename == str(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device", ["/dev/zero", None], ids=["a device", "a FIFO"])
+def test_what_has_no_end_is_not_read(path: Path, device: str | None) -> None:
+    os.mkfifo(path) if device is None else path.symlink_to(device)
+    with pytest.raises(CorruptCheckpoint, match="no regular file") as refused:
+        NVMeReader(path.parent).read_metadata()
+    assert refused.value.filename == str(path)
+
+
+def test_a_drive_that_fails_under_metadata_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2) fails: without a name
+
+    path.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match="Input/output error") as failed:
+            NVMeReader(path.parent).read_metadata()
+    assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_torch_writes_is_read_as_torch_reads_it(path: Path, protocol: int) -> None:
+    dcp.save(state(1), storage_writer=FileSystemWriter(path.parent), **ALONE)
+    with path.open("rb") as file:
+        expected = pickle.load(file)
+    # What there is of every kind: dtypes, layouts, formats, paths and plain containers.
+    properties = metadata.TensorProperties
+    kinds = [
+        properties(dtype, layout, True, form, True)
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.uint16)
+        for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)
+        for form in (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+    ]
+    expected.planner_data = [
+        kinds, OrderedDict(a=1), {1, 2}, frozenset({3}), b"bytes", bytearray(b"b"), 1.5, 2j, slice(1, 2), range(3).stop, 1 << 80
+    ]  # fmt: skip
+    expected.storage_meta = StorageMeta(checkpoint_id=path.parent, save_id="s", modules=["m"])
+    path.write_bytes(pickle.dumps(expected, protocol))
+    found = load_metadata(path)
+    assert found.storage_data == expected.storage_data
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.storage_meta is not None
+    assert str(found.storage_meta.checkpoint_id) == str(path.parent)
+    assert found.storage_meta.save_id == "s"
+
+
+def test_a_class_that_the_user_trusts_is_let_in(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Metadata({}, planner_data=Field(), storage_data={})))
+    with pytest.raises(pickle.UnpicklingError, match=rf"add_safe_globals\(\[{__name__}\.Field\]\)"):
+        load_metadata(path)
+    with torch.serialization.safe_globals([Field]):
+        assert load_metadata(path).planner_data == Field()

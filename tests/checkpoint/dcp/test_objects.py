@@ -1,0 +1,169 @@
+"""Items of a distributed checkpoint that are no tensors run nothing, unless their reader is told to trust them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import io
+import pickle
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+
+from ...support.interpreters import Interpreters
+from ...support.torch_versions import ALONE, needs_torch
+from .test_metadata import Runs
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+PLAIN: dict[str, Any] = {
+    "numbers": [1, -(1 << 70), 1.5, 2j, True, None],
+    "text": "t\xe9xt" * 1000,
+    "bytes": [b"a", b"\xff\x00", bytearray(b"a")],
+    "containers": OrderedDict(a=(1, (2, [3, {4: {5}}])), b={}),
+    "counter": Counter("abca"),
+    "of torch": [torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cpu"), torch.float32],
+    "rng": random.Random(0).getstate(),
+    "param_groups": torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]).state_dict()["param_groups"],
+    "scheduler": {"base_lrs": [0.1], "last_epoch": 3, "_last_lr": [0.1]},
+}
+"""What training scripts have beside their tensors."""
+
+
+def save(path: Path, item: Any) -> None:
+    dcp.save({"item": item, "weight": torch.ones(3)}, storage_writer=NVMeWriter(path), **ALONE)
+
+
+def load(path: Path, **options: Any) -> Any:
+    """The item. Raises what loading it raised."""
+    state: dict[str, Any] = {"item": "", "weight": torch.zeros(3)}
+    try:
+        dcp.load(state, storage_reader=NVMeReader(path, **options), **ALONE)
+    except CheckpointException as error:
+        ((failure, _),) = error.failures.values()
+        raise failure from error
+    return state["item"]
+
+
+@pytest.mark.parametrize("length", [1, 1_000_000])
+def test_nothing_in_an_item_is_run(drive: Path, length: int) -> None:
+    marker = drive / "run"
+    save(drive, [Runs(marker), "x" * length])
+    with pytest.raises(pickle.UnpicklingError, match=r"item 'item' of .*mkdir.*NVMeReader\(path, weights_only=False\)"):
+        load(drive)
+    assert not marker.exists()
+    load(drive, weights_only=False)
+    assert marker.exists()  # or the test could not fail
+
+
+@needs_torch(2, 7, "extensions")
+def test_nothing_in_an_item_that_an_extension_reads_is_run(drive: Path) -> None:
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    class Same(StreamTransformExtension):
+        from_descriptor = staticmethod(lambda version: Same())
+        registry_name = staticmethod(lambda: "test.same")
+        get_descriptor = staticmethod(lambda: "test.same/1")
+        transform_to = staticmethod(lambda output: output)
+        transform_from = staticmethod(lambda input: input)
+
+    registry = ExtensionRegistry()
+    registry.extensions["test.same"] = Same
+    marker = drive / "run"
+    writer = NVMeWriter(drive, _extensions=[Same()])
+    dcp.save({"item": [Runs(marker)], "weight": torch.ones(3)}, storage_writer=writer, **ALONE)
+    with pytest.raises(pickle.UnpicklingError, match=r"item 'item' of .*mkdir"):
+        load(drive, _extension_registry=registry)
+    assert not marker.exists()
+    load(drive, _extension_registry=registry, weights_only=False)
+    assert marker.exists()
+
+
+def test_the_environment_decides_as_for_torch_load(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(drive, datetime.date(2020, 1, 2))
+    with pytest.raises(pickle.UnpicklingError, match=r"datetime\.date"):
+        load(drive)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    assert load(drive) == datetime.date(2020, 1, 2)
+    with pytest.raises(pickle.UnpicklingError, match=r"datetime\.date"):
+        load(drive, weights_only=True)
+
+
+def test_a_class_that_the_user_trusts_is_let_in(drive: Path) -> None:
+    save(drive, datetime.date(2020, 1, 2))
+    with pytest.raises(pickle.UnpicklingError, match=r"add_safe_globals\(\[datetime\.date\]\)"):
+        load(drive)
+    with torch.serialization.safe_globals([datetime.date]):
+        assert load(drive) == datetime.date(2020, 1, 2)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_training_scripts_have_is_loaded(drive: Path, kind: str) -> None:
+    save(drive, PLAIN[kind])
+    state = {"item": copy.deepcopy(PLAIN[kind]), "weight": torch.zeros(3)}
+    dcp.load(state, storage_reader=NVMeReader(drive), **ALONE)
+    assert state["item"] == PLAIN[kind]
+
+
+@pytest.mark.parametrize("before", [b"", b"\x80\2", b"]q\0(", b"PK\1\2"], ids=["head", "pickle", "in the pickle", "directory"])
+def test_a_damaged_item_is_told(drive: Path, before: bytes) -> None:
+    save(drive, [1, 2, "text"])
+    info = next(info for index, info in FileSystemReader(drive).read_metadata().storage_data.items() if index.fqn == "item")
+    file = drive / info.relative_path
+    data = file.read_bytes()
+    at = data.index(before, info.offset)
+    file.write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
+    with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError), match="item 'item'"):
+        load(drive)
+
+
+def test_an_item_that_takes_too_much_is_refused(drive: Path) -> None:
+    """As in test_loading, where more kinds of them are."""
+    save(drive, ["(" * 20_000])
+    (file,) = drive.glob("*.distcp")
+    data = file.read_bytes()
+    at = data.index(b"(" * 20_000) - 5
+    file.write_bytes(data[:at] + b"N" + b"\x85" * 20_004 + data[at + 20_005 :])
+    with pytest.raises(CorruptCheckpoint, match=r"item 'item.*nested more than"):
+        load(drive)
+
+
+def test_a_tensor_whose_pickle_takes_too_much_is_refused(drive: Path, interpreters: Interpreters) -> None:
+    """It ended the process: torch's weights_only has a limit for nothing, and hashing tuples in tuples recurses in C."""
+    save(drive, 1)
+    archive = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(archive)
+    stream = b"\x80\2}N" + b"\x85" * (1 << 20) + b"Ns."
+    writer.write_record("data.pkl", stream, len(stream))
+    writer.write_end_of_file()
+    metadata = FileSystemReader(drive).read_metadata()
+    ((index, info),) = ((index, info) for index, info in metadata.storage_data.items() if index.fqn == "weight")
+    with (drive / info.relative_path).open("ab") as file:
+        place = dataclasses.replace(info, offset=file.tell(), length=len(archive.getvalue()))
+        file.write(archive.getvalue())
+    metadata.storage_data[index] = place
+    (drive / ".metadata").write_bytes(pickle.dumps(metadata))
+    interpreters.run(f"""
+        import torch, warnings
+        import torch.distributed.checkpoint as dcp
+        from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader
+        warnings.simplefilter("ignore")
+        try:
+            dcp.load({{"weight": torch.zeros(3)}}, storage_reader=NVMeReader({str(drive)!r}), **{ALONE!r})
+        except dcp.api.CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            assert isinstance(failure, CorruptCheckpoint), failure
+            assert "item 'weight'" in str(failure), failure
+        else:
+            raise AssertionError
+    """).check()

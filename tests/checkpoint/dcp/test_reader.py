@@ -1,0 +1,360 @@
+"""NVMeReader: loads what torch's writer wrote and what ours did, any part of it into any place, or says what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import io
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
+from deepnvme.checkpoint.dcp import reader as dcp_reader
+from deepnvme.checkpoint.formats.tensor_archive import frame
+
+from ...support.distributed_states import assert_equal, blank, state
+from ...support.torch_versions import ALONE, needs_torch
+
+Writer = Callable[..., FileSystemWriter]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+both_writers = pytest.mark.parametrize("writer", [FileSystemWriter, NVMeWriter])
+
+
+def save(saved: dict[str, Any], writer: FileSystemWriter) -> None:
+    dcp.save(saved, storage_writer=writer, **ALONE)
+
+
+def load(found: dict[str, Any], directory: Path) -> None:
+    dcp.load(found, storage_reader=NVMeReader(directory), **ALONE)
+
+
+def why(error: CheckpointException) -> BaseException:
+    (failure,) = error.failures.values()
+    return failure[0]
+
+
+def overwrite(file: Path) -> None:
+    """In place."""
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+
+
+def place_of(directory: Path, name: str) -> Any:
+    """Of an item: the storage info."""
+    found = FileSystemReader(directory).read_metadata().storage_data
+    (info,) = (info for index, info in found.items() if index.fqn == name)
+    return info
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@both_writers
+@pytest.mark.parametrize("name", ["large", "small.5", "blob", "objects.step"])
+def test_a_truncated_file_is_an_error_that_names_the_item_and_its_bytes(drive: Path, writer: Writer, name: str) -> None:
+    save(state(1), writer(drive, single_file_per_rank=False))
+    info = place_of(drive, name)
+    file = drive / info.relative_path
+    with file.open("r+b") as opened:
+        opened.truncate(info.offset + info.length - 10)
+    with pytest.raises(CheckpointException) as caught:
+        load(blank(), drive)
+    error = why(caught.value)
+    assert isinstance(error, CorruptCheckpoint)
+    assert error.filename == str(file)
+    expected = rf"item '{name}'.*: expected {info.length} bytes from byte {info.offset} on, found {info.length - 10}"
+    assert re.search(expected, str(error))
+
+
+def test_a_missing_file_is_an_error_that_names_an_item_of_it(drive: Path) -> None:
+    save({"a": torch.zeros(3)}, NVMeWriter(drive))
+    (drive / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointException) as caught:
+        load({"a": torch.zeros(3)}, drive)
+    error = why(caught.value)
+    assert isinstance(error, FileNotFoundError)
+    assert error.filename == str(drive / "__0_0.distcp")
+    assert "item 'a'" in str(error)
+
+
+def is_refused(found: dict[str, Any], directory: Path) -> bool:
+    """Whether loading raises, which has to be the error of damage and to name the item."""
+    try:
+        load(found, directory)
+    except CheckpointException as error:
+        assert isinstance(why(error), (CorruptCheckpoint, pickle.UnpicklingError)), why(error)  # noqa: PT017
+        assert "item 'damaged'" in str(why(error))  # noqa: PT017
+        return True
+    return False
+
+
+@both_writers
+@pytest.mark.parametrize("nbytes", [20, 700_000])
+@pytest.mark.parametrize(
+    ("at", "what"), [(0, b"\0" * 400), (100, b"\xff" * 100), (-90, b"\0" * 90)], ids=["head", "pickle", "end"]
+)
+def test_a_damaged_item_is_an_error_that_names_it(drive: Path, writer: Writer, nbytes: int, at: int, what: bytes) -> None:
+    save({"damaged": torch.zeros(nbytes, dtype=torch.uint8), "x": torch.zeros(9)}, writer(drive))
+    info = place_of(drive, "damaged")
+    with (drive / info.relative_path).open("r+b") as file:
+        file.seek(info.offset + at % info.length)
+        file.write(what)
+    found = {"damaged": torch.ones(nbytes, dtype=torch.uint8), "x": torch.zeros(9)}
+    if not is_refused(found, drive):  # the directory is not needed where an archive is known by its beginning
+        assert at < 0
+        assert torch.equal(found["damaged"], torch.zeros(nbytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("text", [b"data.pkl", b"torch._utils", b"torch\nByteStorage"])
+def test_a_byte_that_is_no_text_is_damage(drive: Path, text: bytes) -> None:
+    """In an archive that is no longer known by its beginning, and so is left to torch."""
+    save({"damaged": torch.zeros(20, dtype=torch.uint8)}, NVMeWriter(drive))
+    info = place_of(drive, "damaged")
+    content = (drive / info.relative_path).read_bytes()
+    places = [found.start() for found in re.finditer(re.escape(text), content)]
+    assert places
+    for place in places:
+        (drive / info.relative_path).write_bytes(content[:place] + b"\xb8" + content[place + 1 :])
+        found = {"damaged": torch.ones(20, dtype=torch.uint8)}
+        if not is_refused(found, drive):  # as above
+            assert text == b"data.pkl"
+            assert found["damaged"].sum() == 0
+
+
+def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
+    save({"a": torch.zeros(3, 4)}, NVMeWriter(drive))
+    reader = NVMeReader(drive)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    for offsets, lengths in (((0, 0), (4, 4)), ((2, 0), (2, 1)), ((0,), (3,))):
+        with pytest.raises(ValueError, match=r"'a'.*are wanted of a tensor of"):
+            reader.read_data(plan_of([request("a", offsets, lengths, dims=2)]), Into([torch.zeros(lengths)]))
+    with pytest.raises(ValueError, match=r"'a'.*are for a tensor of \[2\]"):
+        reader.read_data(plan_of([request("a", (0, 0), (1, 1))]), Into([torch.zeros(2)]))
+
+
+class Replaced(NVMeReader):
+    """Another checkpoint is saved over the one that is read, by ``saves``: as a plan is made, or when all of it has been read."""
+
+    def __init__(self, path: Path, saves: Callable[[], None], late: bool) -> None:
+        super().__init__(path)
+        self.saves = saves
+        self.late = late
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        if not self.late:
+            self.saves()
+        return super().prepare_global_plan(plans)
+
+    def _read_items(self, plan: LoadPlan, planner: Any) -> None:
+        super()._read_items(plan, planner)
+        if self.late:
+            self.saves()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@both_writers
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(drive: Path, writer: Writer, late: bool) -> None:
+    save(state(1), writer(drive))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(), storage_reader=Replaced(drive, lambda: save(state(2), writer(drive)), late), **ALONE)
+    error = why(caught.value)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ESTALE
+    assert error.filename == str(drive / ".metadata")
+    assert "load it again" in str(error)
+    found = blank()
+    load(found, drive)
+    assert_equal(found, state(2))
+
+
+def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -> None:
+    """As torch's writer does before there are new metadata."""
+    save(state(1), FileSystemWriter(drive))
+    file = drive / "__0_0.distcp"
+    reader = Replaced(drive, lambda: overwrite(file), late=True)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(), storage_reader=reader, **ALONE)
+    error = why(caught.value)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (errno.ESTALE, str(file))
+
+
+def test_metadata_that_are_replaced_while_they_are_read_are_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"a": torch.zeros(3)}, NVMeWriter(drive))
+    read, calls = dcp_reader.load_metadata, []
+
+    def replaced(path: Path) -> Any:
+        calls.append(path)
+        found = read(path)
+        if len(calls) == 1:
+            save({"a": torch.ones(3)}, NVMeWriter(drive))
+        return found
+
+    monkeypatch.setattr(dcp_reader, "load_metadata", replaced)
+    found = {"a": torch.zeros(3)}
+    load(found, drive)
+    assert torch.equal(found["a"], torch.ones(3))
+    assert len(calls) == 2
+
+
+def test_whatever_the_default_device(drive: Path) -> None:
+    frame.cache_clear()
+    saved = {"small": torch.arange(7), "large": torch.arange(300_000), "empty": torch.empty(0), "columns": torch.ones(900, 900)}
+    found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    found["large"] = torch.zeros(300_000, dtype=torch.float64)  # copied
+    with torch.device("meta"):
+        save(saved, NVMeWriter(drive))
+        load(found, drive)
+    assert_equal(found, {**saved, "large": saved["large"].double()})
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def request(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], number: int = 0, dims: int | None = None) -> ReadItem:
+    index = MetadataIndex(name, torch.Size([0] * (len(offsets) if dims is None else dims)))
+    into = torch.Size([0] * len(lengths))
+    return ReadItem(
+        LoadItemType.TENSOR, MetadataIndex(f"{number}"), into, index, torch.Size(offsets), torch.Size(lengths)
+    )
+
+
+def plan_of(requests: list[ReadItem]) -> LoadPlan:
+    return LoadPlan(requests)
+
+
+class Into:
+    """A planner that has tensors for requests, by their numbers."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        self.targets = targets
+        self.committed: list[int] = []
+
+    def resolve_tensor(self, request: ReadItem) -> torch.Tensor:
+        return self.targets[int(request.dest_index.fqn)]
+
+    def commit_tensor(self, request: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(int(request.dest_index.fqn))
+
+
+@both_writers
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
+def test_all_that_was_saved_is_loaded(drive: Path, writer: Writer, options: dict[str, Any]) -> None:
+    save(state(1), writer(drive, **options))
+    found = blank()
+    load(found, drive)
+    assert_equal(found, state(1))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    shape=st.lists(st.integers(1, 6), min_size=0, max_size=3),
+    times=st.sampled_from([1, 8_000]),
+    theirs=st.booleans(),
+    dtypes=st.sampled_from([(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.uint8, torch.uint8)]),
+)
+def test_any_part_is_read_into_any_place(
+    drive: Path, data: st.DataObject, shape: list[int], times: int, theirs: bool, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Of tensors that are read whole with their neighbours, and of those that are too large for that."""
+    if shape:
+        shape[data.draw(st.integers(0, len(shape) - 1))] *= times
+    order = data.draw(st.permutations(range(len(shape))))
+    saved = torch.randint(0, 100, [shape[d] for d in order]).to(dtypes[0]).permute([order.index(d) for d in range(len(shape))])
+    requests, targets, expected = [], [], []
+    for number in range(3):
+        begins = [data.draw(st.integers(0, size)) for size in shape]
+        lengths = [data.draw(st.integers(0, size - begin)) for size, begin in zip(shape, begins, strict=True)]
+        requests.append(request("t", tuple(begins), tuple(lengths), number))
+        wide = torch.full([*lengths, 2], -1.0).to(dtypes[1])
+        targets.append(wide[..., 0] if data.draw(st.booleans()) else torch.full(lengths, -1.0).to(dtypes[1]))
+        part = saved
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        expected.append(part.to(dtypes[1]))
+    for path in drive.iterdir():
+        path.unlink()
+    before = torch.zeros(data.draw(st.integers(0, 99)), dtype=torch.uint8)
+    save({"before": before, "t": saved}, (FileSystemWriter if theirs else NVMeWriter)(drive))
+    reader = NVMeReader(drive)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    planner = Into(targets)
+    reader.read_data(plan_of(requests), planner)  # type: ignore[arg-type]
+    assert sorted(planner.committed) == [0, 1, 2]
+    for target, part in zip(targets, expected, strict=True):
+        assert torch.equal(target, part)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:TypedStorage:UserWarning")
+def test_tensors_that_are_not_plain_are_torchs(drive: Path) -> None:
+    saved = torch.quantize_per_tensor(torch.randn(9, 9), 0.1, 3, torch.qint8)
+    save({"t": torch.zeros(9, 9)}, FileSystemWriter(drive))
+    info = place_of(drive, "t")
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    (drive / info.relative_path).write_bytes(stream.getvalue().ljust(info.length, b"\0"))
+    reader = NVMeReader(drive)
+    metadata = reader.read_metadata()
+    metadata.storage_data = {index: type(info)(info.relative_path, 0, len(stream.getvalue())) for index in metadata.storage_data}
+    reader.set_up_storage_reader(metadata, True)
+    target = torch.quantize_per_tensor(torch.zeros(9, 9), 0.1, 3, torch.qint8)
+    reader.read_data(plan_of([request("t", (0, 0), (9, 9))]), Into([target]))  # type: ignore[arg-type]
+    assert torch.equal(target.int_repr(), saved.int_repr())
+
+
+@needs_torch(2, 7, "alignment")
+def test_archives_of_any_alignment_are_read(drive: Path) -> None:
+    from torch.utils.serialization import config
+
+    saved = {"large": torch.randn(600, 601), "small": torch.randn(5)}
+    before = config.save.storage_alignment
+    config.save.storage_alignment = 4096
+    try:
+        save(saved, FileSystemWriter(drive))
+    finally:
+        config.save.storage_alignment = before
+    found = {"large": torch.zeros(600, 601), "small": torch.zeros(5)}
+    load(found, drive)
+    assert_equal(found, saved)
+
+
+@needs_torch(2, 7, "this format")
+@both_writers
+def test_torchs_safetensors_in_distcp_files_are_read(drive: Path, writer: Writer) -> None:
+    """Which torch writes and does not read."""
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    if writer is FileSystemWriter:
+        pytest.importorskip("safetensors", reason="needs safetensors")
+    saved = {"large": torch.randn(600, 601), "small": torch.randn(5), "scalar": torch.tensor(3), "step": 7, "list": [1, "two"]}
+    save(saved, writer(drive, serialization_format=SerializationFormat.SAFETENSORS))
+    found = {"large": torch.zeros(600, 601), "small": torch.zeros(5), "scalar": torch.tensor(0), "step": 0, "list": [0, ""]}
+    load(found, drive)
+    assert_equal(found, saved)
+
+
+def test_large_parts_are_read_into_place(drive: Path) -> None:
+    from deepnvme.checkpoint._shared_engine import shared_engine
+
+    save({"t": torch.randn(2048, 1024)}, NVMeWriter(drive))
+    before = shared_engine().stats().bytes_read
+    found = {"t": torch.zeros(2048, 1024)}
+    load(found, drive)
+    assert shared_engine().stats().bytes_read - before < (8 << 20) + (64 << 10)

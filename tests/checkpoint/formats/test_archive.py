@@ -1,0 +1,210 @@
+"""The file is torch.save's, byte for byte, with storages on pages of their own."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.checkpoint.formats import archive as archive_module
+from deepnvme.checkpoint.formats.archive import archive, crc32_of
+from deepnvme.checkpoint.formats.file_image import FileImage
+from deepnvme.checkpoint.formats.pickled import Pickled, pickled
+from deepnvme.memory.tensor_bytes import memory_of
+
+from ...support.objects import OBJECTS
+
+config = pytest.importorskip("torch.utils.serialization", reason="needs torch 2.7: archives to compare with").config
+
+GIB = 1 << 30
+
+
+def content(image: FileImage) -> bytes:
+    into = torch.empty(image.nbytes, dtype=torch.uint8)
+    image.copy(0, image.nbytes, into)
+    return bytes(memory_of(into))
+
+
+def ours(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
+    return content(archive(obj, module, protocol, checksum))
+
+
+def torchs(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
+    saved = io.BytesIO()
+    saved.name = "archive"  # the records' folder, which torch has of the file's name
+    with config.patch({"save.storage_alignment": 4096, "save.compute_crc32": checksum}):
+        torch.save(obj, saved, pickle_module=module, pickle_protocol=protocol)
+    return saved.getvalue()
+
+
+def without_identity(data: bytes) -> bytes:
+    """With zeros for what torch.save draws from a hash of its own: 40 digits, and their CRC-32, which stands there twice."""
+    with zipfile.ZipFile(io.BytesIO(data)) as opened:
+        name = next(name for name in opened.namelist() if name.endswith(".data/serialization_id"))
+        digits, crc = opened.read(name), opened.getinfo(name).CRC.to_bytes(4, "little")
+    assert re.fullmatch(rb"\d{40}", digits)
+    assert data.count(digits) == 1
+    at = data.index(digits)
+    return data[:at] + (bytes(40) + data[at + 40 :]).replace(crc, bytes(4), 2)
+
+
+def assert_identical(found: bytes, expected: bytes) -> None:
+    found, expected = without_identity(found), without_identity(expected)
+    if found != expected:
+        at = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
+        raise AssertionError(f"{found[at - 20 : at + 40]!r} instead of {expected[at - 20 : at + 40]!r} at byte {at}")
+
+
+class TestIdentity:
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_of_every_kind_of_object(self, kind: str) -> None:
+        obj = OBJECTS[kind]()
+        assert_identical(ours(obj), torchs(obj))
+
+    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+    def test_with_every_protocol(self, protocol: int) -> None:
+        obj = OBJECTS["an optimizer"]()
+        assert_identical(ours(obj, protocol), torchs(obj, protocol))
+
+    def test_without_checksums(self) -> None:
+        obj = OBJECTS["large among small"]()
+        found, expected = ours(obj, checksum=False), torchs(obj, checksum=False)
+        with zipfile.ZipFile(io.BytesIO(found)) as one, zipfile.ZipFile(io.BytesIO(expected)) as other:
+            assert one.namelist() == other.namelist()
+            assert [info.header_offset for info in one.infolist()] == [info.header_offset for info in other.infolist()]
+            assert {info.CRC for info in one.infolist() if "/data/" in info.filename} == {0}
+
+    def test_with_a_pickle_module_of_the_user(self) -> None:
+        class Module:
+            Pickler = pickle._Pickler  # type: ignore[attr-defined]
+            __name__ = "module"
+
+        obj = {"a": torch.ones(3), "b": ["c", 1.5]}
+        assert_identical(ours(obj, module=Module), torchs(obj, module=Module))
+
+    def test_of_thousands_of_tensors(self) -> None:
+        obj = {f"layer.{index}": torch.full((3,), index) for index in range(3000)}
+        assert_identical(ours(obj), torchs(obj))
+
+    def test_of_distributed_tensors(self, process_group: None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+        obj = {"weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])}
+        assert_identical(ours(obj), torchs(obj))
+
+    def test_of_a_subclass_whose_tensors_are_inside(self) -> None:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        obj = TwoTensor(torch.ones(3), torch.zeros(3))
+        assert_identical(ours(obj), torchs(obj))
+
+
+class TestSizes:
+    @pytest.mark.parametrize("sizes", [(5 * GIB,), (3 * GIB, 2 * GIB, 10), (1, 4 * GIB - 1, 1), (4 * GIB, 4 * GIB, 7)], ids=str)
+    def test_storages_beyond_four_gigabytes_lie_where_torch_puts_them(self, sizes: tuple[int, ...], tmp_path: Path) -> None:
+        # Memory that is never touched: neither is there so much, nor would it be quick.
+        obj = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        image = archive(obj, pickle, 2, False)
+        skeleton = tmp_path / "archive.pt"
+        with config.patch("save.storage_alignment", 4096), torch.serialization.skip_data():
+            torch.save(obj, skeleton)
+        assert image.nbytes == skeleton.stat().st_size
+        with skeleton.open("rb") as expected:
+            assert records(_End(image)) == records(expected)
+
+    def test_storages_are_not_looked_at_before_they_are_written(self) -> None:
+        before = _resident()
+        archive([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, False)
+        assert _resident() - before < 64 << 20
+
+
+def records(file: Any) -> list[tuple[str, int, int]]:
+    with zipfile.ZipFile(file) as opened:
+        return [(info.filename, info.header_offset, info.file_size) for info in opened.infolist()]
+
+
+class _End(io.RawIOBase):
+    """A file of which only the last page is there."""
+
+    def __init__(self, image: FileImage) -> None:
+        self._begin = self._at = max(0, image.nbytes - 4096)
+        into = torch.empty(image.nbytes - self._begin, dtype=torch.uint8)
+        image.copy(self._begin, image.nbytes, into)
+        self._end = bytes(memory_of(into))
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (self._begin + len(self._end) if whence == 2 else 0)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        at = self._at - self._begin
+        data = self._end[at:] if size < 0 else self._end[at : at + size]
+        self._at += len(data)
+        return data
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class TestChecksums:
+    def test_every_record_passes_the_test_of_zip_tools(self) -> None:
+        with zipfile.ZipFile(io.BytesIO(ours(OBJECTS["large among small"]()))) as opened:
+            assert opened.testzip() is None
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 100_000, (16 << 20) + 5])
+    def test_of_a_storage(self, nbytes: int) -> None:
+        tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+        assert crc32_of(tensor) == crc32_of(tensor.untyped_storage()) == zlib.crc32(bytes(memory_of(tensor)))
+
+
+class _Elsewhere:
+    """A storage on a device that is neither the CPU nor CUDA's."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self.device = torch.device("xpu", 0)
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self._storage.clone()
+
+
+@pytest.mark.parametrize("kind", ["large among small", "a state_dict"])
+def test_storages_on_other_devices_are_copied_as_torch_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    obj = OBJECTS[kind]()
+    expected = ours(obj, checksum=False)
+
+    def there(*given: Any) -> Pickled:
+        stream, storages = pickled(*given)
+        return Pickled(stream, [_Elsewhere(storage) for storage in storages])
+
+    monkeypatch.setattr(archive_module, "pickled", there)
+    assert ours(obj, checksum=False) == expected
+
+
+def test_the_same_structure_has_the_same_identity() -> None:
+    def identity(make: Callable[[], Any]) -> bytes:
+        with zipfile.ZipFile(io.BytesIO(ours(make()))) as opened:
+            return opened.read("archive/.data/serialization_id")
+
+    assert identity(OBJECTS["an optimizer"]) == identity(OBJECTS["an optimizer"])
+    assert identity(OBJECTS["an optimizer"]) != identity(OBJECTS["a state_dict"])

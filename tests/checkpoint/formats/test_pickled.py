@@ -1,0 +1,180 @@
+"""The pickle stream of torch.save, and the storages it refers to."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import threading
+import zipfile
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.checkpoint.formats.pickled import pickled
+from deepnvme.ops.op_builder import AsyncIOBuilder
+
+from ...support.interpreters import Interpreters
+from ...support.objects import OBJECTS
+
+
+def torchs(obj: Any, pickle_module: Any = pickle) -> bytes:
+    saved = io.BytesIO()
+    torch.save(obj, saved, pickle_module)
+    with zipfile.ZipFile(saved) as opened:
+        return opened.read(next(name for name in opened.namelist() if name.endswith("/data.pkl")))
+
+
+def ours(obj: Any, pickle_module: Any = pickle) -> bytes:
+    return pickled(obj, pickle_module, 2).stream
+
+
+class TestWhatCannotBeSaved:
+    def test_a_storage_that_is_seen_as_two_dtypes(self) -> None:
+        tensor = torch.ones(4)
+        for save in (torchs, ours):
+            with pytest.raises(RuntimeError, match=r"storage|dtype"):
+                save([tensor, tensor.view(torch.int32)])
+
+    @pytest.mark.parametrize(
+        "obj",
+        [threading.Lock(), lambda: None, [torch.ones(3), (each for each in [])]],
+        ids=["lock", "lambda", "generator"],
+    )
+    def test_an_object_that_cannot_be_pickled(self, obj: object) -> None:
+        with pytest.raises((TypeError, pickle.PicklingError, AttributeError)) as expected:
+            torchs(obj)
+        with pytest.raises(type(expected.value)):
+            ours(obj)
+        assert gc.isenabled()
+
+    def test_a_plain_pickler_that_cannot_refer_to_storages(self) -> None:
+        class Module:
+            Pickler = None
+
+        with pytest.raises(TypeError):
+            pickled({}, Module, 2)  # type: ignore[arg-type]
+
+    def test_a_tensor_that_needs_hooks_to_be_serialized(self) -> None:
+        tensor = torch.ones(3, requires_grad=True)
+        tensor.register_hook(lambda gradient: gradient)
+        for save in (torchs, ours):
+            with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
+                save(tensor)
+
+
+def test_storages_are_numbered_as_the_stream_meets_them_each_once() -> None:
+    one, other = torch.arange(3.0), torch.arange(5)
+    found = pickled([other[1:], one, other, one.view(3, 1)], pickle, 2)
+    assert [storage.data_ptr() for storage in found.storages] == [other.data_ptr(), one.data_ptr()]
+
+
+def test_empty_storages_are_told_apart() -> None:
+    assert len(pickled([torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32)], pickle, 2).storages) == 3
+
+
+def test_the_stream_of_a_module_is_torchs() -> None:
+    obj = OBJECTS["a module"]()
+    assert ours(obj) == torchs(obj)
+
+
+@pytest.mark.parametrize("obj", [torch.nn.ReLU().state_dict(), {"a": torch.nn.Identity().state_dict()}], ids=["it", "in a dict"])
+def test_an_empty_state_dict_keeps_its_metadata(obj: Any) -> None:
+    assert ours(obj) == torchs(obj)
+
+
+def test_a_pickler_that_reduces_objects_its_own_way_is_asked() -> None:
+    def local() -> None: ...
+
+    class Module:
+        Unpickler, load = pickle.Unpickler, pickle.load
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                return (str, ("a function",)) if obj is local else NotImplemented
+
+    obj = [local, torch.ones(3), {"hooks": local}]
+    assert ours(obj, Module) == torchs(obj, Module)
+
+
+def test_a_pickler_that_reduces_the_hooks_of_tensors_its_own_way_is_asked() -> None:
+    class Module:
+        Unpickler, load = pickle.Unpickler, pickle.load
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                return (str, ("hooks",)) if type(obj) is OrderedDict else NotImplemented
+
+    obj = [torch.ones(3), OrderedDict()]
+    assert ours(obj, Module) == torchs(obj, Module)
+
+
+class TestNoneFor:
+    """The filter before the question whether an object is a storage."""
+
+    def test_types_given_are_not_asked_about_and_their_subclasses_are(self) -> None:
+        class Text(str):
+            __slots__ = ()
+
+        asked: list[object] = []
+        answer = AsyncIOBuilder().load().none_for(frozenset((str, dict)), asked.append)
+        for obj in ("a", {}, Text("b"), 3):
+            assert answer(obj) is None
+        assert asked == ["b", 3]
+
+    def test_errors_and_answers_are_passed_on(self) -> None:
+        answer = AsyncIOBuilder().load().none_for(frozenset((str,)), {3: "three"}.__getitem__)
+        assert answer(3) == "three"
+        with pytest.raises(KeyError):
+            answer(4)
+
+    @pytest.mark.parametrize("given", [((str,), len), (frozenset(), None)], ids=["a tuple", "no function"])
+    def test_anything_but_types_and_a_function(self, given: tuple[Any, Any]) -> None:
+        with pytest.raises(TypeError):
+            AsyncIOBuilder().load().none_for(*given)
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    gc.disable()
+    try:
+        ours({})
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    ours({})
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_child_forked_meanwhile_has_its_collector(enabled: bool, interpreters: Interpreters) -> None:
+    interpreters.run(f"""
+        import gc, pickle, threading
+        from deepnvme.checkpoint.formats.pickled import pickled
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads
+
+        def fork():
+            child = os.fork()
+            if child == 0:
+                os._exit(gc.isenabled())
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        class Forking:
+            def __reduce__(self):
+                assert not gc.isenabled()
+                other = threading.Thread(target=fork)
+                other.start()
+                other.join()
+                return list, ()
+
+        statuses = []
+        if not {enabled}:
+            gc.disable()
+        pickled([Forking()], pickle, 2)
+        assert statuses == [{enabled}], statuses
+        assert gc.isenabled() is {enabled}
+        fork()
+        assert statuses == [{enabled}] * 2, statuses
+    """).check()

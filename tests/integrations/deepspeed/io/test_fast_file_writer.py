@@ -1,0 +1,453 @@
+"""FastFileWriter: what is written to it is in the file, byte for byte, or an error says that it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deepnvme.integrations.deepspeed.io import FastFileWriter, FastFileWriterConfig
+
+from ....faults.torture.interruption import interrupted
+from ....support.disks import MIB, Disk
+
+PAGE = 4096
+Open = Callable[..., FastFileWriter]
+
+# a test's directory and handle serve all its examples
+examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def fast(handle: Any) -> Open:
+    """Opens a file with a pinned tensor of its own."""
+
+    def opened(path: Path, nbytes: int = 4 * PAGE, **more: Any) -> FastFileWriter:
+        tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        return FastFileWriter(path, FastFileWriterConfig(handle, tensor, **more))
+
+    return opened
+
+
+def open_files(directory: Path) -> list[str]:
+    """Those in ``directory`` that this process has open."""
+    found = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return [path for path in found if path.startswith(f"{directory}/")]
+
+
+def as_saved(saved: object, **more: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(saved, file, **more)
+    return file.getvalue()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nbytes", "double_buffer"), [(0, True), (1, True), (2 * PAGE - 1, True), (PAGE - 1, False)])
+def test_a_tensor_too_small_for_whole_pages_is_refused_and_the_file_not_touched(
+    fast: Open, drive: Path, nbytes: int, double_buffer: bool
+) -> None:
+    (drive / "file").write_bytes(b"mine")
+    least = 2 * PAGE if double_buffer else PAGE
+    with pytest.raises(ValueError, match=f"at least {least} of them, got {nbytes} bytes"):
+        fast(drive / "file", nbytes, double_buffer=double_buffer)
+    assert (drive / "file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.empty(4 * PAGE, dtype=torch.float32), torch.empty(8 * PAGE, dtype=torch.uint8)[::2],
+])  # fmt: skip
+def test_a_tensor_that_is_not_contiguous_bytes_is_refused(handle: Any, drive: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="must be contiguous bytes"):
+        FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor))
+    assert not (drive / "file").exists()
+
+
+@pytest.mark.parametrize(("name", "error"), [("missing/file", FileNotFoundError), ("", IsADirectoryError)])
+def test_what_cannot_be_opened_is_an_error_at_once(fast: Open, drive: Path, name: str, error: type[OSError]) -> None:
+    with pytest.raises(error) as caught:
+        fast(drive / name)
+    assert caught.value.filename == os.path.normpath(drive / name)
+
+
+def test_a_closed_file_takes_nothing_more(fast: Open, drive: Path) -> None:
+    file = fast(drive / "file")
+    file.write(b"all")
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"more")
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"")
+    assert (drive / "file").read_bytes() == b"all"
+
+
+def test_nobody_gets_the_descriptor_because_torch_would_write_past_this_object(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        assert file.fileno() == -1
+
+
+@pytest.mark.parametrize(("rank", "writers"), [(-1, 1), (1, 1), (3, 2), (0, 0)])
+def test_a_writer_that_is_none_of_them_is_refused_and_the_file_not_touched(
+    fast: Open, drive: Path, rank: int, writers: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"writer_rank must be in \[0, num_parallel_writers = {writers}\), got {rank}"):
+        fast(drive / "file", num_parallel_writers=writers, writer_rank=rank)
+    assert not (drive / "file").exists()
+
+
+def test_a_position_that_is_none_is_refused(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        file.write(b"abc")
+        for wrong in ((-1,), (-4, os.SEEK_CUR), (-4, os.SEEK_END), (0, 9)):
+            with pytest.raises(ValueError, match="must"):
+                file.seek(*wrong)
+        file.write(b"def")
+    assert (drive / "file").read_bytes() == b"abcdef"
+    with pytest.raises(ValueError, match="closed"):
+        file.seek(0)
+
+
+def test_only_whole_buffers_of_bytes_can_be_written(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        for wrong in ("text", 7, None, memoryview(b"abcd")[::2]):
+            with pytest.raises(TypeError):
+                file.write(wrong)
+        assert file.tell() == 0
+    assert (drive / "file").read_bytes() == b""
+
+
+class FailsBehind:
+    """A handle whose writes start well and fail later."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+
+    def async_pwrite(self, tensor: torch.Tensor, descriptor: int, offset: int) -> None:
+        self.under_way += 1
+
+    def wait(self) -> int:
+        if self.under_way:
+            self.under_way = 0
+            raise OSError(errno.EIO, "broken drive")
+        return 0
+
+
+@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize("ending", ["write", "flush", "close"])
+def test_a_write_that_failed_behind_is_raised_by_what_comes_next(drive: Path, double_buffer: bool, ending: str) -> None:
+    handle = FailsBehind()
+    tensor = torch.empty(4 * PAGE, dtype=torch.uint8)
+    file = FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor, double_buffer))
+    half = bytes(2 * PAGE if double_buffer else 4 * PAGE - 1)
+    file.write(half)
+    with pytest.raises(OSError, match="broken drive"):
+        {"write": lambda: file.write(half), "flush": file.flush, "close": file.close}[ending]()
+    assert handle.under_way == 0
+    with contextlib.suppress(OSError):  # of what the write that raised had begun with
+        file.close()
+    assert file.closed
+    assert open_files(drive) == []
+
+
+@pytest.mark.root
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(fast: Open, small_disk: Disk) -> None:
+    file = fast(small_disk / "file", MIB)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        file.write(bytes(small_disk.bytes_free() + MIB))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / "file"))
+    with pytest.raises(OSError, match="No space left on device"):
+        file.close()
+    assert file.closed
+    assert open_files(small_disk.path) == []
+
+
+@pytest.mark.root
+def test_torch_save_to_a_full_disk_is_an_error(fast: Open, small_disk: Disk) -> None:
+    tensor = torch.zeros(small_disk.bytes_free() + MIB, dtype=torch.uint8)
+    with pytest.raises((OSError, RuntimeError)), fast(small_disk / "file", MIB) as file:
+        torch.save(tensor, file)
+    assert open_files(small_disk.path) == []
+
+
+# -- what is written is there ------------------------------------------------------------------------------------------
+
+
+@examples
+@given(
+    pieces=st.lists(st.one_of(st.binary(max_size=300), st.integers(min_value=0, max_value=40_000).map(os.urandom)), max_size=12),
+    pages=st.integers(min_value=2, max_value=7),
+    double_buffer=st.booleans(),
+    flushes=st.sets(st.integers(min_value=0, max_value=11)),
+)
+def test_any_pieces_make_the_file_that_they_make_in_memory(
+    fast: Open, drive: Path, pieces: list[bytes], pages: int, double_buffer: bool, flushes: set[int]
+) -> None:
+    (drive / "file").write_bytes(os.urandom(600_000))  # longer, to be gone
+    expected = b""
+    with fast(drive / "file", pages * PAGE + 100, double_buffer=double_buffer) as file:
+        for number, piece in enumerate(pieces):
+            assert file.write(piece) == len(piece)
+            expected += piece
+            assert file.tell() == len(expected)
+            if number in flushes:
+                file.flush()
+                assert (drive / "file").read_bytes() == expected
+    assert (drive / "file").read_bytes() == expected
+
+
+@examples
+@given(
+    numel=st.integers(min_value=0, max_value=60_000),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64]),
+    double_buffer=st.booleans(),
+    legacy=st.booleans(),
+)
+def test_torch_saves_what_it_saves_to_memory(
+    fast: Open, drive: Path, numel: int, dtype: torch.dtype, double_buffer: bool, legacy: bool
+) -> None:
+    saved = OrderedDict(weight=torch.zeros(numel, dtype=dtype), bias=torch.arange(numel % 7), step=numel)
+    with fast(drive / "file", 3 * PAGE, double_buffer=double_buffer) as file:
+        torch.save(saved, file, _use_new_zipfile_serialization=not legacy)
+    if legacy:  # which numbers its storages by their address
+        loaded = torch.load(drive / "file", weights_only=True)
+        assert loaded["step"] == numel
+        assert torch.equal(loaded["weight"], saved["weight"])
+        assert torch.equal(loaded["bias"], saved["bias"])
+    else:
+        assert (drive / "file").read_bytes() == as_saved(saved)
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, 2 * PAGE, 2 * PAGE + 1, 8 * PAGE, 10 * PAGE + 511])
+def test_the_file_is_as_long_as_what_was_written(fast: Open, drive: Path, length: int) -> None:
+    (drive / "file").write_bytes(bytes(100_000))
+    data = os.urandom(length)
+    with fast(drive / "file") as file:
+        file.write(data)
+    assert (drive / "file").read_bytes() == data
+
+
+def test_anything_with_bytes_can_be_written(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        assert file.write(bytearray(b"one")) == 3
+        assert file.write(memoryview(b"two")) == 3
+        assert file.write(memoryview(bytes(12)).cast("I", (3, 1))) == 12
+    assert (drive / "file").read_bytes() == b"onetwo" + bytes(12)
+
+
+def test_what_is_written_can_be_changed_at_once(fast: Open, drive: Path) -> None:
+    data = bytearray(b"x" * 20 * PAGE)
+    with fast(drive / "file") as file:
+        file.write(data)
+        data[:] = bytes(len(data))
+    assert (drive / "file").read_bytes() == b"x" * 20 * PAGE
+
+
+def test_a_file_left_open_is_closed_with_all_that_was_written(fast: Open, drive: Path) -> None:
+    file = fast(drive / "file")
+    file.write(b"to the end")
+    del file
+    assert (drive / "file").read_bytes() == b"to the end"
+    assert open_files(drive) == []
+
+
+def test_one_tensor_serves_one_file_after_the_other(handle: Any, drive: Path) -> None:
+    tensor = handle.new_cpu_locked_tensor(2 * PAGE, torch.empty(0, dtype=torch.int8))
+    for number in range(3):
+        with FastFileWriter(drive / f"{number}", FastFileWriterConfig(handle, tensor)) as file:
+            file.write(bytes([number]) * 30_000)
+    for number in range(3):
+        assert (drive / f"{number}").read_bytes() == bytes([number]) * 30_000
+
+
+def test_whole_halves_go_past_the_page_cache(handle: Any, drive: Path) -> None:
+    with (drive / "probe").open("wb") as probe:
+        try:
+            os.close(os.open(probe.name, os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            pytest.skip("needs direct I/O")
+    tensor = handle.new_cpu_locked_tensor(8 * PAGE, torch.empty(0, dtype=torch.uint8))
+    with FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor)) as file:
+        file.write(bytes(64 * PAGE + 100))
+    stats = handle.stats()
+    assert (stats["bytes_zero_copy"], stats["bytes_buffered"] + stats["bytes_staged"]) == (64 * PAGE, 100)
+
+
+def test_flushing_costs_no_copies_later(handle: Any, drive: Path) -> None:
+    tensor = handle.new_cpu_locked_tensor(8 * PAGE, torch.empty(0, dtype=torch.uint8))
+    with FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor)) as file:
+        file.write(bytes(100))
+        file.flush()
+        before = handle.stats()
+        file.write(bytes(64 * PAGE - 100))
+        file.flush()
+        stats = handle.stats()
+    if stats["bytes_direct"] == 0:
+        pytest.skip("needs direct I/O")
+    assert stats["bytes_staged"] == before["bytes_staged"]
+    assert stats["bytes_zero_copy"] - before["bytes_zero_copy"] == 64 * PAGE
+
+
+@examples
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.integers(0, 40_000).map(lambda n: ("write", n)),
+            st.integers(0, 60_000).map(lambda n: ("seek", n)),
+            st.integers(-3_000, 3_000).map(lambda n: ("back", n)),
+            st.just(("flush", 0)),
+        ),
+        max_size=10,
+    ),
+    double_buffer=st.booleans(),
+)
+def test_any_going_about_in_the_file_makes_what_it_makes_in_memory(
+    fast: Open, drive: Path, steps: list[tuple[str, int]], double_buffer: bool
+) -> None:
+    expected = io.BytesIO()
+    with fast(drive / "file", double_buffer=double_buffer) as file:
+        for step, number in steps:
+            if step == "write":
+                data = os.urandom(number)
+                assert file.write(data) == expected.write(data)
+            elif step == "seek":
+                assert file.seek(number) == expected.seek(number)
+            elif step == "back":
+                end = len(expected.getbuffer())
+                assert file.seek(max(number, -end), os.SEEK_END) == expected.seek(max(0, end + number))
+            else:
+                file.flush()
+                assert (drive / "file").read_bytes() == expected.getvalue()
+            assert file.tell() == expected.tell()
+    assert (drive / "file").read_bytes() == expected.getvalue()
+
+
+def test_it_is_a_writable_file(fast: Open, drive: Path) -> None:
+    with fast(drive / "file") as file:
+        assert (file.writable(), file.readable(), file.seekable()) == (True, False, True)
+        assert file.file_path() == drive / "file"
+        assert file.seek(0, os.SEEK_CUR) == file.tell() == 0
+
+
+# -- DeepSpeed's -------------------------------------------------------------------------------------------------------
+
+
+def storages() -> list[tuple[torch.UntypedStorage, torch.dtype]]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(7), torch.randn(30_001).bfloat16(), torch.empty(0), torch.arange(5000)]
+    return [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
+
+
+@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize("save_size", [True, False])
+@pytest.mark.parametrize("writers", [1, 2, 3, 64])
+def test_writers_share_the_bytes_of_storages(
+    fast: Open, drive: Path, double_buffer: bool, save_size: bool, writers: int
+) -> None:
+    expected = b""
+    for storage, dtype in storages():
+        expected += (storage.nbytes() // dtype.itemsize).to_bytes(8, "little") if save_size else b""
+        expected += bytes(storage)
+    parts = []
+    for rank in range(writers):
+        config = {"double_buffer": double_buffer, "num_parallel_writers": writers, "writer_rank": rank}
+        with fast(drive / f"{rank}", **config) as file:
+            written = file.save_torch_storage_object_list(storages(), save_size)
+        parts.append((drive / f"{rank}").read_bytes())
+        assert written == len(parts[-1])
+        assert (file._stats["save_storage"], file._stats["save_storage_bytes"]) == (4, written)
+    assert b"".join(parts) == expected
+    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
+    assert len(parts[0]) - len(parts[-1]) <= 1
+
+
+def test_it_is_dumped_what_was_done_by_deepspeeds_names(
+    fast: Open, drive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fast(drive / "file") as file:
+        file.write(bytes(10 * PAGE))
+        file.write(bytes(100))
+        file.flush()
+        file.fileno()
+    file._dump_state()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("stats = ")
+    stats = file._stats
+    counted = {"close": 1, "fileno": 1, "flush": 1, "write": 2}
+    counted |= {"bytes": 10 * PAGE + 100, "aio_bytes": 10 * PAGE, "slow_bytes": 100}
+    assert {key: stats[key] for key in counted} == counted
+    assert stats.keys() - counted.keys() == {
+        *("write_secs", "write_GB/s", "aio_write_secs", "aio_GB/s", "slow_write_secs", "fill_buffer_count", "fill_buffer_secs"),
+        *("fill_buffer_GB/s", "save_storage", "save_storage_bytes", "path"),
+    }
+    assert stats["path"] == drive / "file"
+    assert min(stats[key] for key in ("write_secs", "write_GB/s", "aio_write_secs", "aio_GB/s", "fill_buffer_GB/s")) > 0
+
+
+@pytest.mark.gpu
+def test_storages_of_a_device_are_written(fast: Open, drive: Path) -> None:
+    tensor = torch.randn(30_001, device="cuda")
+    with fast(drive / "file") as file:
+        file.save_torch_storage_object_list([(tensor.untyped_storage(), tensor.dtype)], False)
+    assert (drive / "file").read_bytes() == bytes(tensor.cpu().untyped_storage())
+
+
+def test_an_fsync_that_fails_names_the_file_and_closes_it(fast: Open, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")  # as fsync(2) fails: without a name
+
+    file = fast(drive / "file")
+    file.write(b"all")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="broken") as caught:
+        file.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+    assert open_files(drive) == []
+    file.close()
+
+
+def test_a_close_that_is_interrupted_anywhere_can_be_made_again(fast: Open, drive: Path) -> None:
+    number = 0
+    where = "the first point"
+    while where:
+        number += 1
+        file = fast(drive / "file")
+        file.write(b"all")
+        where = interrupted(number, file.close).where
+        file.close()
+        assert file.closed, where
+        assert open_files(drive) == [], where
+    assert number > 20
+
+
+def test_a_close_that_was_interrupted_writes_to_no_file_that_has_its_number_now(
+    fast: Open, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping the object closes it once more."""
+
+    def interrupted(self: FastFileWriter) -> None:
+        raise KeyboardInterrupt
+
+    file = fast(drive / "file")
+    file.write(b"all")
+    with monkeypatch.context() as patched:
+        patched.setattr(FastFileWriter, "flush", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    others = [os.open(drive / "other", os.O_RDWR | os.O_CREAT) for _ in range(8)]
+    file.close()
+    del file
+    assert (drive / "other").read_bytes() == b""
+    for other in others:
+        os.close(other)

@@ -1,0 +1,141 @@
+"""Copies between addresses: nothing but what was asked for changes."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.memory.tensor_bytes import copy_many
+
+from ..support.memory import pattern
+from ..support.threads import others_run_during
+
+KIB = 1 << 10
+MIB = 1 << 20
+GUARD = 37
+
+
+def words(*numbers: int) -> array[int]:
+    return array("Q", numbers)
+
+
+class Ranges:
+    """Pieces of memory of the sizes given, in any order, with guard bytes between them."""
+
+    def __init__(self, sizes: list[int], seed: int) -> None:
+        order = random.Random(seed).sample(range(len(sizes)), len(sizes))
+        self._starts = [0] * len(sizes)
+        end = GUARD
+        for index in order:
+            self._starts[index] = end
+            end += sizes[index] + GUARD
+        self._sizes = sizes
+        self.memory = bytearray(b"\xa5" * end)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.addresses = words(*(base + start for start in self._starts))
+
+    def place(self, index: int) -> slice:
+        return slice(self._starts[index], self._starts[index] + self._sizes[index])
+
+
+SIZES = {
+    "none": [],
+    "one byte": [1],
+    "only empty ones": [0, 0, 0],
+    "small": [random.Random(1).randrange(4 * KIB, 64 * KIB) for _ in range(40)],
+    "empty ones between": [0, 0, 3 * MIB + 1, 0, 512 * KIB, 0, 1, 0],
+    "pieces": [512 * KIB] * 9,
+    "odd, for two threads": [random.Random(2).randrange(200 * KIB) for _ in range(200)],
+    "one large": [17 * MIB + 5],
+    "tiny": [index % 7 for index in range(20_000)],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_each_range_is_copied_and_nothing_else(sizes: list[int]) -> None:
+    source, target = Ranges(sizes, 1), Ranges(sizes, 2)
+    content = pattern(sum(sizes))
+    expected = bytearray(target.memory)
+    start = 0
+    for index, size in enumerate(sizes):
+        source.memory[source.place(index)] = expected[target.place(index)] = content[start : start + size]
+        start += size
+    before = bytes(source.memory)
+    copy_many(target.addresses, source.addresses, words(*sizes))
+    assert target.memory == expected
+    assert source.memory == before
+
+
+def test_tensors_are_gathered_and_scattered() -> None:
+    tensors = [torch.randn(size) for size in (1, 1000, 0, 77)]
+    lengths = words(*(tensor.nbytes for tensor in tensors))
+    buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
+    places = words(*(buffer.data_ptr() + sum(lengths[:index]) for index in range(len(lengths))))
+    copy_many(places, words(*(tensor.data_ptr() for tensor in tensors)), lengths)
+    assert torch.equal(buffer.view(torch.float32), torch.cat(tensors))
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_many(words(*(tensor.data_ptr() for tensor in copies)), places, lengths)
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+
+
+def test_addresses_of_nothing_are_not_looked_at() -> None:
+    copy_many(words(0, 1), words(1, 0), words(0, 0))
+
+
+@pytest.mark.parametrize(("to", "source"), [(0, 4096), (4096, 0)])
+def test_an_address_of_0_is_refused(to: int, source: int) -> None:
+    with pytest.raises(ValueError, match="range 1, of 5 bytes, has the address 0"):
+        copy_many(words(4096, to), words(4096, source), words(0, 5))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (0, 0, 1)])
+def test_arrays_of_different_lengths_are_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must be as many, got {}, {} and {}".format(*counts)):
+        copy_many(*(words(*[0] * count) for count in counts))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (array("q", [0]), "format 'q'"),
+        (array("I", [0]), "format 'I'"),
+        (array("d", [0.0]), "format 'd'"),
+        (bytearray(8), "format 'B'"),
+        (memoryview(bytearray(8)).cast("Q", (1, 1)), "2 dimension"),
+        ([0], "incompatible"),
+        (None, "incompatible"),
+    ],
+    ids=["signed", "short", "float", "bytes", "two dimensions", "list", "None"],
+)
+@pytest.mark.parametrize("place", range(3))
+def test_what_is_no_array_of_uint64_is_refused(wrong: Any, complaint: str, place: int) -> None:
+    columns: list[Any] = [words(0), words(0), words(0)]
+    columns[place] = wrong
+    with pytest.raises(TypeError, match=complaint):
+        copy_many(*columns)
+
+
+def test_every_other_number_of_an_array_is_refused() -> None:
+    every_other: Any = memoryview(words(0, 0, 0))[::2]
+    with pytest.raises(ValueError, match="lengths must be contiguous"):
+        copy_many(words(0, 0), words(0, 0), every_other)
+
+
+def test_an_array_can_grow_again_afterwards() -> None:
+    column = words(0)
+    copy_many(column, column, column)
+    with pytest.raises(ValueError, match="must be as many"):
+        copy_many(column, column, words())
+    column.append(1)  # BufferError if a view were left
+    assert list(column) == [0, 1]
+
+
+def test_other_threads_run_meanwhile() -> None:
+    size = 64 * MIB
+    source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    assert others_run_during(lambda: copy_many(words(target.data_ptr()), words(source.data_ptr()), words(size)))

@@ -1,0 +1,428 @@
+"""FSDP2 in two processes: each rank has the states of its shards, and the losses are those with states in memory."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ..support.interpreters import Interpreters
+from ..support.torch_versions import fsdp_on_cpu
+
+PRELUDE = """
+import copy, os, warnings
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import deepnvme
+
+warnings.simplefilter("default")  # torch's own
+torch.set_num_threads(1)
+other_rank = os.fork()
+rank = 0 if other_rank else 1
+dist.init_process_group("gloo", init_method=f"file://{drive}.ranks", rank=rank, world_size=2)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+ADAM = {"lr": 1e-2, "fused": True}
+
+
+def sharded(dtype=torch.float32):
+    torch.manual_seed(0)
+    # rows that two ranks cannot share evenly, a parameter of one element and one that only the first rank has
+    model = torch.nn.Sequential(
+        torch.nn.Linear(63, 301), torch.nn.Tanh(), torch.nn.Linear(301, 63), torch.nn.LayerNorm(63), torch.nn.Linear(63, 1)
+    ).to(dtype)
+    for layer in model:
+        if not isinstance(layer, torch.nn.Tanh):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model, optimizer, steps, clip=None):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 63, generator=torch.Generator().manual_seed(2 * step + rank)).to(next(model.parameters()).dtype)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        if clip is not None:
+            clip(model, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def offloaded(model, name="states", **options):
+    return deepnvme.OffloadedOptimizer(
+        model.parameters(), torch.optim.AdamW, nvme_path=os.path.join(drive, name), sub_group_size=4096, **ADAM, **options
+    )
+
+
+def assert_same(model, other):
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.to_local(), two.to_local())
+
+
+def assert_same_states(found, expected):
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_states(found[key], value)
+        elif isinstance(value, DTensor):
+            assert isinstance(found[key], DTensor), key
+            assert found[key].placements == value.placements and found[key].shape == value.shape, key
+            assert torch.equal(found[key].to_local(), value.to_local()), key
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+        elif key != "param_groups":
+            assert found[key] == value, key
+"""
+
+
+CLOSING = """
+dist.barrier()
+dist.destroy_process_group()
+assert rank == 1 or os.waitpid(other_rank, 0)[1] == 0
+"""
+
+
+def run_two(program: str, drive: Path, interpreters: Interpreters) -> None:
+    opening = f"drive = {str(drive)!r}\n"
+    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
+
+
+@pytest.fixture(autouse=True)
+def gloo() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+
+
+@fsdp_on_cpu
+def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+        )
+        import torch.distributed.checkpoint as dcp
+
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        optimizer = offloaded(other, dram_budget=50_000)
+        assert train(other, optimizer, range(10)) == train(model, plain, range(10))
+        assert_same(other, model)
+        assert os.listdir(os.path.join(drive, "states", f"rank{rank}"))
+
+        # each rank has the states of its shards
+        assert_same_states(optimizer.state_dict(), plain.state_dict())
+        own = sum(param.to_local().numel() for param in other.parameters())
+        assert optimizer.report().bytes_written < 4 * 4 * own
+
+        # by names, as torch.distributed.checkpoint wants them, and in one piece
+        expected = get_optimizer_state_dict(model, plain)
+        assert_same_states(get_optimizer_state_dict(other, optimizer), expected)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        complete = get_optimizer_state_dict(other, optimizer, options=whole)
+        assert_same_states(complete, get_optimizer_state_dict(model, plain, options=whole))
+
+        # saved by one, loaded by the other, both ways
+        folder = os.path.join(drive, "checkpoint")
+        dcp.save({"optimizer": get_optimizer_state_dict(other, optimizer)}, checkpoint_id=folder)
+        for use_offloaded in (True, False):
+            third = sharded()
+            again = offloaded(third, "again") if use_offloaded else torch.optim.AdamW(third.parameters(), **ADAM)
+            states = {"optimizer": get_optimizer_state_dict(third, again)}
+            dcp.load(states, checkpoint_id=folder)
+            set_optimizer_state_dict(third, again, states["optimizer"])
+            assert_same_states(get_optimizer_state_dict(third, again), expected)
+            if use_offloaded:
+                broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(third, again, complete, options=broadcast)
+                assert_same_states(get_optimizer_state_dict(third, again), expected)
+            third.load_state_dict(model.state_dict())
+            fourth = sharded()
+            fourth.load_state_dict(model.state_dict())
+            reference = torch.optim.AdamW(fourth.parameters(), **ADAM)
+            reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+            assert train(third, again, range(10, 13)) == train(fourth, reference, range(10, 13))
+            assert_same(third, fourth)
+            if use_offloaded:
+                again.close()
+        optimizer.close()
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        model = sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        expected = train(model, plain, range(5))
+        for options in ({"offload_gradients": True}, {"step_in_backward": True}):
+            other = sharded()
+            with offloaded(other, dram_budget=30_000, **options) as optimizer:
+                assert train(other, optimizer, range(5)) == expected, options
+                assert_same(other, model)
+
+        norms = [[], []]
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+        expected = train(model, plain, range(4), clip)
+        with offloaded(other, offload_gradients=True) as optimizer:
+            found = train(other, optimizer, range(4), lambda _, optimizer: norms[1].append(optimizer.clip_grad_norm_(1.0)))
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+        # what a model in float32 does whose weights are rounded for forward and backward
+        other, masters = sharded(torch.bfloat16), sharded(torch.bfloat16)
+        full = [torch.nn.Parameter(param.to_local().detach().float()) for param in masters.parameters()]
+        plain = torch.optim.AdamW(full, **ADAM)
+        class Rounded:
+            def zero_grad(self):
+                masters.zero_grad()
+            @torch.no_grad()
+            def step(self):
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    master.grad = param.grad.to_local().float()
+                plain.step()
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    param.to_local().copy_(master)
+        with offloaded(other, master_weights=True) as optimizer:
+            assert train(other, optimizer, range(5)) == train(masters, Rounded(), range(5))
+            assert_same(other, masters)
+            assert not any(sub_group.stale for sub_group in optimizer._sub_groups)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        for options in ({}, {"dram_budget": 1 << 40}, {"offload_gradients": True}):
+            model, other = sharded(), sharded()
+            plain = torch.optim.AdamW(model.parameters(), **ADAM)
+            with offloaded(other, **options) as optimizer:
+                train(other, optimizer, range(2))
+                train(model, plain, range(2))
+                smallest = min(optimizer._sub_groups, key=lambda each: each.numel)
+                get = optimizer._store.get
+                for failing in (0, 1):
+                    step = 2 + failing
+                    expected = train(model, plain, [step])
+                    try:
+                        if rank == failing:
+                            def fail(*arguments):
+                                optimizer._store.get = get  # to undo the step
+                                raise OSError(5, "as asked for")
+                            if "dram_budget" in options:
+                                smallest.step = fail  # which is stepped first, and has a copy
+                            else:
+                                optimizer._store.get = fail
+                        before = [param.to_local().clone() for param in other.parameters()]
+                        found = train(other, optimizer, [step])
+                    except (OSError, RuntimeError) as error:
+                        said = str(error) + "".join(getattr(error, "__notes__", []))
+                        assert ("as asked for" if rank == failing else f"rank {failing} failed in this step") in said, said
+                        assert f"as after step {step}" in said, said
+                    else:
+                        raise AssertionError(f"rank {rank} has made a step that rank {failing} could not make")
+                    optimizer._store.get = get
+                    smallest.__dict__.pop("step", None)
+                    assert optimizer.steps == step
+                    for param, old in zip(other.parameters(), before, strict=True):
+                        assert torch.equal(param.to_local(), old)
+                    assert train(other, optimizer, [step]) == expected
+                    assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        class Growing(torch.optim.Optimizer):
+            # Keeps a tensor more for each parameter when "more" is set.
+            def __init__(self, params, lr=0.1, more=False):
+                super().__init__(params, {"lr": lr, "more": more})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        for name in ("sum", "more") if group["more"] else ("sum",):
+                            sums = self.state[param].setdefault(name, torch.zeros_like(param))
+                            param.sub_(sums.add_(param.grad), alpha=group["lr"])
+
+        model, other = sharded(), sharded()
+        plain = Growing(model.parameters())
+        directory = os.path.join(drive, "states")
+        with deepnvme.OffloadedOptimizer(
+            other.parameters(), Growing, nvme_path=directory, sub_group_size=4096, dram_budget=1 << 40
+        ) as optimizer:
+            train(model, plain, range(2))
+            train(other, optimizer, range(2))
+            states = optimizer.state_dict()["state"]
+            states = {key: {name: value.clone() for name, value in each.items()} for key, each in states.items()}
+            smallest = min(optimizer._sub_groups, key=lambda each: each.numel)
+            if rank == 1:
+                def fail(*arguments):
+                    raise OSError(5, "as asked for")
+                smallest.step = fail
+            optimizer.param_groups[0]["more"] = True
+            try:
+                train(other, optimizer, [2])
+            except (OSError, RuntimeError) as error:
+                assert ("as asked for" if rank == 1 else "rank 1 failed in this step") in str(error), error
+            else:
+                raise AssertionError(f"rank {rank} has made a step that rank 1 could not make")
+            optimizer.param_groups[0]["more"] = False
+            smallest.__dict__.pop("step", None)
+            assert_same(other, model)
+            assert_same_states(optimizer.state_dict()["state"], states)
+            for each in (plain, optimizer):
+                each.param_groups[0]["more"] = True
+            assert train(other, optimizer, range(2, 4)) == train(model, plain, range(2, 4))
+            assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_a_rank_that_cannot_undo_votes_all_the_same(drive: Path, interpreters: Interpreters) -> None:
+    """The other waits for its vote."""
+    run_two(
+        """
+        def fail(error):
+            def fail(*arguments):
+                raise error
+            return fail
+
+        for use in ("step", "clip_grad_norm_"):
+            for undoing in (RuntimeError("of the store"), KeyboardInterrupt("while it is undone")):
+                model, other = sharded(), sharded()
+                plain = torch.optim.AdamW(model.parameters(), **ADAM)
+                optimizer = offloaded(other, f"{use}-{type(undoing).__name__}", offload_gradients=True)
+                train(model, plain, [0])
+                train(other, optimizer, [0])
+                def cannot(_, optimizer):
+                    get, undo = optimizer._store.get, optimizer._stepping._sweep.undo
+                    if rank == 1:
+                        optimizer._store.get = fail(OSError(5, "as asked for"))
+                        optimizer._stepping._sweep.undo = fail(undoing)
+                    try:
+                        optimizer.step() if use == "step" else optimizer.clip_grad_norm_(0.1)
+                        found = None
+                    except BaseException as error:
+                        found = error
+                    optimizer._store.get, optimizer._stepping._sweep.undo = get, undo
+                    if rank == 1:
+                        assert isinstance(found, OSError if isinstance(undoing, RuntimeError) else KeyboardInterrupt), repr(found)
+                    else:
+                        assert "rank 1 failed in this step" in str(found), repr(found)
+                if isinstance(undoing, RuntimeError):
+                    assert train(other, optimizer, [1], cannot) == train(model, plain, [1])
+                    assert_same(other, model)
+                    optimizer.close()
+                else:
+                    try:
+                        train(other, optimizer, [1], cannot)
+                    except RuntimeError:
+                        pass
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
+    drive: Path, interpreters: Interpreters
+) -> None:
+    run_two(
+        """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        all_reduce = dist.all_reduce
+        def interrupted(*arguments, **named):
+            signal.raise_signal(signal.SIGINT)
+            met.append(all_reduce(*arguments, **named))
+        met = []
+        def clip(_, optimizer):
+            if rank == 0:
+                dist.all_reduce = interrupted
+            try:
+                norm = optimizer.clip_grad_norm_(0.1)
+                assert rank == 1 and norm > 0
+            except KeyboardInterrupt:
+                assert rank == 0 and len(met) == 2, met
+            dist.all_reduce = all_reduce
+        other = sharded()
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(other, optimizer, [0], clip)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            if rank == 1:
+                model.zero_grad()
+                for param in model.parameters():
+                    param.grad = torch.zeros_like(param)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            expected.append(sum(param.grad.to_local().norm() ** 2 for param in model.parameters()) ** 0.5)
+        expected, norms = [], []
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(model, plain, [0], clip)
+            def clip_offloaded(_, optimizer):
+                if rank == 1:
+                    optimizer.zero_grad()
+                norms.append(optimizer.clip_grad_norm_(0.1))
+                norms.append(optimizer.clip_grad_norm_(0.1))
+            train(other, optimizer, [0], clip_offloaded)
+            total = expected[0].clone().square()
+            dist.all_reduce(total)
+            torch.testing.assert_close(norms[1], total.sqrt(), rtol=1e-4, atol=0)
+
+            def fail(*_):
+                raise OSError(5, "as asked for")
+            def clip_and_fail(_, optimizer):
+                get = optimizer._store.get
+                if rank == 0:
+                    optimizer._store.get = fail
+                try:
+                    optimizer.clip_grad_norm_(0.1)
+                except (OSError, RuntimeError) as error:
+                    assert ("as asked for" if rank == 0 else "rank 0 failed in this step") in str(error), error
+                else:
+                    raise AssertionError("clipped by half of the norm")
+                optimizer._store.get = get
+            train(other, optimizer, [1], clip_and_fail)
+        """,
+        drive,
+        interpreters,
+    )

@@ -1,0 +1,159 @@
+"""Ctrl-C in an OffloadedOptimizer: at places of its code where the interpreter looks for signals.
+
+What this leaves out is at random, and longer, in tests/faults/torture: all places, the code of torch, the store's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+
+from ..faults.torture.interruption import Interruption
+from ..faults.torture.parts.interrupts_optimizer import TORCH, World, check_after, interrupt_at
+from ..support.training import assert_same, assert_same_state, failing
+
+PACKAGE = Path(deepnvme.__file__).parent
+OURS = {path for path in (PACKAGE / "offload").glob("*.py") if path.stem not in ("__init__", "distributed")}
+NOT_OURS = (
+    TORCH,
+    sysconfig.get_paths()["stdlib"],
+    *(str(path) for path in PACKAGE.rglob("*.py") if path not in OURS),
+)
+
+
+class Places(Interruption):
+    """Notes the places of all points, and interrupts at none."""
+
+    def __init__(self, skip: tuple[str, ...] = NOT_OURS) -> None:
+        super().__init__(0, skip)
+        self.found: list[tuple[str, int, str]] = []
+
+    def _point(self, frame: FrameType) -> None:
+        super()._point(frame)
+        self.found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+
+
+def one_point_for_each_place(operation: Callable[..., Any], random: Random) -> list[int]:
+    """Numbers of points: of each line the first time, and one of the other times."""
+    places = Places()
+
+    def note(interrupted: Callable[[], object]) -> Interruption:
+        with places:
+            interrupted()
+        return places
+
+    operation(note)
+    times: dict[tuple[str, int, str], list[int]] = {}
+    for number, place in enumerate(places.found, 1):
+        times.setdefault(place, []).append(number)
+    return sorted({random.choice(numbers) for numbers in times.values()})
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "part in memory": {"dtype": torch.bfloat16, "masters": True, "dram_budget": 60_000},
+    "gradients": {"offload_gradients": True, "checksum": True},
+    "in backward": {"dtype": torch.bfloat16, "masters": True, "step_in_backward": True, "dram_budget": 60_000},
+    "all in memory": {"dram_budget": 1 << 40},
+}
+
+CASES = [  # and how many places at most: all of the short ones, some of the others
+    ("gradients", "zero_grad", 30),
+    ("in backward", "zero_grad", 16),
+    ("gradients", "backwards_", 16),
+    ("gradients", "clip", 16),
+    ("part in memory", "step", 16),
+    ("gradients", "step", 16),
+    ("all in memory", "step", 12),
+    ("in backward", "step", 12),
+    ("in backward", "backwards_", 10),
+    ("part in memory", "state_dict", 8),
+    ("part in memory", "load_state_dict", 10),
+]
+
+
+# One that comes in a callback of the garbage collector is Python's to report.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("kind", "operation", "most"), CASES)
+def test_ctrl_c_anywhere_leaves_the_state_before_or_the_one_after(drive: Path, kind: str, operation: str, most: int) -> None:
+    world = World(drive, options={"fused": True}, **WORLDS[kind])
+    world.round(2)
+    random = Random(f"{kind} {operation}")
+    numbers = one_point_for_each_place(getattr(world, operation), random)
+    assert len(numbers) > 5
+    numbers = random.sample(numbers, min(most, len(numbers)))
+    came = 0
+    for number in numbers:
+        came += bool(check_after(world, operation, interrupt_at(number, NOT_OURS)).where)
+    assert came > len(numbers) / 2  # some points are there only in the first step, or where memory was not yet leased
+    world.finish()
+
+
+def all_but(*names: str) -> tuple[str, ...]:
+    """Have only these modules interrupted."""
+    wanted = {PACKAGE / f"{name}.py" for name in names}
+    return (TORCH, sysconfig.get_paths()["stdlib"], *(str(path) for path in PACKAGE.rglob("*.py") if path not in wanted))
+
+
+@pytest.mark.parametrize("kind", ["gradients", "in backward"])
+def test_a_group_is_added_whole_or_not_at_all(drive: Path, kind: str) -> None:
+    skip = all_but("offload/optimizer", "offload/step", "offload/backward_hooks")
+    number = 0
+    came = True
+    while came:
+        number += 3 if number > 20 else 1  # the last are where hooks are given to torch, with Ctrl-C held back
+        world = World(drive, options={"fused": True}, **WORLDS[kind])
+        came = bool(check_after(world, "add_param_group", interrupt_at(number, skip)).where)
+        world.finish()
+    assert number > 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_backward_that_is_interrupted_has_taken_each_gradient_once_or_not(drive: Path) -> None:
+    world = World(drive, options={"fused": True}, **WORLDS["gradients"])
+    world.round()
+    skip = all_but("offload/gradients")
+    points = world.backwards_(interrupt_at(0, skip)).passed
+    for number in range(1, points + 1, 5):
+        check_after(world, "backward_and_step", interrupt_at(number, skip))
+    world.finish()
+
+
+@pytest.mark.parametrize("kind", ["part in memory", "gradients"])
+def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
+    """The next call undoes it."""
+    world = World(drive, options={"fused": True}, **WORLDS[kind])
+    world.round(2)
+    skip = all_but("offload/step", "_interrupts")
+    places = Places(skip)
+    world.backward()
+    with failing(world.optimizer, "write", 2), pytest.raises(OSError, match="as after step 2"), places:
+        world.optimizer.step()
+    numbers = [number for number, (_, _, name) in enumerate(places.found, 1) if name in ("_undo", "held_back")][-60::5]
+    assert len(numbers) == 12
+    undone = 0
+    for number in numbers:
+        with failing(world.optimizer, "write", 2), contextlib.suppress(OSError):
+            undone += bool(interrupt_at(number, skip)(world.optimizer.step).where)
+        assert world.optimizer.steps == world.backwards - 1
+        if number % 2:
+            assert_same_state(world.optimizer.state_dict(), world.reference.state_dict())
+            assert_same(world.params, world.plain)
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+        world.reference_step()
+        world.check()
+        world.backward()
+    assert undone > 2  # in the others the undoing had begun, and was finished before
+    world.optimizer.zero_grad()
+    world.reference_step()
+    world.optimizer.close()

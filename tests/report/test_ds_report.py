@@ -1,0 +1,518 @@
+"""ds_report: true, quick, and of use when something is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe
+from deepnvme.report import directory as _directory
+from deepnvme.report import ds_report as report
+from deepnvme.report import machine as _machine
+from deepnvme.report.facts import Fact
+from deepnvme.version import __version__
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Has the kernel refuse one system call with an errno, for this process and for good, as a container's profile would.
+REFUSE = """
+import ctypes, struct
+def refuse(number, code):
+    libc = ctypes.CDLL(None, use_errno=True)
+    rows = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | code), (0x06, 0, 0, 0x7fff0000)]
+    rows = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *row) for row in rows))
+    program = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(rows)))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+        raise SystemExit(77)
+"""
+
+
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extensions")
+
+
+@pytest.fixture(autouse=True)
+def cache(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Without an op. What the compiler was found to take is in it after the first report, as it is for users."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    return extensions
+
+
+def run(*arguments: str, prelude: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    program = f"{prelude}\nfrom deepnvme.report import main\nmain({list(arguments)!r})\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+def document(*arguments: str, **keywords: Any) -> dict[str, Any]:
+    done = run("--json", *arguments, **keywords)
+    if done.returncode == 77:
+        pytest.skip("needs a kernel that lets a process filter its system calls")
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = json.loads(done.stdout)
+    return loaded
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", __file__, "", "with\0nul"])
+def test_a_path_that_is_no_directory_is_one_clear_line_and_status_2(path: str) -> None:
+    done = run("--path", path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ds_report: --path ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_version_is_printed() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"deepnvme {__version__}\n")
+
+
+def test_an_unknown_option_is_refused_with_status_2() -> None:
+    done = run("--jsn")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+# What is missing
+
+
+@pytest.mark.parametrize(
+    ("backend", "number", "code", "name", "remedy"),
+    [
+        ("io_uring", 425, 1, "EPERM", "seccomp=unconfined"),
+        ("io_uring", 425, 38, "ENOSYS", "seccomp=unconfined"),
+        ("libaio", 206, 11, "EAGAIN", "sysctl -w fs.aio-max-nr"),
+    ],
+)
+def test_a_backend_that_the_kernel_refuses_is_reported_with_the_errno(
+    backend: str, number: int, code: int, name: str, remedy: str
+) -> None:
+    if os.uname().machine != "x86_64":
+        pytest.skip("needs x86_64, whose system call numbers it knows")
+    fact = document(prelude=REFUSE + f"refuse({number}, {code})")["backends"][backend]
+    if fact["value"] == "compiled out":
+        pytest.skip(f"needs the headers of {backend}")
+    assert fact["status"] == "NO"
+    assert name in fact["problems"][0]
+    assert remedy in fact["problems"][0]
+
+
+def test_a_backend_without_headers_is_compiled_out_and_the_next_is_taken(tmp_path: Path) -> None:
+    for header in ("liburing.h", "libaio.h"):
+        (tmp_path / header).write_text("#error hidden\n")
+    found = document(CPPFLAGS=f"-I{tmp_path}")
+    for name, package in (("io_uring", "liburing"), ("libaio", "libaio")):
+        assert found["backends"][name]["value"] == "compiled out"
+        assert package in found["backends"][name]["problems"][0].rpartition(": ")[2]
+    assert found["selected_backend"] == "threads"
+    assert found["ops"]["async_io"]["compatible"]
+
+
+def test_without_a_compiler_the_op_is_not_compatible_and_the_report_goes_on(tmp_path: Path) -> None:
+    found = document(PATH=str(tmp_path), CXX="")
+    assert not found["ops"]["async_io"]["compatible"]
+    assert "no C++20 compiler (tried c++, g++, clang++)" in found["ops"]["async_io"]["problems"][0]
+    assert found["environment"]["cxx_compiler"]["status"] == "FAIL"
+
+
+def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> None:
+    text = run(PATH=str(tmp_path), CXX="").stdout
+    assert text.count("no C++20 compiler") == 1
+    assert "install GCC 11 or Clang 14" in text
+    assert "liburing" not in text
+    assert "libaio" not in text.replace("\nlibaio ....", "")
+    assert "\nthreads .......................... unusable [NO]\n" in text
+    assert "auto takes" not in text
+
+
+Prebuilt = Callable[[bytes], None]
+
+
+@pytest.fixture
+def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prebuilt:
+    """Has the installation hold an op with that content, made from the sources as they are."""
+
+    def make(content: bytes) -> None:
+        library = tmp_path / "async_io_op.so"
+        library.write_bytes(AsyncIOBuilder().source_hash().encode() + content)
+        monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+
+    return make
+
+
+def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_machine_has(prebuilt: Prebuilt) -> None:
+    prebuilt(b"LibaioBackend")
+    facts = {fact.key: fact for fact in _machine.backends()[0]}
+    assert (facts["io_uring"].value, facts["io_uring"].status) == ("compiled out", "NO")
+    assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
+    assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
+    assert facts["libaio"].value != "compiled out"
+    assert _machine._compiled_with().value == "ahead of time, libaio"
+
+
+def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
+    prebuilt: Prebuilt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt(b"LibaioBackend UringBackend")
+    monkeypatch.setenv("PATH", "/nowhere")
+    facts, selected = _machine.backends()
+    assert not any(fact.value in ("compiled out", "unusable") for fact in facts)
+    assert selected is not None
+
+
+GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")
+
+
+def gds_as_reported(monkeypatch: pytest.MonkeyPatch, probe: GdsProbe) -> tuple[str, list[str]]:
+    """Its line, and what is said of it."""
+    monkeypatch.setattr(GDSBuilder, "probe", lambda self: probe)
+    lines = report.render(report.gather()).splitlines()
+    (line,) = (line for line in lines if line.startswith("gds ..."))
+    return line, [line.strip() for line in lines if line.strip().startswith("[NO] gds: ")]
+
+
+def test_gds_where_torch_has_no_cuda_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [NO] ....... [NO]"
+    (reason,) = said
+    assert reason.startswith("[NO] gds: torch is missing or was built without CUDA, which only gds needs: pip install ")
+
+
+def test_gds_where_cufile_is_missing_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Found(problem="libcufile.so was not found (tried /x): pip install nvidia-cufile")
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, cufile_library=missing))
+    assert line == "gds .................... [NO] ....... [NO]"
+    assert said == [f"[NO] gds: {missing.problem}"]
+
+
+def test_gds_where_all_is_there_is_okay(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, GDS)
+    assert line == "gds .................... [NO] ....... [OKAY]"
+    assert "DS_BUILD_GDS=1 pip install" in said[0]
+
+
+def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "gds_op.so"
+    library.write_bytes(GDSBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "gds" in name else None)
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [YES] ...... [NO]"
+    assert len(said) == 1
+    assert gds_as_reported(monkeypatch, GDS)[0] == "gds .................... [YES] ...... [OKAY]"
+
+
+def test_the_report_as_a_module_says_it_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deepnvme.report"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^gds \.{20} ", done.stdout, re.MULTILINE)
+    assert done.stdout.count("[NO] gds: ") >= 1  # one for each reason
+
+
+def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    found = report.gather()
+    text = report.render(found)
+    assert [fact.status for fact in found.backends] == ["NO"] * 3
+    assert text.count("needs Linux, this is Darwin") == 1
+    assert not re.search("docker|seccomp|auto takes|sysctl", text)
+    assert found.selected_backend is None
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
+    assert document(TORCH_EXTENSIONS_DIR="/proc/nowhere")["ops"]["async_io"]["compatible"]
+
+
+def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = os.statvfs_result((4096, 4096, 16384, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr("os.statvfs", lambda path: small)
+    fact = _machine._shared_memory()
+    assert (fact.value, fact.status) == (64 << 20, "WARNING")
+    assert "--shm-size='1gb'" in fact.problems[0]
+
+
+@pytest.mark.parametrize(("used", "status"), [("0", ""), ("65000", "WARNING")])
+def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aio-nr").write_text(used)
+    (tmp_path / "aio-max-nr").write_text("65536")
+    monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
+    in_use, allowed = _machine._aio_events()
+    assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
+
+
+def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    monkeypatch.setattr(_machine, "_HUGE_PAGES", tmp_path / "enabled")
+    fact = _machine._huge_pages()
+    assert (fact.value, fact.status) == ("never", "WARNING")
+    assert "echo madvise" in fact.problems[0]
+
+
+def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
+    monkeypatch.setattr(_machine, "_HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(_machine, "_read", lambda path: None)
+    for fact in _machine.system():
+        assert fact.shown
+        assert bool(fact.problems) == (fact.status == "WARNING")
+
+
+def test_a_command_for_root_alone_is_given_with_sudo_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert packages.as_root("modprobe nvidia-fs") == "sudo modprobe nvidia-fs"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert packages.as_root("modprobe nvidia-fs") == "modprobe nvidia-fs"
+
+
+# Truth and form
+
+
+def test_every_fault_comes_with_a_reason_and_what_works_without() -> None:
+    found = report.gather(REPOSITORY)
+    facts = [found.ninja, *found.backends, *found.environment, *found.system, *(found.directory or [])]
+    for fact in facts:
+        assert not fact.status or bool(fact.problems) == (fact.status in ("NO", "WARNING", "FAIL")), fact
+    for op in found.ops:
+        assert bool(op.problems) == (not (op.installed and op.compatible)), op
+
+
+def test_no_reason_is_printed_twice() -> None:
+    lines = [line.strip() for line in report.render(report.gather(REPOSITORY)).splitlines() if line.startswith("  ")]
+    assert len(lines) == len(set(lines))
+    assert any("[NO] gds: " in line for line in lines)
+
+
+def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
+    found = document("--path", str(REPOSITORY))
+    sections = ("ops", "backends", "environment", "system", "directory")
+    keys = [key for section in sections for key in found[section]]
+    assert [key for key in [*found, *keys] if not re.fullmatch("[a-z][a-z0-9_]*", key)] == []
+    assert set(found["backends"]) == {"io_uring", "libaio", "threads"}
+    assert found["selected_backend"] in found["backends"]
+    for section, key in (
+        ("system", "aio_nr"),
+        ("system", "aio_max_nr"),
+        ("system", "usable_cpus"),
+        ("system", "shared_memory_bytes"),
+        ("directory", "free_bytes"),
+        ("directory", "total_bytes"),
+    ):
+        assert isinstance(found[section][key]["value"], int), key
+
+
+def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    fact = _machine._memory_lock()
+    assert (fact.key, fact.value, fact.status) == ("memlock_bytes", None, "")
+    assert fact.shown.startswith("unlimited")
+
+
+def test_the_text_has_deepspeeds_table() -> None:
+    text = report.render(report.gather())
+    assert "\nop name ................ installed .. compatible\n" in text
+    assert "\nninja .................. [OKAY]\n" in text
+    assert "\nutils .................. [YES] ...... [OKAY]\n" in text
+    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op compiled w.", "nvcc version"):
+        assert f"\n{name} ..." in text
+    assert "\nshared memory (/dev/shm) size .... " in text
+
+
+def test_hiding_the_operators_leaves_the_environment() -> None:
+    found = report.gather()
+    text = report.render(found, operators=False)
+    assert "op name" not in text
+    assert "async_io backends" not in text
+    assert "torch version" in text
+    assert set(json.loads(report.as_json(found, operators=False))) == {"environment", "system"}
+
+
+def test_hiding_warnings_leaves_the_statuses() -> None:
+    found = report.gather()
+    shown, hidden = report.render(found), report.render(found, explanations=False)
+    assert "  [NO] gds: " in shown
+    assert "  [NO] " not in hidden
+    assert re.search(r"^gds \.{20} \[(NO|YES)\] \.+ \[(NO|OKAY)\]$", hidden, re.MULTILINE)
+    assert "problems" not in report.as_json(found, explanations=False)
+
+
+def test_colour_is_for_terminals_alone() -> None:
+    assert "\033" not in run().stdout
+    assert "\033[92m[OKAY]\033[0m" in report.render(report.gather(), colour=True)
+
+
+def test_colour_changes_no_letter_of_the_text() -> None:
+    found = report.gather()
+    assert re.sub(r"\033\[\d+m", "", report.render(found, colour=True)) == report.render(found)
+
+
+def test_a_reader_that_stops_reading_causes_no_traceback() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -W ignore -m deepnvme.report | true; exit ${{PIPESTATUS[0]}}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_ascii(tmp_path: Path) -> None:
+    place = tmp_path / "größe"
+    place.mkdir()
+    done = run("--path", str(place), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xf6\\xdfe" in done.stdout
+
+
+def test_the_script_prints_what_the_module_prints() -> None:
+    script = subprocess.run(
+        [sys.executable, "-W", "ignore", REPOSITORY / "bin" / "ds_report", "--hide_operator_status"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert script.returncode == 0, script.stderr
+    assert script.stdout.startswith("DeepNVMe general environment info:")
+
+
+@pytest.mark.alone
+def test_it_never_compiles_the_op_and_takes_less_than_three_seconds(cache: Path) -> None:
+    run()  # the probes of a first run are remembered
+    started = time.monotonic()
+    assert run("--path", str(REPOSITORY)).returncode == 0
+    assert time.monotonic() - started < 3
+    assert {path.name for path in (cache / "deepnvme").iterdir()} <= {"probes"}
+
+
+# A directory
+
+
+def facts_of(directory: Path) -> dict[str, Fact]:
+    return {fact.name: fact for fact in _directory.examine(directory, GDSBuilder().probe())}
+
+
+def failing(code: str) -> Callable[..., Any]:
+    """A function that raises OSError with that errno."""
+    number = getattr(errno, code)
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert facts["O_DIRECT"].status in ("OKAY", "WARNING")
+    assert facts["path"].value == str(tmp_path)
+    free = facts["free space"].value
+    assert isinstance(free, int)
+    assert abs(free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1 << 30
+
+
+def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = _directory.try_direct_io(tmp_path)
+    if told.source != "statx":
+        pytest.skip("needs a kernel and a filesystem that report their alignment (statx, Linux 6.1)")
+    monkeypatch.setattr(_directory, "_statx_alignment", lambda descriptor: None)
+    tried = _directory.try_direct_io(tmp_path)
+    assert told.memory_alignment is not None
+    assert tried.memory_alignment is not None
+    assert tried.offset_alignment == told.offset_alignment
+    assert tried.memory_alignment <= told.memory_alignment or tried.memory_alignment <= 512
+
+
+def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
+    place = Path("/dev/shm")
+    mount = _directory.mount_of(place) if place.is_dir() else None
+    if mount is None or mount.filesystem != "tmpfs":
+        pytest.skip("needs a tmpfs at /dev/shm")
+    fact = facts_of(place)["O_DIRECT"]
+    assert (fact.value, fact.status) == (False, "WARNING")
+    assert "buffered" in fact.problems[0]
+
+
+def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> None:
+    for place in (Path("/proc"), Path("/sys")):
+        fact = facts_of(place)["O_DIRECT"]
+        assert (fact.value, fact.status) == (None, "WARNING")
+        assert fact.shown.startswith("not tried: ")
+
+
+@pytest.mark.parametrize("code", ["EROFS", "EACCES"])
+def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", failing(code))
+    direct = _directory.try_direct_io(tmp_path, _directory.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    assert direct.works is None
+    assert direct.outcome.startswith("not tried: ")
+    assert code in direct.outcome
+    assert ("mount -o remount,rw '/mnt/a drive'" in direct.problem) == (code == "EROFS")
+
+
+VERDICTS = [
+    ("EINVAL", False, "does not work"),
+    ("EOPNOTSUPP", False, "does not work"),
+    ("ENOSPC", None, "unknown"),
+    ("EDQUOT", None, "unknown"),
+    ("EIO", None, "unknown"),
+]
+
+
+@pytest.mark.parametrize("when", ["open", "pwrite"])
+@pytest.mark.parametrize(("code", "works", "outcome"), VERDICTS)
+def test_only_the_errors_that_mean_refusal_are_taken_for_it(
+    code: str, works: bool | None, outcome: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *rest: int) -> int:
+        return failing(code)() if flags & os.O_DIRECT else real(path, flags, *rest)
+
+    monkeypatch.setattr("os.open", refusing) if when == "open" else monkeypatch.setattr("os.pwrite", failing(code))
+    direct = _directory.try_direct_io(tmp_path)
+    assert (direct.works, direct.outcome) == (works, outcome)
+    assert code in direct.problem
+    assert ("room" in direct.problem) == (code in ("ENOSPC", "EDQUOT"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mount_is_the_innermost_one() -> None:
+    mount = _directory.mount_of(Path("/proc/self"))
+    assert mount is not None
+    assert (mount.point, mount.filesystem) == ("/proc", "proc")
+    assert not any(fact.status == "OKAY" for fact in facts_of(Path("/proc")).values())
+
+
+def test_what_decides_against_gpu_direct_storage_is_told_alone(tmp_path: Path) -> None:
+    fact = facts_of(tmp_path)["GPU-direct storage"]
+    assert fact.status in ("OKAY", "NO")
+    assert len(fact.problems) == (fact.status == "NO")

@@ -1,0 +1,604 @@
+"""The store as its users know it: what is put is got, however it lies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import deepnvme
+from deepnvme.memory.alignment import ALIGNMENT
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.tensor_store import TensorStore
+
+from ..support.memory import bytes_of
+
+MIB = 1 << 20
+
+
+_RANDOM = torch.randint(0, 256, (20 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def numbered(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Bytes that tell every place from every other, and ``seed`` from every other seed."""
+    start = seed * 7919 % (4 * MIB)
+    return _RANDOM[start : start + nbytes].clone()
+
+
+@pytest.fixture
+def pool():
+    return BufferPool(64 * MIB)
+
+
+@pytest.fixture
+def store(drive, engine, pool):
+    with TensorStore(drive / "store", engine=engine, pool=pool) as store:
+        yield store
+
+
+@pytest.fixture
+def striped(drive, engine, pool):
+    with TensorStore({drive / "a": 1, drive / "b": 2, drive / "c": 1}, engine=engine, pool=pool) as store:
+        yield store
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7, 3), (1025,), (3, 5, 700)], ids=str)
+def test_a_tensor_comes_back_as_it_was(store, dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    assert store.put("name", tensor).result() == tensor.nbytes
+    got = store.get("name").result()
+    assert (got.dtype, got.shape, got.device) == (dtype, tensor.shape, torch.device("cpu"))
+    assert bytes_of(got) == bytes_of(tensor)
+    assert store.info("name") == (shape, dtype, tensor.nbytes, None)
+    assert bytes_of(store.map("name")) == bytes_of(tensor)
+    together = store.get_many(["name"]).result()["name"]
+    assert (together.dtype, together.shape) == (dtype, tensor.shape)
+    assert bytes_of(together) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, MIB - 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 12345])
+def test_a_tensor_in_several_directories_comes_back_as_it_was(striped, nbytes):
+    tensor = numbered(nbytes)
+    striped.put("name", tensor).result()
+    assert torch.equal(striped.get("name").result(), tensor)
+    assert torch.equal(striped.get_many(["name"]).result()["name"], tensor)
+    assert torch.equal(striped.get("name", out=torch.empty(nbytes, dtype=torch.uint8)).result(), tensor)
+    assert torch.equal(striped.map("name"), tensor)
+
+
+def test_a_large_tensor_is_divided_in_proportion(striped):
+    striped.put("large", numbered(16 * MIB)).result()
+    assert [file.extents.used // MIB for file in striped._space.files] == [4, 8, 4]
+
+
+def test_small_tensors_go_where_there_is_least(striped):
+    for index in range(40):
+        striped.put(str(index), numbered(MIB)).result()
+    used = [file.extents.used // MIB for file in striped._space.files]
+    assert used == [10, 20, 10]
+
+
+def test_nothing_of_a_store_goes_through_the_page_cache(store, striped, engine):
+    tensors = {f"{nbytes}": numbered(nbytes) for nbytes in (1, 4000, 4097, 600_001, 5 * MIB + 1)}
+    for each in (store, striped):
+        for name, tensor in tensors.items():
+            each.put(f"alone {name}", tensor).result()
+        each.put_many(tensors).result()
+        for name, tensor in tensors.items():
+            assert torch.equal(each.get(name).result(), tensor)
+            assert torch.equal(each.get(f"alone {name}", out=torch.empty_like(tensor)).result(), tensor)
+        each.get_many(list(tensors)).result()
+    assert engine.stats().bytes_buffered == 0
+
+
+def test_tensors_that_are_not_contiguous_are_copied(store):
+    whole = torch.arange(120.0).reshape(10, 12)
+    for tensor in (whole.t(), whole[:, ::2], whole[3:, 1:5], torch.ones(1).expand(50, 7)):
+        store.put("name", tensor).result()
+        assert torch.equal(store.get("name").result(), tensor)
+
+
+def test_a_conjugate_is_stored_as_it_reads(store):
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    store.put("name", tensor).result()
+    assert torch.equal(store.get("name").result(), tensor)
+
+
+def test_a_parameter_is_read_into_and_written_from(striped):
+    parameter = torch.nn.Parameter(torch.randn(2 * MIB))
+    before = parameter.detach().clone()
+    striped.put("name", parameter).result()
+    with torch.no_grad():
+        parameter.zero_()
+    assert striped.get("name", out=parameter).result().data_ptr() == parameter.data_ptr()
+    assert torch.equal(parameter.detach(), before)
+
+
+def test_a_parameter_is_a_tensor(store):
+    parameter = torch.nn.Parameter(torch.ones(5000))
+    store.put_many({"a": parameter, "b": parameter}).result()
+    got = store.get("a").result()
+    assert torch.equal(got, parameter.detach())
+    assert not got.requires_grad
+
+
+@pytest.mark.parametrize("offset", [0, 1, 512, 4096])
+def test_any_address_will_do(store, offset):
+    memory = numbered(3 * 4096 + 100 + offset)[offset:]
+    store.put("name", memory).result()
+    out = torch.zeros(memory.numel() + offset, dtype=torch.uint8)[offset:]
+    assert store.get("name", out=out).result().data_ptr() == out.data_ptr()
+    assert torch.equal(out, memory)
+
+
+def test_out_of_another_dtype_is_seen_as_the_tensor(store):
+    tensor = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
+    store.put("name", tensor).result()
+    for out in (torch.empty(24000, dtype=torch.uint8), torch.empty(3000, dtype=torch.float64), torch.empty(100, 60)):
+        got = store.get("name", out=out).result()
+        assert got.data_ptr() == out.data_ptr()
+        assert torch.equal(got, tensor)
+    exact = torch.empty(60, 100)
+    assert store.get("name", out=exact).result().data_ptr() == exact.data_ptr()
+
+
+def test_a_lease_is_written_and_read_in_place(store, pool, engine):
+    with pool.lease(2 * MIB) as lease:
+        lease.buffer.copy_(numbered(2 * MIB))
+        before = engine.stats()
+        store.put("name", lease.buffer).result()
+        lease.buffer.zero_()
+        store.get("name", out=lease.buffer).result()
+        assert torch.equal(lease.buffer, numbered(2 * MIB))
+        after = engine.stats()
+    assert after.bytes_direct - before.bytes_direct in (4 * MIB, 0)  # 0: a file system without direct I/O
+    assert after.bytes_zero_copy - before.bytes_zero_copy == after.bytes_direct - before.bytes_direct
+
+
+def test_a_lease_given_back_after_its_put_is_free_when_that_has_ended(store, pool):
+    lease = pool.lease(2 * MIB)
+    future = store.put("name", lease.buffer)
+    lease.release(after=future)
+    del lease
+    future.result()
+    assert pool.in_use == 0
+
+
+def test_replacing_is_in_place_for_as_many_bytes(store):
+    store.put("name", torch.zeros(5000)).result()
+    parts = store._catalogue.entries["name"].version.parts
+    store.put("name", torch.ones(10000, dtype=torch.float16)).result()
+    assert store._catalogue.entries["name"].version.parts == parts
+    assert store.info("name").shape == (10000,)
+    assert torch.equal(store.get("name").result(), torch.ones(10000, dtype=torch.float16))
+
+
+def test_replacing_by_another_size_frees_the_space(store):
+    for nbytes in (MIB, 3 * MIB, 100, 2 * MIB, MIB):
+        store.put("name", numbered(nbytes)).result()
+        assert torch.equal(store.get("name").result(), numbered(nbytes))
+        assert [file.extents.used for file in store._space.files] == [max(nbytes, ALIGNMENT)]
+    assert store.allocated_bytes <= 16 * MIB
+
+
+def test_many_at_once_come_back_in_order(store):
+    tensors = {str(seed): numbered(1 + seed * 997 % 70000, seed) for seed in range(500)}
+    assert store.put_many(tensors).result() == sum(tensor.nbytes for tensor in tensors.values())
+    got = store.get_many(reversed(tensors)).result()
+    assert list(got) == list(reversed(tensors))
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    assert store.names() == list(tensors)
+    assert (len(store), store.nbytes) == (500, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def test_many_small_tensors_are_few_requests(store, engine):
+    tensors = {str(seed): numbered(4096 + seed, seed) for seed in range(400)}
+    before = engine.stats().requests
+    store.put_many(tensors).result()
+    written = engine.stats().requests
+    store.get_many(tensors).result()
+    assert written - before <= 4
+    assert engine.stats().requests - written <= 4
+
+
+def test_small_ones_with_gaps_and_large_ones_between_come_back(striped):
+    sizes = [1 + index * 7919 % 90_000 if index % 20 else 300_000 * (1 + index // 20 % 4) for index in range(300)]
+    sizes[7] = 5 * MIB
+    tensors = {str(index): numbered(nbytes, index) for index, nbytes in enumerate(sizes)}
+    striped.put_many(tensors).result()
+    again = {str(index): numbered(sizes[index], index + 1000) for index in reversed(range(300)) if index % 3}
+    assert striped.put_many(again).result() == sum(tensor.nbytes for tensor in again.values())
+    got = striped.get_many(tensors).result()
+    assert all(torch.equal(got[name], tensor) for name, tensor in (tensors | again).items())
+
+
+def test_what_was_in_a_buffer_before_is_not_written(store, pool, drive):
+    with pool.lease(MIB) as lease:
+        lease.buffer.fill_(0xA5)
+    pool.set_budget(MIB)  # so that just this memory is used again
+    tensors = {str(index): numbered(3000, index) for index in range(256)}
+    store.put_many(tensors).result()
+    data = (drive / "store" / "deepnvme-store.data").read_bytes()
+    assert data[: len(tensors) * ALIGNMENT] == b"".join(bytes_of(tensor).ljust(ALIGNMENT, b"\0") for tensor in tensors.values())
+
+
+def test_neighbours_in_memory_are_one_request(store, engine):
+    whole = engine.empty_pinned(16 * MIB, torch.uint8)
+    whole.copy_(numbered(16 * MIB))
+    before = engine.stats().requests
+    store.put_many({str(index): whole[index * MIB : (index + 1) * MIB] for index in range(16)}).result()
+    store.put_many({"all but a page": whole[4096 : 8 * MIB], "the rest": whole[8 * MIB : 8 * MIB + 100]}).result()
+    assert engine.stats().requests - before == 2
+    for index in range(16):
+        assert torch.equal(store.get(str(index)).result(), whole[index * MIB : (index + 1) * MIB])
+    assert torch.equal(store.get("the rest").result(), whole[8 * MIB : 8 * MIB + 100])
+
+
+def test_whatever_the_default_device(store, striped):
+    neighbours = numbered(2 * MIB).view(4, -1)
+    tensors = {"one": numbered(100), "large": numbered(3 * MIB), "empty": numbered(0)}
+    tensors |= {f"row {index}": row for index, row in enumerate(neighbours)} | {str(size): numbered(size) for size in range(10)}
+    for each in (store, striped):
+        with torch.device("meta"):
+            each.put_many(tensors).result()
+            each.put("alone", tensors["large"]).result()
+            found = each.get_many(tensors).result() | {"alone": each.get("alone").result()}
+        for name, tensor in {**tensors, "alone": tensors["large"]}.items():
+            assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("budget", [0, 100_000, 5 * MIB])
+def test_many_go_out_within_any_budget(drive, engine, budget):
+    pool = BufferPool(budget)
+    tensors = {str(seed): numbered(60000 + seed, seed) for seed in range(300)}
+    with TensorStore(drive / "store", engine=engine, pool=pool) as store:
+        store.put_many(tensors).result()
+        got = store.get_many(tensors).result()
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    assert pool.allocated <= budget
+    assert pool.in_use == 0
+
+
+def test_many_go_out_while_this_thread_holds_all_buffers(drive, engine):
+    pool = BufferPool(MIB)
+    with pool.lease(MIB) as lease, TensorStore(drive / "store", engine=engine, pool=pool) as store:
+        store.put_many({str(index): lease.buffer[index::7] for index in range(7)}).result()
+        assert torch.equal(store.get("3").result(), lease.buffer[3::7])
+
+
+def test_an_empty_batch(store):
+    assert store.put_many({}).result() == 0
+    assert store.get_many([]).result() == {}
+
+
+def test_a_name_asked_for_twice_is_read_once(store):
+    store.put("a", torch.ones(3)).result()
+    assert list(store.get_many(["a", "a"]).result()) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["", "/", "a/b", "..", "\0", "é\n", "\ud800", "x" * 10000])
+def test_any_string_is_a_name(drive, name):
+    with TensorStore(drive / "store", persist=True) as store:
+        store.put(name, torch.ones(3)).result()
+        store.commit()
+    with TensorStore(drive / "store", persist=True) as store:
+        assert name in store
+        assert torch.equal(store.get(name).result(), torch.ones(3))
+
+
+def test_delete_frees_the_space_and_the_name(store):
+    store.put("a", numbered(MIB)).result()
+    assert store.delete("a").result() == MIB
+    assert "a" not in store
+    assert store.names() == []
+    assert store._space.files[0].extents.used == 0
+
+
+def test_transfers_of_one_name_happen_in_order(store):
+    for step in range(10):
+        put = store.put("name", numbered(3 * MIB, step))
+        got = store.get("name")
+        store.put("name", numbered(3 * MIB, 1000 + step))
+        again = store.get("name")
+        deleted = store.delete("name")
+        assert torch.equal(got.result(), numbered(3 * MIB, step))
+        assert torch.equal(again.result(), numbered(3 * MIB, 1000 + step))
+        assert (put.result(), deleted.result()) == (3 * MIB, 3 * MIB)
+
+
+@contextlib.contextmanager
+def released_in_the_end(gate):
+    """Or a test that fails would hang in closing the store."""
+    try:
+        yield
+    finally:
+        gate.release()
+
+
+def test_a_put_waits_for_the_gets_before_it(drive, faulty, gate):
+    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store, released_in_the_end(gate):
+        gate.release()
+        store.put("name", torch.zeros(100_000)).result()
+        gate.hold()
+        first, second = store.get("name"), store.get("name")
+        assert not first.done()
+        waiting = threading.Thread(target=lambda: store.put("name", torch.ones(100_000)))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        assert "name" in store  # others are not kept waiting
+        gate.release()
+        waiting.join()
+        assert torch.equal(first.result(), torch.zeros(100_000))
+        assert torch.equal(second.result(), torch.zeros(100_000))
+        assert torch.equal(store.get("name").result(), torch.ones(100_000))
+
+
+def test_a_future_that_is_not_done_times_out_and_ends_later(drive, faulty, gate):
+    with TensorStore(drive / "store", engine=faulty("threads", gate=gate)) as store, released_in_the_end(gate):
+        future = store.put("name", torch.zeros(100_000))
+        assert not future.done()
+        with pytest.raises(TimeoutError):
+            future.result(timeout=0.01)
+        gate.release()
+        assert future.result() == future.nbytes == 400_000
+        assert future.done()
+
+
+def test_a_mapping_is_private_and_outlives_the_store(drive):
+    with TensorStore([drive / "a", drive / "b"]) as store:
+        store.put("name", numbered(9 * MIB + 5)).result()
+        mapped = store.map("name")
+        mapped[::4096] += 1
+        assert torch.equal(store.get("name").result(), numbered(9 * MIB + 5))
+        assert torch.equal(store.map("name"), numbered(9 * MIB + 5))
+    expected = numbered(9 * MIB + 5)
+    expected[::4096] += 1
+    assert torch.equal(mapped, expected)
+
+
+def test_ranges_of_one_tensor_are_mapped_side_by_side(store):
+    store.put_many({"a": numbered(3 * 4096), "b": numbered(5000, 1)}).result()
+    mapped = store.map_ranges([("a", 8192, 4096), ("a", 0, 4096), ("b", 4096, 904)])
+    assert torch.equal(mapped, torch.cat([numbered(12288)[8192:], numbered(4096), numbered(5000, 1)[4096:]]))
+    store.put("a", numbered(3 * 4096, 2)).result()
+    assert torch.equal(store.get("a").result(), numbered(3 * 4096, 2))
+
+
+def test_a_mapping_goes_with_its_last_view(store):
+    def mappings():
+        with open("/proc/self/maps") as file:
+            return file.read().count("deepnvme-store.data")
+
+    store.put("name", numbered(5 * MIB)).result()
+    view = store.map("name")[4 * MIB :].view(torch.int32)
+    gc.collect()
+    assert mappings() == 1
+    assert view.view(torch.uint8)[0] == numbered(5 * MIB)[4 * MIB]
+    del view
+    gc.collect()
+    assert mappings() == 0
+
+
+def test_a_future_of_what_is_made_of_a_result(store):
+    store.put("there", torch.arange(5)).result()
+    made = []
+    future = store.get("there").then(lambda tensor: made.append(tensor) or tensor.sum())
+    assert made == []  # until somebody looks
+    assert future.result() == future.result() == 10
+    assert len(made) == 1
+
+    def refuse(tensor):
+        raise OSError(errno.EBADMSG, "as asked for")
+
+    assert str(store.get("there").then(refuse).exception()) == f"[Errno {errno.EBADMSG}] as asked for"
+
+
+def test_dropped_futures_keep_no_tensor(store):
+    for step in range(300):
+        store.put(str(step), torch.ones(10))
+        store.get(str(step))
+        store.delete(str(step))
+    assert len(store._turns.under_way) <= 130
+
+
+def test_files_go_with_the_store_and_directories_that_it_made(drive):
+    with TensorStore([drive / "made" / "a", drive / "made" / "b"]) as store:
+        store.put("name", torch.ones(5))
+        assert sorted(os.listdir(drive / "made" / "a")) == ["deepnvme-store.data", "deepnvme-store.lock"]
+    assert list(drive.iterdir()) == []
+    store.close()
+
+
+def test_a_dropped_store_removes_its_files(drive):
+    store = TensorStore(drive / "store")
+    store.put("name", numbered(MIB))
+    del store
+    gc.collect()
+    assert list(drive.iterdir()) == []
+
+
+def test_reserve_makes_room_once(store, drive):
+    store.put("name", numbered(MIB)).result()
+    store.reserve(64 * MIB)
+    store.reserve(64 * MIB)
+    store.reserve(1)
+    assert store.allocated_bytes == 64 * MIB
+    status = (drive / "store" / "deepnvme-store.data").stat()
+    assert status.st_blocks * 512 >= 64 * MIB
+    store.put_many({str(index): numbered(15 * MIB) for index in range(4)}).result()
+    assert store.allocated_bytes == 64 * MIB
+
+
+def test_several_stores_share_an_engine(drive, engine):
+    with TensorStore(drive / "a", engine=engine) as a, TensorStore(drive / "b", engine=engine) as b:
+        a.put("name", torch.zeros(9)).result()
+        b.put("name", torch.ones(9)).result()
+        a.close()
+        assert torch.equal(b.get("name").result(), torch.ones(9))
+    assert not engine.closed
+
+
+def test_threads_use_one_store_at_once(striped):
+    errors = []
+
+    def work(thread: int) -> None:
+        try:
+            for step in range(5):
+                seed = thread * 100 + step
+                tensors = {f"{thread}.{index}": numbered(5000 * (index + 1), seed + index) for index in range(10)}
+                striped.put_many(tensors)
+                striped.put(f"large {thread}", numbered(5 * MIB, seed))
+                striped.put("shared", numbered(70000, seed))
+                assert striped.get("shared").result().numel() == 70000
+                got = striped.get_many(tensors).result()
+                assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+                assert torch.equal(striped.get(f"large {thread}").result(), numbered(5 * MIB, seed))
+                striped.delete(f"{thread}.3").result()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.booleans(), st.booleans())
+def test_a_store_is_a_dictionary(drive, engine, pool, data, persist, checksum):
+    expected: dict[str, torch.Tensor] = {}
+    committed: dict[str, torch.Tensor] = {}
+    arguments = {"persist": persist, "checksum": checksum, "engine": engine, "pool": pool}
+    place = Path(tempfile.mkdtemp(dir=drive))
+    store = TensorStore([place / "a", place / "b"], **arguments)
+    name = st.sampled_from("abcdefgh")
+    nbytes = st.sampled_from([0, 1, 4095, 4096, 12288, 50001, 600_000, 4 * MIB, 5 * MIB + 3])
+    for step in range(data.draw(st.integers(1, 12))):
+        match data.draw(st.sampled_from(["put", "put many", "get", "delete", "commit", "reopen"])):
+            case "put":
+                chosen = data.draw(name)
+                expected[chosen] = numbered(data.draw(nbytes), step)
+                store.put(chosen, expected[chosen])
+            case "put many":
+                sizes = data.draw(st.dictionaries(name, nbytes))
+                several = {each: numbered(size, step + index) for index, (each, size) in enumerate(sizes.items())}
+                store.put_many(several)
+                expected |= several
+            case "get":
+                assert all(torch.equal(store.get(each).result(), tensor) for each, tensor in expected.items())
+            case "delete" if expected:
+                chosen = data.draw(st.sampled_from(sorted(expected)))
+                store.delete(chosen)
+                del expected[chosen]
+            case "commit" if persist:
+                store.commit()
+                committed = dict(expected)
+            case "reopen":
+                store.close()
+                expected = dict(committed)
+                store = TensorStore([place / "b", place / "a"], **arguments)
+        assert set(store.names()) == set(expected)
+    got = store.get_many(expected).result()
+    assert all(torch.equal(got[each], tensor) for each, tensor in expected.items())
+    for each in expected:
+        store.delete(each)
+    if persist:
+        store.commit()
+        assert [file.extents.used for file in store._space.files] == [0, 0]
+    store.close()
+
+
+class TestPersisted:
+    def test_what_was_committed_is_there_when_it_is_opened_again(self, drive):
+        tensors = {"a": torch.randn(300, 5), "b": torch.arange(6 * MIB).to(torch.uint8), "c": torch.tensor(3, dtype=torch.int64)}
+        with TensorStore([drive / "a", drive / "b"], persist=True, checksum=True) as store:
+            store.put_many(tensors)
+            store.commit()
+            sums = {name: store.info(name).checksum for name in tensors}
+        with TensorStore({drive / "b": 5, drive / "a": 1}, persist=True, checksum=True) as store:
+            assert store.names() == list(tensors)
+            assert {name: store.info(name).checksum for name in tensors} == sums
+            got = store.get_many(tensors).result()
+            assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+
+    def test_what_was_not_committed_is_as_it_was(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put_many({"kept": torch.zeros(5000), "replaced": torch.zeros(5000), "deleted": torch.zeros(5000)})
+            store.commit()
+            store.put("replaced", torch.ones(5000)).result()
+            store.delete("deleted")
+            store.put("new", torch.ones(5000)).result()
+            assert torch.equal(store.get("replaced").result(), torch.ones(5000))
+        with TensorStore(drive / "store", persist=True) as store:
+            assert sorted(store.names()) == ["deleted", "kept", "replaced"]
+            assert all(torch.equal(tensor, torch.zeros(5000)) for tensor in store.get_many(store.names()).result().values())
+
+    def test_a_commit_frees_what_it_replaced(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            for step in range(20):
+                store.put("name", numbered(MIB, step)).result()
+                store.commit()
+                assert store._space.files[0].extents.used == MIB
+            assert store.allocated_bytes <= 16 * MIB
+
+    def test_closing_gives_back_what_was_preallocated(self, drive):
+        with TensorStore(drive / "store", persist=True) as store:
+            store.put("name", numbered(MIB))
+            store.commit()
+            store.reserve(100 * MIB)
+        assert (drive / "store" / "deepnvme-store.data").stat().st_size == MIB
+
+    def test_a_store_that_never_committed_leaves_nothing(self, drive):
+        with TensorStore([drive / "a", drive / "b"], persist=True) as store:
+            store.put("name", numbered(MIB))
+        assert list(drive.iterdir()) == []
+
+    def test_a_store_that_does_not_persist_cannot_commit(self, store):
+        with pytest.raises(ValueError, match="persist=True"):
+            store.commit()
+
+    def test_checksums_are_kept_but_not_looked_at_by_a_store_without(self, drive):
+        with TensorStore(drive / "store", persist=True, checksum=True) as store:
+            store.put("name", torch.ones(5000))
+            store.commit()
+        with TensorStore(drive / "store", persist=True) as store:
+            assert store.info("name").checksum is not None
+            store.put("new", torch.ones(3))
+            assert store.info("new").checksum is None
+            assert torch.equal(store.get("name").result(), torch.ones(5000))
+
+
+def test_its_own_engine_is_closed_with_it(drive):
+    store = TensorStore(drive / "store")
+    engine = store._engine
+    store.close()
+    assert engine.closed
+    assert isinstance(engine, deepnvme.Engine)

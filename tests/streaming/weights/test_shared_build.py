@@ -1,0 +1,195 @@
+"""A store that several want at a time is built by one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from deepnvme.store.directory_lock import Ownership
+from deepnvme.streaming import WeightStore
+from deepnvme.streaming.weights import shared_build as built_once
+from deepnvme.streaming.weights.shared_build import BUILDING, opened_or_built
+from deepnvme.swap import StoreLocked, TensorStore
+from tests.faults.torture.interruption import Interruption, all_but, interrupted
+
+from ...support.interpreters import Interpreters
+
+# Python prints a Ctrl-C that comes in a finalizer, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+ORIGIN = {"checkpoint": "a"}
+
+
+def build(where: Path) -> WeightStore:
+    return WeightStore.build(nn.Linear(8, 8), where, origin=json.dumps(ORIGIN))
+
+
+def never(_: Path) -> WeightStore:
+    raise AssertionError("it is there already")
+
+
+def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
+    other = Ownership(drive / BUILDING)
+    with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
+        opened_or_built({drive: 1.0}, ORIGIN, never)
+    assert late.value.filename == str(drive)
+    other.release()
+
+
+def test_a_directory_that_somebody_has_for_something_else_is_not_waited_for(drive: Path) -> None:
+    with TensorStore(drive, persist=True), pytest.raises(StoreLocked, match=str(os.getpid())):
+        opened_or_built({drive: 1.0}, ORIGIN, lambda _: build(drive))
+    opened_or_built({drive: 1.0}, ORIGIN, lambda _: build(drive)).close()
+
+
+@pytest.mark.parametrize("origin", ["by hand", "[" * 60_000, "[1]"])
+def test_a_store_of_somebody_elses_origin_is_refused(drive: Path, origin: str) -> None:
+    WeightStore.build(nn.Linear(8, 8), drive, origin=origin).close()
+    with pytest.raises(ValueError, match=f"'{drive}' has the store of another checkpoint") as refused:
+        opened_or_built({drive: 1.0}, ORIGIN, never)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert not any(drive.iterdir())
+    opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_locked(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """At each point, while the traceback, which has the frames, is alive."""
+    monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
+    where, skip = drive / "store", all_but(built_once)
+
+    def open_or_build() -> WeightStore:
+        return opened_or_built({where: 1.0}, ORIGIN, lambda _: build(where))
+
+    if there:
+        build(where).close()
+    points = interrupted(0, lambda: open_or_build().close(), skip).passed
+    assert points > 5
+    for number in range(1, points + 1):
+        if not there:
+            shutil.rmtree(where, ignore_errors=True)
+        interruption = Interruption(number, skip)
+        error = None
+        try:
+            with interruption:
+                open_or_build().close()
+        except KeyboardInterrupt as interrupt:
+            error = interrupt
+        open_or_build().close()
+        TensorStore(where, persist=True).close()
+        assert not (where / BUILDING).exists(), interruption.where
+        del error
+
+
+def test_the_store_of_another_origin_is_refused(drive: Path) -> None:
+    build(drive).close()
+    with pytest.raises(ValueError, match=r"another checkpoint.*checkpoint: expected 'b', found 'a'"):
+        opened_or_built({drive: 1.0}, {"checkpoint": "b"}, never)
+    opened_or_built({drive: 1.0}, ORIGIN, never).close()
+
+
+def test_whoever_waits_says_for_whom_and_opens_what_was_built(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
+    building = threading.Event()
+
+    def slowly(_: Path) -> WeightStore:
+        building.set()
+        deadline = time.monotonic() + 30
+        while not caplog.records:  # the other one waits
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return build(drive)
+
+    first = threading.Thread(target=lambda: opened_or_built({drive: 1.0}, ORIGIN, slowly).close())
+    first.start()
+    assert building.wait(30)
+    with opened_or_built({drive: 1.0}, ORIGIN, never) as store:
+        assert store.origin == json.dumps(ORIGIN)
+    first.join()
+    (said,) = caplog.messages
+    assert str(drive) in said
+    assert str(os.getpid()) in said
+    assert not (drive / BUILDING).exists()
+
+
+def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(
+        f"""
+        import json, logging, os, time
+        from pathlib import Path
+        from torch import nn
+        from deepnvme.streaming import WeightStore
+        from deepnvme.streaming.weights.shared_build import opened_or_built
+
+        logging.disable()
+        drive = Path({str(drive)!r})
+
+        def build(directory):
+            with open(drive / "builders", "a") as file:
+                file.write(str(os.getpid()) + chr(10))
+            time.sleep(0.2)
+            return WeightStore.build(nn.Linear(8, 8), drive / "store", origin=json.dumps({ORIGIN}))
+
+        children = []
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    with opened_or_built({{drive / "store": 1.0}}, {ORIGIN}, build) as store:
+                        store.verify()
+                        code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        for child in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    ).check()
+    assert len((drive / "builders").read_text().split()) == 1
+
+
+def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.stdout().write_text("")
+    child = interpreters.start(
+        f"""
+        import time
+        from pathlib import Path
+        from deepnvme.streaming.weights.shared_build import opened_or_built
+
+        def build(directory):
+            (directory / "half").touch()
+            print("builds", flush=True)
+            time.sleep(60)
+
+        opened_or_built({{Path({str(drive)!r}): 1.0}}, {ORIGIN}, build)
+        """
+    )
+    deadline = time.monotonic() + 30
+    while "builds" not in interpreters.stdout().read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
+
+    def succeed(directory: Path) -> WeightStore:
+        assert (directory / "half").exists(), "for the next one to remove"
+        return build(drive)
+
+    with opened_or_built({drive: 1.0}, ORIGIN, succeed) as store:
+        assert list(store.weights) == ["weight", "bias"]
+    assert interpreters.wait(child).returncode == -signal.SIGKILL

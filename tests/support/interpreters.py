@@ -1,0 +1,137 @@
+"""Interpreters of their own, for tests of a whole process: its exit, its signals, its limits, its forks.
+
+Importing torch takes two seconds. A server does it once, starts no thread, and forks: each fork runs one program as its
+``__main__`` and then finalizes and exits as any interpreter does. In what the server had no garbage is looked for: that took each
+fork 0.4 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_SERVER = f"""
+import gc, json, os, sys, warnings
+sys.path.insert(0, {str(REPOSITORY)!r})
+import torch
+torch.empty(0)
+from deepnvme.ops.op_builder import AsyncIOBuilder
+from tests.native import EngineTestingBuilder
+op, testing = AsyncIOBuilder().load(), EngineTestingBuilder().load()
+gc.collect()
+gc.freeze()
+print("ready", flush=True)
+while True:
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for descriptor, path in enumerate(("/dev/null", job["stdout"], job["stderr"])):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        break
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+warnings.simplefilter("error")
+exec(compile(job["program"], "<program>", "exec"))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: ``returncode`` as in subprocess, negative for a signal."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def check(self) -> str:
+        """The standard output of a program that was to succeed."""
+        assert self.returncode == 0, f"the program ended with {self.returncode}:\n{self.stdout}{self.stderr}"
+        return self.stdout
+
+
+class Interpreters:
+    """Runs programs one after the other. ``op`` and ``testing``, the two native modules, are there as globals."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._server: subprocess.Popen[bytes] | None = None
+        self._read = b""
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
+
+    def run(self, program: str, timeout: float = 30.0) -> Ended:
+        """Run ``program`` to its end. One that takes longer than ``timeout`` seconds is killed and fails the test."""
+        child = self.start(program)
+        return self.wait(child, timeout)
+
+    def start(self, program: str) -> int:
+        """Start ``program`` and return its process id. Call :meth:`wait` before the next."""
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-c", _SERVER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert self._line(180.0) == "ready"
+        assert self._server.stdin is not None
+        job = {"program": textwrap.dedent(program), "stdout": self._output("stdout"), "stderr": self._output("stderr")}
+        self._server.stdin.write(json.dumps(job).encode() + b"\n")
+        self._server.stdin.flush()
+        self._started = time.monotonic()
+        return int(self._line(30.0))
+
+    def wait(self, child: int, timeout: float = 30.0) -> Ended:
+        """Wait for the program that :meth:`start` started."""
+        try:
+            returncode = int(self._line(timeout))
+        except TimeoutError:
+            os.kill(child, signal.SIGABRT)  # faulthandler then prints where it hangs
+            self._line(30.0)
+            raise AssertionError(
+                f"the program has not ended after {timeout} s:\n{self._text('stdout')}{self._text('stderr')}"
+            ) from None
+        return Ended(returncode, self._text("stdout"), self._text("stderr"), time.monotonic() - self._started)
+
+    def stdout(self) -> Path:
+        """Where the standard output of the program under way goes."""
+        return Path(self._output("stdout"))
+
+    def _output(self, name: str) -> str:
+        return str(self._directory / name)
+
+    def _text(self, name: str) -> str:
+        return Path(self._output(name)).read_text(errors="replace")
+
+    def _line(self, timeout: float) -> str:
+        assert self._server is not None
+        assert self._server.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._read:
+            if not select.select([self._server.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise TimeoutError
+            more = os.read(self._server.stdout.fileno(), 4096)
+            if not more:
+                raise AssertionError("the server of interpreters has died")
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        return line.decode()

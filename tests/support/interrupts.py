@@ -1,0 +1,41 @@
+"""Ctrl-C where a test wants it."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import deepnvme
+
+_PACKAGE = Path(deepnvme.__file__).parent
+INTERRUPTED = tuple(str(_PACKAGE / part) for part in ("memory", "store", "offload", "integrations/deepspeed/swap_tensor"))
+
+
+class interrupt_at:
+    """Ctrl-C where the package's code for memory, stores and swapping begins a line for the n-th time. Lines of ``with`` are left
+    out: there is such a moment between the end of the block and its being left, in which the interpreter never is interrupted."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.passed = 0
+
+    def __enter__(self) -> interrupt_at:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(INTERRUPTED):
+            return None
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            self.passed += 1
+            if self.passed == self._left:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._trace

@@ -1,0 +1,243 @@
+"""Signals whose handlers raise, where half a change would be worse than a moment's wait."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+from deepnvme import _interrupts as interrupts
+from deepnvme._interrupts import held_back
+from deepnvme.offload import distributed as ranks
+from deepnvme.offload import step as stepping
+from tests.faults.torture.interruption import Interruption, all_but
+
+from .support.training import assert_same, assert_same_state, give_gradients, optimizer_in, parameters
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def up(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp(number)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.signal(number, up) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_whose_handler_raises_is_held_back_and_raised_at_the_end(number: signal.Signals) -> None:
+    called = []
+    with pytest.raises((TimeIsUp, KeyboardInterrupt)), held_back():
+        called = [signal.raise_signal(each) for each in (number, number)]
+    assert called == [None, None]
+    assert [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)] == [up, up]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_of_several_signals_each_handler_is_called() -> None:
+    called: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+    with pytest.raises((KeyboardInterrupt, TimeIsUp)), held_back():
+        _ = [signal.raise_signal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    assert called == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGTERM) is up
+
+
+def test_a_handler_of_asyncio_runs_once() -> None:
+    called: list[int] = []
+
+    async def program() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, 1)
+        with held_back():
+            signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(program())
+    assert called == [1]
+
+
+def test_handlers_get_the_frame_in_which_they_run() -> None:
+    frames: list[FrameType | None] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: frames.append(frame))
+    with held_back():
+        signal.raise_signal(signal.SIGUSR1)
+    assert [type(frame) for frame in frames] == [FrameType]
+
+
+@pytest.mark.parametrize("number", [signal.SIGVTALRM, signal.SIGPROF, signal.SIGALRM])
+def test_timers_are_held_back(number: signal.Signals) -> None:
+    before = signal.signal(number, up)
+    called = []
+    try:
+        with pytest.raises(TimeIsUp), held_back():
+            called = [signal.raise_signal(number)]
+        assert called == [None]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
+    """``siginterrupt(False)``: a read in C goes on. Python's own reads do so by themselves."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ours, theirs = socket.socketpair()
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    with tempfile.TemporaryFile() as dumped, ours, theirs:
+        with held_back():
+            pass
+
+        def disturb(thread: int) -> None:
+            time.sleep(0.2)
+            signal.pthread_kill(thread, signal.SIGUSR1)
+            time.sleep(0.2)
+            theirs.send(b"x")
+
+        thread = threading.Thread(target=disturb, args=(threading.get_ident(),))
+        thread.start()
+        read = libc.read(ours.fileno(), ctypes.create_string_buffer(1), 1)
+        thread.join()
+        assert read == 1
+        faulthandler.register(signal.SIGUSR1, dumped, chain=True)
+        try:
+            with held_back():
+                signal.raise_signal(signal.SIGUSR1)
+            held = os.fstat(dumped.fileno()).st_size
+            signal.raise_signal(signal.SIGUSR1)
+            assert 0 < held < os.fstat(dumped.fileno()).st_size
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
+    def nested() -> None:
+        with held_back():
+            signal.raise_signal(signal.SIGUSR1)
+        called.append(1)
+
+    called: list[int] = []
+    with pytest.raises(TimeIsUp), held_back():
+        nested()
+    assert called == [1]
+    assert signal.getsignal(signal.SIGUSR1) is up
+
+
+def here_the_other_may_come() -> None: ...
+
+
+def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() -> None:
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    for point in range(1, 1000):
+        interruption = Interruption(point, all_but(interrupts), by=numbers)
+        last: BaseException | None = None
+        try:
+            try:
+                with interruption, held_back():
+                    pass
+            except TimeIsUp as error:
+                last = error
+                here_the_other_may_come()
+        except TimeIsUp as error:
+            last = error
+        if not interruption.where:
+            break
+        raised = []
+        while last is not None:
+            raised += last.args
+            last = last.__context__
+        assert sorted(raised) == sorted(numbers), interruption.where
+        with held_back():
+            pass
+        assert [signal.getsignal(number) for number in numbers] == [up] * len(numbers), interruption.where
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interruption.where
+    assert 20 < point < 999
+
+
+def test_other_threads_hold_nothing_back() -> None:
+    def in_a_thread() -> None:
+        with held_back():
+            assert signal.getsignal(signal.SIGTERM) is up
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+
+
+def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its vote."""
+    votes: list[bool] = []
+
+    def failed(self: ranks.Ranks, here: bool) -> None:
+        votes.append(here)
+
+    def closure() -> None:
+        interruption.__enter__()
+        raise ArithmeticError
+
+    monkeypatch.setattr(ranks.Ranks, "failed", failed)
+    optimizer = optimizer_in(drive, parameters(), lr=1e-2)
+    for point in range(1, 1000):
+        interruption = Interruption(point, all_but(interrupts, ranks, stepping), by=(signal.SIGUSR1,))
+        votes.clear()
+        try:
+            optimizer.step(closure)
+        except (ArithmeticError, TimeIsUp):
+            interruption.__exit__()
+        assert votes == [True], interruption.where
+        if not interruption.where:
+            break
+    assert 20 < point < 999
+    optimizer.close()
+
+
+def test_a_step_of_what_stays_in_memory_is_made_or_undone_whatever_signal_comes(drive: Path) -> None:
+    """What is stepped in memory has no second copy."""
+    params, plain = parameters(), parameters()
+    optimizer = optimizer_in(drive, params, lr=1e-2, fused=True, dram_budget=1 << 40)
+    reference = torch.optim.AdamW(plain, lr=1e-2, fused=True)
+    skip = (str(Path(torch.__file__).parent),)
+    steps = 0
+
+    def step(number: int) -> int:
+        nonlocal steps
+        give_gradients(params, steps)
+        give_gradients(plain, steps)
+        reference.step()
+        steps += 1
+        interruption = Interruption(number, skip, by=(signal.SIGUSR1,))
+        try:
+            with interruption:
+                optimizer.step()
+        except TimeIsUp:
+            pass
+        if optimizer.steps < steps:
+            optimizer.step()
+        assert optimizer.steps == steps, interruption.where
+        assert_same(params, plain)
+        return interruption.passed
+
+    for _ in range(2):
+        step(0)
+    points = step(0)
+    for number in range(1, points + 1, max(points // 60, 1)):
+        step(number)
+    assert_same_state(optimizer.state_dict(), reference.state_dict())
+    optimizer.close()
