@@ -33,7 +33,7 @@ from deepnvme.tune.measure.buffer import locked
 from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
-from deepnvme.tune.measure.worker_processes import crew
+from deepnvme.tune.measure.worker_processes import worker_processes
 from deepnvme.tune.search.space import default_space
 from deepnvme.tune.sizes import size_text
 
@@ -78,7 +78,7 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
                 different_files=workload.state == "absent",
             )
             paths = raw_io.files(workload, directory)
-            with crew(job, [directory]) as ds_io:
+            with worker_processes(job, [directory]) as ds_io:
                 ds_io.call("lay_out")
                 if workload.state == "existing":
                     drive.lay_out(paths[0], settings.size, interleave.CONTENTS)

@@ -22,7 +22,7 @@ _SIGACTION_BYTES = 256  # struct sigaction has 152
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Delay the Python handlers of these signals to the end of the block; each is called once, however often its signal came.
 
     So an exception that a handler raises (KeyboardInterrupt, a timeout) cannot end the block halfway. No effect outside the main
@@ -31,7 +31,7 @@ def held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = _Held()
+    held = _DeferredInterrupts()
     try:
         for number in _SIGNALS:
             held.hold(number)
@@ -43,7 +43,7 @@ def held_back() -> Iterator[None]:
             held._holding = False
 
 
-class _Held:
+class _DeferredInterrupts:
     """Stands in for handlers, as :meth:`_take`.
 
     Once it holds nothing back an exception can come anywhere. If one ends :meth:`end`, handlers that are not put back yet are
@@ -59,7 +59,7 @@ class _Held:
     def hold(self, number: int) -> None:
         handler = signal.getsignal(number)
         before = getattr(handler, "__self__", None)
-        if isinstance(before, _Held) and not before._holding:
+        if isinstance(before, _DeferredInterrupts) and not before._holding:
             handler = before._handlers[number]
         if callable(handler):
             self._handlers[number] = handler

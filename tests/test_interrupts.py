@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from deepnvme import _interrupts as interrupts
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.offload import distributed as ranks
 from deepnvme.offload import step as stepping
 from tests.faults.torture.interruption import Interruption, all_but
@@ -46,7 +46,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_whose_handler_raises_is_held_back_and_raised_at_the_end(number: signal.Signals) -> None:
     called = []
-    with pytest.raises((TimeIsUp, KeyboardInterrupt)), held_back():
+    with pytest.raises((TimeIsUp, KeyboardInterrupt)), defer_interrupts():
         called = [signal.raise_signal(each) for each in (number, number)]
     assert called == [None, None]
     assert [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)] == [up, up]
@@ -56,7 +56,7 @@ def test_a_signal_whose_handler_raises_is_held_back_and_raised_at_the_end(number
 def test_of_several_signals_each_handler_is_called() -> None:
     called: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
-    with pytest.raises((KeyboardInterrupt, TimeIsUp)), held_back():
+    with pytest.raises((KeyboardInterrupt, TimeIsUp)), defer_interrupts():
         _ = [signal.raise_signal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     assert called == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGTERM) is up
@@ -67,7 +67,7 @@ def test_a_handler_of_asyncio_runs_once() -> None:
 
     async def program() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, 1)
-        with held_back():
+        with defer_interrupts():
             signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(0.1)
 
@@ -78,7 +78,7 @@ def test_a_handler_of_asyncio_runs_once() -> None:
 def test_handlers_get_the_frame_in_which_they_run() -> None:
     frames: list[FrameType | None] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: frames.append(frame))
-    with held_back():
+    with defer_interrupts():
         signal.raise_signal(signal.SIGUSR1)
     assert [type(frame) for frame in frames] == [FrameType]
 
@@ -88,7 +88,7 @@ def test_timers_are_held_back(number: signal.Signals) -> None:
     before = signal.signal(number, up)
     called = []
     try:
-        with pytest.raises(TimeIsUp), held_back():
+        with pytest.raises(TimeIsUp), defer_interrupts():
             called = [signal.raise_signal(number)]
         assert called == [None]
     finally:
@@ -102,7 +102,7 @@ def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     signal.siginterrupt(signal.SIGUSR1, False)
     with tempfile.TemporaryFile() as dumped, ours, theirs:
-        with held_back():
+        with defer_interrupts():
             pass
 
         def disturb(thread: int) -> None:
@@ -118,7 +118,7 @@ def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
         assert read == 1
         faulthandler.register(signal.SIGUSR1, dumped, chain=True)
         try:
-            with held_back():
+            with defer_interrupts():
                 signal.raise_signal(signal.SIGUSR1)
             held = os.fstat(dumped.fileno()).st_size
             signal.raise_signal(signal.SIGUSR1)
@@ -129,12 +129,12 @@ def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
 
 def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
     def nested() -> None:
-        with held_back():
+        with defer_interrupts():
             signal.raise_signal(signal.SIGUSR1)
         called.append(1)
 
     called: list[int] = []
-    with pytest.raises(TimeIsUp), held_back():
+    with pytest.raises(TimeIsUp), defer_interrupts():
         nested()
     assert called == [1]
     assert signal.getsignal(signal.SIGUSR1) is up
@@ -150,7 +150,7 @@ def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() ->
         last: BaseException | None = None
         try:
             try:
-                with interruption, held_back():
+                with interruption, defer_interrupts():
                     pass
             except TimeIsUp as error:
                 last = error
@@ -164,7 +164,7 @@ def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() ->
             raised += last.args
             last = last.__context__
         assert sorted(raised) == sorted(numbers), interruption.where
-        with held_back():
+        with defer_interrupts():
             pass
         assert [signal.getsignal(number) for number in numbers] == [up] * len(numbers), interruption.where
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interruption.where
@@ -173,7 +173,7 @@ def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() ->
 
 def test_other_threads_hold_nothing_back() -> None:
     def in_a_thread() -> None:
-        with held_back():
+        with defer_interrupts():
             assert signal.getsignal(signal.SIGTERM) is up
 
     thread = threading.Thread(target=in_a_thread)
@@ -185,14 +185,14 @@ def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypa
     """The others wait for its vote."""
     votes: list[bool] = []
 
-    def failed(self: ranks.Ranks, here: bool) -> None:
+    def failed(self: ranks.ParamRanks, here: bool) -> None:
         votes.append(here)
 
     def closure() -> None:
         interruption.__enter__()
         raise ArithmeticError
 
-    monkeypatch.setattr(ranks.Ranks, "failed", failed)
+    monkeypatch.setattr(ranks.ParamRanks, "failed", failed)
     optimizer = optimizer_in(drive, parameters(), lr=1e-2)
     for point in range(1, 1000):
         interruption = Interruption(point, all_but(interrupts, ranks, stepping), by=(signal.SIGUSR1,))

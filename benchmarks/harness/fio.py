@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from deepnvme.memory.meminfo import meminfo
-from deepnvme.tune.measure.fio import FioFailed, FioSettings, Piece, run
+from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, run
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
@@ -59,7 +59,7 @@ def ioengine(program: str, directory: Path) -> str:
     probe = directory / "ioengine"
     settings = FioSettings(program, "io_uring", block_size=1 << 16, queue_depth=1, huge_pages=False)
     try:
-        run(settings, "write", [Piece(probe, 0, 1 << 16)], fallocate="none")
+        run(settings, "write", [FioRange(probe, 0, 1 << 16)], fallocate="none")
         return "io_uring"
     except FioFailed:
         return "libaio"
@@ -89,7 +89,7 @@ class Fio:
 
     def measure(self, workload: Workload, paths: Sequence[Path]) -> Sample:
         settings = FioSettings(self.program, self.ioengine, workload.block_size, QUEUE_DEPTH, self.buffers == "huge pages")
-        piece = Piece(paths[0], 0, workload.total_bytes)
+        piece = FioRange(paths[0], 0, workload.total_bytes)
         try:
             found = run(settings, workload.operation, [piece], fallocate="native" if workload.state == "absent" else "none")
         except FioFailed as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
@@ -118,7 +118,7 @@ class _Saves:
             with self._lock:
                 first = self._under_way[0] if len(self._under_way) >= max_in_flight else None
                 if first is None:
-                    with held_back():  # or a thread could be left in the midst of its beginning
+                    with defer_interrupts():  # or a thread could be left in the midst of its beginning
                         if self._thread is None:
                             thread = threading.Thread(target=self._work, name="deepnvme-saves")
                             thread.start()  # which waits for the lock

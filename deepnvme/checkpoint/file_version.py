@@ -16,7 +16,7 @@ Version = tuple[int, ...]
 """Equal as long as nobody replaces the file or writes into it."""
 
 
-def of_one_version(path: Path, load: Callable[[], T]) -> T:
+def read_consistently(path: Path, load: Callable[[], T]) -> T:
     """What ``load`` returns, or raises, of a file that was not replaced meanwhile: called again until then. Errors name it."""
     while True:
         version = version_of(path)

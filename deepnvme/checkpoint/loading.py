@@ -16,10 +16,10 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .file_version import of_one_version
+from .file_version import read_consistently
 from .formats.archive import crc32_of
 from .formats.contents import (
-    Contents,
+    ArchiveContents,
     CorruptCheckpoint,
     WrongChecksum,
     check_pickle,
@@ -34,7 +34,7 @@ from .formats.contents import (
 )
 from .formats.pickled import pickled
 from .reading import read
-from .storage_placement import MapLocation, Placed, memory_for, placing, unread, watching
+from .storage_placement import MapLocation, PlacedStorage, memory_for, placing, unread, watching
 from .verifying import refuse_compressed, verify_records
 
 
@@ -102,7 +102,7 @@ def load(
     if os.fspath(path).endswith(".safetensors") and not is_zip(path):
         loaded = _load_safetensors(path, map_location, pool, progress)
     else:
-        loaded = of_one_version(path, whole)
+        loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
 
@@ -177,7 +177,7 @@ def _load(
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()
 
-    def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
+    def fill(placed: Sequence[PlacedStorage], progress: Progress | None = None) -> None:
         read(placed, path, shared_engine(), pool, progress)
         if checksum:
             _verify(path, found, placed)
@@ -185,11 +185,11 @@ def _load(
     plain = is_plain(path, found)
     wanted = _any if keys is None or not plain else _offsets_of(path, found, keys, options).__contains__
     with placing(path, found, wanted, fill) as now:
-        read_before: list[Placed] = []
+        read_before: list[PlacedStorage] = []
         if asks or not plain:
             offsets = data_offsets(path, found.storages)
             read_before = [
-                Placed(offset, memory_for(record.nbytes, offset))
+                PlacedStorage(offset, memory_for(record.nbytes, offset))
                 for offset, record in zip(offsets, found.storages, strict=True)
                 if record.nbytes and wanted(offset)
             ]
@@ -206,7 +206,7 @@ def _load(
 
 
 def _refuse_damaged(
-    path: str | os.PathLike[str], found: Contents | None, plain: bool | None, safe: bool, error: Exception
+    path: str | os.PathLike[str], found: ArchiveContents | None, plain: bool | None, safe: bool, error: Exception
 ) -> None:
     """Raise CorruptCheckpoint if the file is why torch could not load it."""
     if found is not None:
@@ -221,7 +221,7 @@ def _any(offset: int) -> bool:
     return True
 
 
-def _offsets_of(path: str | os.PathLike[str], found: Contents, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
+def _offsets_of(path: str | os.PathLike[str], found: ArchiveContents, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Of the storages that these entries refer to, without reading any: for pickles that look at none."""
     with unread(path, found) as now:
         chosen = _chosen(now.load(**{**options, "map_location": "cpu"}), keys)
@@ -239,7 +239,7 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _check_sizes(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+def _check_sizes(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
     """That the pickle and the records agree."""
     for offset, storage in placed:
         record = found.holding(offset)
@@ -247,7 +247,7 @@ def _check_sizes(path: str | os.PathLike[str], found: Contents, placed: Iterable
             raise wrong_size(path, found, offset, storage.nbytes())
 
 
-def _verify(path: str | os.PathLike[str], found: Contents, placed: Iterable[Placed]) -> None:
+def _verify(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
     for offset, storage in placed:
         record = found.holding(offset)
         if record is not None and record.crc32:

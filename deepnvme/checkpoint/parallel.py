@@ -37,7 +37,7 @@ class _Description(NamedTuple):
     """Bytes, of each DTensor."""
 
 
-class Ranks:
+class CollectiveSteps:
     """A group that does things step by step: each step together, and only if all have done the one before."""
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
@@ -90,7 +90,7 @@ def save_together(
     is that of what follows (``Destination.end``), and says so.
     """
     path = destination.path
-    ranks = Ranks(group, f"saving '{path}'")
+    ranks = CollectiveSteps(group, f"saving '{path}'")
     mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
     def prepare() -> _Description:

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
 
@@ -190,7 +190,7 @@ def _remove_leftover(name: str) -> None:
 def sync_directory(directory: Path) -> None:
     """Have the names in it on stable storage. Raises OSError naming it."""
     try:
-        with held_back():  # no object closes a directory's descriptor when it is dropped
+        with defer_interrupts():  # no object closes a directory's descriptor when it is dropped
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)

@@ -21,14 +21,14 @@ from deepnvme.memory.tensor_bytes import copy_many
 from .formats.contents import CorruptCheckpoint
 from .formats.file_image import CHUNK, DIRECT_FROM, bytes_of
 from .kept_errors import clearing_frames
-from .storage_placement import Placed
+from .storage_placement import PlacedStorage
 
 _CHUNKS = 4
 _GAP = 64 << 10
 """Bytes between two pieces that are read with them rather than skipped."""
 
 
-class Piece(Protocol):
+class ByteRange(Protocol):
     """Bytes of a file that somebody wants; fewer than CHUNK - PAGE of them."""
 
     @property
@@ -38,12 +38,12 @@ class Piece(Protocol):
     def nbytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=ByteRange)
 
 
 @clearing_frames
 def read(
-    placed: Sequence[Placed],
+    placed: Sequence[PlacedStorage],
     path: str | os.PathLike[str],
     engine: Engine,
     pool: BufferPool,
@@ -51,7 +51,7 @@ def read(
 ) -> None:
     """Fill the storages from the file. Blocks, with at most 16 MiB leased. Raises the first OSError when all has ended."""
     ended = counting(progress, sum(each.nbytes for each in placed))
-    together: list[Placed] = []
+    together: list[PlacedStorage] = []
     with engine.open(os.fspath(path), "r") as file:
         alone: list[Future] = []
         try:
@@ -109,7 +109,7 @@ def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool)
             chunk.future.exception()
 
 
-def scatter(addresses: Iterable[int], pieces: Sequence[Piece], chunk: torch.Tensor, begin: int) -> None:
+def scatter(addresses: Iterable[int], pieces: Sequence[ByteRange], chunk: torch.Tensor, begin: int) -> None:
     """Copy pieces from the chunk of the file that begins at ``begin`` to the addresses."""
     base = chunk.data_ptr() - begin
     copy_many(

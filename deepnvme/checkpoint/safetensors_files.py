@@ -16,11 +16,11 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from ._shared_engine import shared_engine
-from .file_version import of_one_version
+from .file_version import read_consistently
 from .formats.file_image import FileImage
 from .formats.safetensors_header import (
     INDEX_SUFFIX,
-    Entry,
+    TensorEntry,
     check_contiguous,
     check_savable,
     indexed,
@@ -32,7 +32,7 @@ from .formats.safetensors_header import (
 from .formats.shared_tensors import left_out
 from .publication import Publication
 from .reading import read
-from .storage_placement import Placed, memory_for
+from .storage_placement import PlacedStorage, memory_for
 from .writing import write
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -90,7 +90,7 @@ def load_file(
     loaded: dict[str, torch.Tensor] = {}
     for shard, names in shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
-            found = of_one_version(shard, partial(_load, shard, target, pool, told))
+            found = read_consistently(shard, partial(_load, shard, target, pool, told))
         loaded.update(indexed(filename, shard, names, found))
     return loaded
 
@@ -156,7 +156,7 @@ def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress 
     entries = read_header(path).tensors
     direct = device if device.type == "cuda" else torch.device("cpu")
     storages = [_storage(entry, direct) for entry in entries]
-    placed = [Placed(entry.offset, storage) for entry, storage in zip(entries, storages, strict=True) if entry.nbytes]
+    placed = [PlacedStorage(entry.offset, storage) for entry, storage in zip(entries, storages, strict=True) if entry.nbytes]
     read(placed, path, shared_engine(), pool, progress)
     return {
         entry.name: torch.empty(0, dtype=entry.dtype, device=direct)
@@ -166,7 +166,7 @@ def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress 
     }
 
 
-def _storage(entry: Entry, device: torch.device) -> torch.UntypedStorage:
+def _storage(entry: TensorEntry, device: torch.device) -> torch.UntypedStorage:
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)
     return torch.UntypedStorage(entry.nbytes, device=device)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Storages of a file that is being unpickled: memory of their own, and where in the file their bytes are.
 
-torch reads the file through :class:`Placing`, an ordinary file but for one thing: the bytes of a storage are left unread, and
-only the address of the memory that torch has made for them is noted. What then moves the storage to its device is found in a
+torch reads the file through :class:`StoragePlacement`, an ordinary file but for one thing: the bytes of a storage are not read,
+and only the address of the memory that torch has made for them is noted. What then moves the storage to its device is found in a
 registry that torch keeps for others to add to (``torch.serialization.register_package``): ours is asked before those of CPU and
 CUDA, knows the storage by that address, and gives new memory in its place, to be read into once all is unpickled.
 
@@ -26,7 +26,7 @@ from torch.serialization import load as torch_load  # torch.load may be deepnvme
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import address_range
 
-from .formats.contents import Contents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
+from .formats.contents import ArchiveContents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
 from .formats.file_image import DIRECT_FROM
 from .formats.zip_directory import data_of
 from .formats.zip_layout import LOCAL_HEADER
@@ -40,7 +40,7 @@ _BEFORE_CPU = 5
 """A priority: torch's own CPU has 10, and the lowest is asked first."""
 
 
-class Placed(NamedTuple):
+class PlacedStorage(NamedTuple):
     """A storage, and the byte of the file that its first one is to be."""
 
     offset: int
@@ -103,15 +103,15 @@ def _is_device(location: str) -> bool:
     return True
 
 
-class Placing(io.RawIOBase):
+class StoragePlacement(io.RawIOBase):
     """A file for torch.load whose storages' bytes are not read, and what is asked for each of them while it is unpickled."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        found: Contents,
+        found: ArchiveContents,
         wanted: Callable[[int], bool],
-        fill: Callable[[Sequence[Placed]], None],
+        fill: Callable[[Sequence[PlacedStorage]], None],
     ) -> None:
         """``wanted``: whether the storage at an offset is to have memory; others get addresses without memory behind them, to be
         told apart by. ``fill``: reads storages that have to be there at once."""
@@ -136,7 +136,7 @@ class Placing(io.RawIOBase):
         self._refusals = Refusals()
         self._unclaimed = 0
         """Storages left unread that torch has not asked where to place."""
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedStorage] = []
         self.filled: dict[int, torch.UntypedStorage] | None = None
         """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
 
@@ -230,9 +230,9 @@ class Placing(io.RawIOBase):
             own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has made will do
             made = storage if own else memory_for(nbytes, offset)
             if location != "cpu":
-                self._fill([Placed(offset, made)])
+                self._fill([PlacedStorage(offset, made)])
                 return self._refusals.moved(made, location)
-        self.placed.append(Placed(offset, made))
+        self.placed.append(PlacedStorage(offset, made))
         return made
 
     def located_by(self, function: MapLocation) -> MapLocation:
@@ -293,12 +293,12 @@ _asked = threading.local()
 @contextlib.contextmanager
 def placing(
     path: str | os.PathLike[str],
-    found: Contents,
+    found: ArchiveContents,
     wanted: Callable[[int], bool],
-    fill: Callable[[Sequence[Placed]], None],
-) -> Iterator[Placing]:
+    fill: Callable[[Sequence[PlacedStorage]], None],
+) -> Iterator[StoragePlacement]:
     """While this thread unpickles the file."""
-    with Placing(path, found, wanted, fill) as now, _asking(now):
+    with StoragePlacement(path, found, wanted, fill) as now, _asking(now):
         yield now
 
 
@@ -311,7 +311,7 @@ def watching() -> Iterator[Refusals]:
 
 
 @contextlib.contextmanager
-def _asking(now: Placing | Refusals) -> Iterator[None]:
+def _asking(now: StoragePlacement | Refusals) -> Iterator[None]:
     before = getattr(_asked, "placing", None)
     _asked.placing = now
     try:
@@ -320,8 +320,8 @@ def _asking(now: Placing | Refusals) -> Iterator[None]:
         _asked.placing = before
 
 
-def unread(path: str | os.PathLike[str], found: Contents) -> contextlib.AbstractContextManager[Placing]:
-    """For an object whose storages are addresses only: :meth:`Placing.offset_of` says where in the file each is."""
+def unread(path: str | os.PathLike[str], found: ArchiveContents) -> contextlib.AbstractContextManager[StoragePlacement]:
+    """For an object whose storages are addresses only: :meth:`StoragePlacement.offset_of` says where in the file each is."""
     return placing(path, found, lambda offset: False, lambda placed: None)
 
 
@@ -346,7 +346,7 @@ def _nobody(storage: Any) -> None:
 
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
-    now: Placing | Refusals | None = getattr(_asked, "placing", None)
+    now: StoragePlacement | Refusals | None = getattr(_asked, "placing", None)
     return None if now is None else now.place(storage, location)
 
 

@@ -23,7 +23,7 @@ from ._shared_engine import shared_engine
 from .formats import safetensors_header as safetensors_format
 from .formats.contents import (
     DAMAGE,
-    Contents,
+    ArchiveContents,
     CorruptCheckpoint,
     Record,
     WrongChecksum,
@@ -131,7 +131,7 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _compressed(path: str, found: Contents) -> Report:
+def _compressed(path: str, found: ArchiveContents) -> Report:
     problems = []
     with zipfile.ZipFile(path) as archive:
         infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -148,7 +148,7 @@ def _compressed(path: str, found: Contents) -> Report:
 
 
 def _compressed_pickle(
-    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: Contents
+    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: ArchiveContents
 ) -> tuple[list[str], bool]:
     """What is to be known before anything is inflated as a whole: what is wrong with the pickle, by itself and by the directory;
     and whether it is plain."""
@@ -173,7 +173,7 @@ _MOST_INFLATED = 100
 """A deflated pickle is larger than so many bytes only where it is not larger than so many times what it takes in the file."""
 
 
-def refuse_compressed(path: str | os.PathLike[str], found: Contents) -> bool:
+def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
     """Whether the pickle is plain. Raises CorruptCheckpoint for an archive with deflated records whose pickle cannot be
     read or asks for other storages than are there: before torch inflates all of it."""
     try:
@@ -203,7 +203,7 @@ def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: 
 
 
 @clearing_frames
-def _checksum_problems(path: str | os.PathLike[str], found: Contents, pool: BufferPool) -> list[str]:
+def _checksum_problems(path: str | os.PathLike[str], found: ArchiveContents, pool: BufferPool) -> list[str]:
     """Read all that has a checksum, some chunks ahead of what is computed."""
     problems = []
     engine = shared_engine()

@@ -26,7 +26,7 @@ class Claim:
     __slots__ = ("chunk", "given_up")
 
     def __init__(self) -> None:
-        self.chunk: Chunk | None = None
+        self.chunk: PinnedChunk | None = None
         self.given_up = False
 
     def __call__(self) -> object:
@@ -38,10 +38,10 @@ class Holder(weakref.ref[memoryview]):
 
     __slots__ = ("chunk",)
 
-    chunk: Chunk | None
+    chunk: PinnedChunk | None
 
 
-class Chunk:
+class PinnedChunk:
     """Pinned memory, as large as it was first asked for."""
 
     __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
@@ -58,7 +58,7 @@ class Chunk:
         """When it became free."""
 
 
-class Chunks:
+class ChunkList:
     """Those that are lent, and those that are free. Not thread-safe.
 
     Ctrl-C may end any method anywhere. A chunk is in one of the two at most, and is put there by one step of the interpreter: one
@@ -68,8 +68,8 @@ class Chunks:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.lent: set[Chunk] = set()
-        self._free: list[Chunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
+        self.lent: set[PinnedChunk] = set()
+        self._free: list[PinnedChunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
         self._lent_bytes = self._free_bytes = 0
         self._changing = False
 
@@ -87,14 +87,14 @@ class Chunks:
     def fits(self, nbytes: int) -> bool:
         return self.lent_bytes + nbytes <= self.budget
 
-    def lend(self, nbytes: int, claim: Claim) -> Chunk:
+    def lend(self, nbytes: int, claim: Claim) -> PinnedChunk:
         """A chunk for a request that fits, to be pinned where none of those that are free is of its size. ``claim`` holds it."""
         at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
         reused = at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
         if not reused:
             self.unpin_down_to(self.budget - nbytes)
         self._change()
-        chunk = self._free.pop(at) if reused else Chunk(nbytes)
+        chunk = self._free.pop(at) if reused else PinnedChunk(nbytes)
         claim.chunk = chunk
         chunk.holder, chunk.owner = claim, threading.current_thread()
         self.lent.add(chunk)
@@ -103,7 +103,7 @@ class Chunks:
         self._changing = False
         return chunk
 
-    def take_back(self, chunk: Chunk) -> None:
+    def take_back(self, chunk: PinnedChunk) -> None:
         """Of those lent: keep it for reuse, unless it could not be pinned, or the budget was lowered."""
         kept = chunk.memory is not None and self.allocated <= self.budget
         self._change()
@@ -136,5 +136,5 @@ class Chunks:
         self._changing = False
 
 
-_nbytes: Callable[[Chunk], int] = operator.attrgetter("nbytes")
-_returned: Callable[[Chunk], float] = operator.attrgetter("returned")
+_nbytes: Callable[[PinnedChunk], int] = operator.attrgetter("nbytes")
+_returned: Callable[[PinnedChunk], float] = operator.attrgetter("returned")

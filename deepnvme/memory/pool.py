@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .alignment import PAGE, padded
 from .available import available_memory
-from .chunks import Chunk, Chunks, Claim, Holder
+from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Ending, Lease
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class BufferPool:
     # they have been dealt with, so that what was interrupted is done again.
 
     def __init__(self, budget: int | None = None) -> None:
-        self._chunks = Chunks(available_memory() // 2 if budget is None else _natural(budget, "budget"))
+        self._chunks = ChunkList(available_memory() // 2 if budget is None else _natural(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
-        self._awaited: dict[Chunk, Ending] = {}  # of those lent
+        self._awaited: dict[PinnedChunk, Ending] = {}  # of those lent
         self._ended: deque[Any] = deque()  # holders of chunks to be looked at: nothing awaited any more, or no view left
         self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
 
@@ -217,7 +217,7 @@ class BufferPool:
                 self._queue()
             raise
 
-    def _lend(self, chunk: Chunk, nbytes: int) -> Lease:
+    def _lend(self, chunk: PinnedChunk, nbytes: int) -> Lease:
         import torch
 
         if chunk.memory is None:
@@ -264,7 +264,7 @@ class BufferPool:
 
     # Without the lock, from anywhere.
 
-    def _give_back(self, chunk: Chunk, holder: Callable[[], object], after: Ending | None) -> None:
+    def _give_back(self, chunk: PinnedChunk, holder: Callable[[], object], after: Ending | None) -> None:
         """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
         if after is not None:
             self._awaited[chunk] = after
@@ -346,7 +346,7 @@ def _no_bytes() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def _has_ended(chunk: Chunk, after: Ending) -> bool:
+def _has_ended(chunk: PinnedChunk, after: Ending) -> bool:
     """Whether a future has. One that cannot say so has, too: the tensors of its transfer keep the memory for it."""
     try:
         if not after.done():

@@ -17,7 +17,7 @@ Pieces = Mapping["torch.Tensor", Sequence[tuple[SubGroup, int]]]
 """Parameter -> its pieces, each as the sub-group that has it and its place in that."""
 
 
-class Hooks:
+class GradientHooks:
     """Calls ``arrived``, a method, with each parameter whose gradient is there, for as long as its object lives; one at a time,
     though each device has a thread of its own in backward."""
 
@@ -46,7 +46,7 @@ class Hooks:
                 arrived(param)
 
 
-class Arrivals:
+class GradientTracker:
     """Which sub-groups have all their gradients, and which were stepped for that before ``step()``."""
 
     def __init__(self, pieces: Pieces) -> None:

@@ -15,7 +15,7 @@ CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
-class Section:
+class BlockSection:
     """One tensor in a block."""
 
     piece: int
@@ -34,10 +34,10 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """All tensors in a block."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[BlockSection, ...]
     nbytes: int
 
 
@@ -48,7 +48,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
-def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Container[int] = ()) -> Layout:
+def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Container[int] = ()) -> BlockLayout:
     """A place for each (piece, key, tensor), in this order: on a page where it fills one, or its piece is one of
     ``on_pages``; or else on a cache line."""
     sections = []
@@ -57,5 +57,5 @@ def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Containe
         alignment = PAGE if tensor.nbytes >= PAGE or piece in on_pages else CACHE_LINE
         begin = padded(end, alignment)
         end = begin + tensor.nbytes
-        sections.append(Section(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes, dense_strides(tensor)))
-    return Layout(tuple(sections), padded(end, PAGE))
+        sections.append(BlockSection(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes, dense_strides(tensor)))
+    return BlockLayout(tuple(sections), padded(end, PAGE))

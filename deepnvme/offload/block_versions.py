@@ -23,7 +23,7 @@ def image_name(sub_group: SubGroup) -> str:
     return f"{sub_group.index}.image"
 
 
-class Blocks:
+class BlockVersions:
     """A sub-group has two blocks by turns, of the last whole step and of the next; more only while tensors are mapped from one
     that is neither: a mapping shows what is written to the file later, so that block has to stay as it is."""
 

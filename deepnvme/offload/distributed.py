@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Ranks:
+class ParamRanks:
     """Of the meshes that DTensors among ``params`` are spread over. Without any, this process is alone."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
@@ -43,10 +43,10 @@ class Ranks:
         return None if failed < 0 else failed
 
 
-class Vote:
+class StepVote:
     """On one step. Each rank casts its vote once, however it fares, so that none waits in vain."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ParamRanks) -> None:
         self._ranks = ranks
         self._cast = False
 

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 
-from .block_layout import Layout, lay_out
+from .block_layout import BlockLayout, lay_out
 from .partition import distributed_like, local_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deepnvme.memory.pool import BufferPool, Lease
     from deepnvme.store.futures import StoreFuture
 
-    from .io_stats import Traffic
+    from .io_stats import IOStats
     from .sub_group import SubGroup
 
 OPEN = 3
@@ -28,7 +28,7 @@ sub-group that stays in memory are not counted, and stay too: nothing of it can 
 class _Gradients:
     """Of one sub-group: in memory from the first that arrives until all have, then on the drive."""
 
-    def __init__(self, sub_group: SubGroup, layout: Layout) -> None:
+    def __init__(self, sub_group: SubGroup, layout: BlockLayout) -> None:
         self.sub_group, self.layout = sub_group, layout
         self.lease: Lease | None = None
         self.present: set[int] = set()
@@ -43,7 +43,7 @@ class _Gradients:
 class OffloadedGradients:
     """Gathers the gradients of each sub-group, writes them when they are complete, and adds to those of an earlier backward."""
 
-    def __init__(self, traffic: Traffic, pool: BufferPool) -> None:
+    def __init__(self, traffic: IOStats, pool: BufferPool) -> None:
         self._traffic, self._pool = traffic, pool
         self._of: dict[SubGroup, _Gradients] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
@@ -101,7 +101,7 @@ class OffloadedGradients:
                 sub_group, lay_out([(number, "", each.of(each.param)) for number, each in enumerate(sub_group.pieces)])
             )
         view = kept.layout.sections[index].of(self._in_memory(kept))
-        with held_back():  # what is added here is not to be added once more
+        with defer_interrupts():  # what is added here is not to be added once more
             if index in kept.present:
                 view.add_(gradient.to("cpu"))
             else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Times:
+class StepTimes:
     """Of one step. Seconds, and bytes."""
 
     begun: float | None = None
@@ -59,7 +59,7 @@ def _clocks() -> dict[str, _Clock]:
 class _Spending:
     """No generator: one that Ctrl-C leaves suspended would add all the time until its end is collected."""
 
-    def __init__(self, traffic: Traffic, what: Literal["computing", "waiting"]) -> None:
+    def __init__(self, traffic: IOStats, what: Literal["computing", "waiting"]) -> None:
         self._traffic, self._what = traffic, what
         self._begun = 0.0
 
@@ -71,12 +71,12 @@ class _Spending:
         setattr(times, self._what, getattr(times, self._what) + time.perf_counter() - self._begun)
 
 
-class Traffic:
+class IOStats:
     """A store, with an account of what is read from it and written to it for the step that is being made."""
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
-        self.times = Times()
+        self.times = StepTimes()
         self.written_in_all = 0
         """Bytes, steps that were undone included."""
         self._clocks = _clocks()
@@ -114,16 +114,16 @@ class Traffic:
     def aside(self) -> Iterator[None]:
         """What is moved meanwhile is not for a step, but wears the drive all the same."""
         times, clocks = self.times, self._clocks
-        self.times, self._clocks = Times(), _clocks()
+        self.times, self._clocks = StepTimes(), _clocks()
         try:
             yield
         finally:
             self.times, self._clocks = times, clocks
 
-    def finish(self) -> Times:
+    def finish(self) -> StepTimes:
         """What has come together since this was last asked for: of a step, or of one that came to nothing."""
         self.look()
-        times, self.times = self.times, Times()
+        times, self.times = self.times, StepTimes()
         times.reading, times.writing = self._clocks["read"].seconds, self._clocks["write"].seconds
         for clock in self._clocks.values():
             clock.seconds = 0.0

@@ -15,10 +15,10 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.tensor_store import TensorStore
 
 from .distributed import own_directories
-from .planner import Plan
-from .residency import Places
+from .planner import SubGroupPlanner
+from .residency import ResidencyPolicy
 from .state_loading import opaque
-from .step import Stepping
+from .step import StepRunner
 from .step_report import StepReport
 from .sub_group import SubGroup
 
@@ -99,8 +99,8 @@ class OffloadedOptimizer(Optimizer):
             raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
         if offload_gradients and step_in_backward:
             raise ValueError("step_in_backward frees gradients at once: offload_gradients has nothing to do then; choose one")
-        self._plan = Plan(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
-        self._places = Places(self._plan, dram_budget, offload_gradients)
+        self._plan = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
+        self._places = ResidencyPolicy(self._plan, dram_budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
         self._checksum, self._step_in_backward = checksum, step_in_backward
         super().__init__(params, self._plan.defaults())
@@ -108,7 +108,7 @@ class OffloadedOptimizer(Optimizer):
         self._places.check_memory(first, self._pool, self._pool.in_use)
         try:
             self._store = TensorStore(own_directories(nvme_path), checksum=checksum)
-            self._stepping = Stepping(
+            self._stepping = StepRunner(
                 self,
                 self._store,
                 self._pool,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Changes:
+class ParamVersionTracker:
     """By torch's count of the changes of a tensor, which ``.data`` gets round."""
 
     def __init__(self, pieces: Pieces) -> None:

@@ -16,7 +16,7 @@ states can be mapped as one; and vectors of the kernels are not cut, so that the
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParamSlice:
     """A parameter, or a run of its elements."""
 
     param: torch.Tensor
@@ -85,11 +85,11 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def partition(
     param_groups: Sequence[dict[str, Any]], size: int, may_be_cut: Callable[[torch.Tensor], bool], first_group: int = 0
-) -> list[list[Piece]]:
+) -> list[list[ParamSlice]]:
     """Sub-groups of at most ``size`` elements (a multiple of CUT; rounded down, but to no less than one), in the order of the
     parameters; larger where one that may not be cut is larger."""
     size = max(CUT, size // CUT * CUT)
-    found: list[list[Piece]] = []
+    found: list[list[ParamSlice]] = []
     filled = size
     for group, options in enumerate(param_groups, first_group):
         for param, times in Counter(options["params"]).items():
@@ -107,7 +107,7 @@ def partition(
                 if not found:
                     found.append([])
                 end = begin + min(rest, room)
-                found[-1].append(Piece(param, group, begin, end, whole=end - begin == numel, times=times))
+                found[-1].append(ParamSlice(param, group, begin, end, whole=end - begin == numel, times=times))
                 filled += end - begin
                 begin = end
                 if numel == 0:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from deepnvme.memory.host import give_back_heap
 
-from .block_layout import Layout, Section
-from .block_versions import Blocks, block_name, image_name
+from .block_layout import BlockLayout, BlockSection
+from .block_versions import BlockVersions, block_name, image_name
 from .param_versions import version_of
-from .slots import Room, Slot
+from .slots import GrowableLease, SubGroupSlot
 from .sub_group import MASTER, Held, SubGroup
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from deepnvme.memory.pool import BufferPool
 
-    from .io_stats import Traffic
+    from .io_stats import IOStats
     from .step_gradients import StepGradients
 
 POLL_SECONDS = 0.0005
@@ -34,9 +34,9 @@ class _Stepped:
     sub_group: SubGroup
     forget: Callable[[], None]
     """Undoes the changes to what is kept in memory."""
-    images: Layout
+    images: BlockLayout
     """Of the copies of its parameters that its block alone cannot bring back."""
-    kept: Room | None = None
+    kept: GrowableLease | None = None
     """Where these copies are in memory, once it is being undone. None: on the drive."""
     versions: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Piece -> version of its parameter when undoing it last failed."""
@@ -53,21 +53,21 @@ class _Stepped:
         self.versions = {index: version_of(piece.param) for index, piece in enumerate(self.sub_group.pieces)}
 
 
-class Sweep:
+class SubGroupPipeline:
     """``step`` each sub-group, then ``commit``, or ``undo`` all.
 
     A step never overwrites the block that it has read: each sub-group has two on the drive, that of the last whole step and
     the one being written.
     """
 
-    def __init__(self, traffic: Traffic, blocks: Blocks, gradients: StepGradients, pool: BufferPool, slots: int) -> None:
+    def __init__(self, traffic: IOStats, blocks: BlockVersions, gradients: StepGradients, pool: BufferPool, slots: int) -> None:
         self._traffic = traffic
         self._blocks = blocks
         self._gradients = gradients
         self._pool = pool
-        self._slots = [Slot(Room(pool), Room(pool)) for _ in range(slots)]
+        self._slots = [SubGroupSlot(GrowableLease(pool), GrowableLease(pool)) for _ in range(slots)]
         self._usable = slots
-        self._read_only = Room(pool)
+        self._read_only = GrowableLease(pool)
         self._log: list[_Stepped] = []
         self._upcoming: list[SubGroup] = []
 
@@ -176,7 +176,7 @@ class Sweep:
         for stepped in self._log:
             slot = next((slot for slot in self._slots if slot.holds is stepped.sub_group), None)
             if slot is not None:  # what is written of the copies may be torn
-                stepped.kept, slot.image = slot.image, Room(self._pool)
+                stepped.kept, slot.image = slot.image, GrowableLease(self._pool)
                 slot.holds = None
             stepped.look_for_changes()
         self.forget()
@@ -240,7 +240,7 @@ class Sweep:
         if any(sub_group.layout is None for sub_group in sub_groups):
             self._usable = 1
 
-    def _slot_of(self, sub_group: SubGroup) -> Slot:
+    def _slot_of(self, sub_group: SubGroup) -> SubGroupSlot:
         slot = next((slot for slot in self._slots if slot.holds is sub_group), None)
         if slot is None:
             slot = self._free_slot()
@@ -249,7 +249,7 @@ class Sweep:
             self._until_written(slot)
         return slot
 
-    def _read(self, slot: Slot, sub_group: SubGroup) -> None:
+    def _read(self, slot: SubGroupSlot, sub_group: SubGroup) -> None:
         slot.holds = slot.content = None
         if sub_group.layout is not None:
             content = slot.block.take(sub_group.layout.nbytes)
@@ -257,7 +257,7 @@ class Sweep:
             slot.content = content
         slot.holds = sub_group
 
-    def _write(self, slot: Slot, name: str, content: torch.Tensor | None) -> None:
+    def _write(self, slot: SubGroupSlot, name: str, content: torch.Tensor | None) -> None:
         if content is not None:
             slot.writing.append(self._traffic.put(name, content))
 
@@ -271,11 +271,11 @@ class Sweep:
             self._read(slot, sub_group)
         self._gradients.expect(self._upcoming)
 
-    def _idle_slot(self) -> Slot | None:
+    def _idle_slot(self) -> SubGroupSlot | None:
         idle = [slot for slot in self._slots[: self._usable] if not slot.busy and slot.holds not in self._upcoming]
         return min(idle, key=lambda slot: slot.holds is not None, default=None)
 
-    def _free_slot(self) -> Slot:
+    def _free_slot(self) -> SubGroupSlot:
         while (slot := self._idle_slot()) is None:
             busy = [slot for slot in self._slots if slot.writing]
             if busy:
@@ -286,10 +286,10 @@ class Sweep:
                 last.holds = last.content = None
         return slot
 
-    def _turn(self, slot: Slot) -> int:
+    def _turn(self, slot: SubGroupSlot) -> int:
         return self._upcoming.index(slot.holds) if slot.holds is not None and slot.holds in self._upcoming else -1
 
-    def _until_read(self, slot: Slot) -> None:
+    def _until_read(self, slot: SubGroupSlot) -> None:
         if slot.reading is None:
             return
         with self._traffic.spending("waiting"):
@@ -305,14 +305,14 @@ class Sweep:
                 raise
         self._traffic.look()
 
-    def _until_written(self, slot: Slot) -> None:
+    def _until_written(self, slot: SubGroupSlot) -> None:
         with self._traffic.spending("waiting"):
             while slot.writing:
                 slot.writing[0].result()
                 slot.writing.pop(0)
         self._traffic.look()
 
-    def _take_images(self, slot: Slot, sub_group: SubGroup, layout: Layout) -> torch.Tensor | None:
+    def _take_images(self, slot: SubGroupSlot, sub_group: SubGroup, layout: BlockLayout) -> torch.Tensor | None:
         if not layout.sections:
             return None
         images = slot.image.take(layout.nbytes)
@@ -321,8 +321,8 @@ class Sweep:
             section.of(images).copy_(piece.of(piece.param))
         return images
 
-    def _laid_out(self, sub_group: SubGroup, slot: Slot, held: Held) -> torch.Tensor:
-        before, slot.block = slot.block, Room(self._pool)  # what is held may lie in it
+    def _laid_out(self, sub_group: SubGroup, slot: SubGroupSlot, held: Held) -> torch.Tensor:
+        before, slot.block = slot.block, GrowableLease(self._pool)  # what is held may lie in it
         layout = sub_group.lay_out(held)
         content = slot.block.take(layout.nbytes)
         for section, (_, _, tensor) in zip(layout.sections, held, strict=True):
@@ -349,7 +349,7 @@ class Sweep:
             _copy_back(sub_group, masters, content)
 
 
-def _copy_back(sub_group: SubGroup, sections: Sequence[Section], content: torch.Tensor) -> None:
+def _copy_back(sub_group: SubGroup, sections: Sequence[BlockSection], content: torch.Tensor) -> None:
     for section in sections:
         piece = sub_group.pieces[section.piece]
         piece.of(piece.param).copy_(section.of(content))

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from deepnvme.memory.alignment import PAGE, padded
 
-from .partition import Piece, local_of, partition
+from .partition import ParamSlice, local_of, partition
 from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
 
 ELEMENTWISE = frozenset(
@@ -28,7 +28,7 @@ PORTION = 1 << 22
 """Elements: 16 MiB of gradients in float32."""
 
 
-class Plan:
+class SubGroupPlanner:
     """``size``: elements of a sub-group, at most where it can be."""
 
     def __init__(self, optimizer_class: type[Optimizer], options: dict[str, Any], master_weights: bool, size: int) -> None:
@@ -100,7 +100,7 @@ class Plan:
     def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(groups, **self._options)
 
-    def _has_master(self, piece: Piece) -> bool:
+    def _has_master(self, piece: ParamSlice) -> bool:
         return self._is_mastered(piece.param)
 
     def _is_mastered(self, param: torch.Tensor) -> bool:

@@ -8,17 +8,17 @@ from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
 from .gradients import OPEN
-from .planner import Plan
+from .planner import SubGroupPlanner
 from .sub_group import SubGroup
 
 RING = 3
 """Sub-groups under way: one being read, one stepped, one written."""
 
 
-class Places:
+class ResidencyPolicy:
     """``dram_budget``: bytes of blocks that stay in memory, and of their gradients where those are offloaded."""
 
-    def __init__(self, plan: Plan, dram_budget: int, offload_gradients: bool) -> None:
+    def __init__(self, plan: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
         self._plan, self._dram_budget, self._offload_gradients = plan, dram_budget, offload_gradients
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.host import give_back_heap
 
-from .block_versions import Blocks, block_name
+from .block_versions import BlockVersions, block_name
 from .sub_group import Held, SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.memory.pool import BufferPool
 
-    from .io_stats import Traffic
+    from .io_stats import IOStats
     from .sub_group import Gradients
 
 
-class Residents:
+class ResidentBlocks:
     """A block comes here from the drive, where its first step has left it: what is to fail in the optimizer's own code mostly
     does so at once, and there it can be undone. From then on it has no second copy."""
 
-    def __init__(self, traffic: Traffic, blocks: Blocks, pool: BufferPool) -> None:
+    def __init__(self, traffic: IOStats, blocks: BlockVersions, pool: BufferPool) -> None:
         self._traffic, self._blocks, self._pool = traffic, blocks, pool
 
     def load(self, sub_groups: Sequence[SubGroup]) -> None:
@@ -69,7 +69,7 @@ class Residents:
     def dismiss(self, sub_group: SubGroup) -> None:
         """Have this one on the drive only, from now on."""
         self.write(sub_group)
-        with held_back():
+        with defer_interrupts():
             sub_group.in_memory = False
             self.drop(sub_group)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .sub_group import SubGroup
 
 
-class Room:
+class GrowableLease:
     """Leased memory that is replaced where more is needed."""
 
     def __init__(self, pool: BufferPool) -> None:
@@ -36,11 +36,11 @@ class Room:
 
 
 @dataclass
-class Slot:
+class SubGroupSlot:
     """A place in the ring."""
 
-    block: Room
-    image: Room
+    block: GrowableLease
+    image: GrowableLease
     holds: SubGroup | None = None
     """Whose block, as it is on the drive or is being read or written."""
     content: torch.Tensor | None = None

@@ -10,13 +10,13 @@ import torch
 from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
 
-from .block_versions import Blocks, block_name
+from .block_versions import BlockVersions, block_name
 from .partition import distributed_like, local_of
-from .residents import Residents
+from .residents import ResidentBlocks
 from .sub_group import MASTER, SubGroup, copied
 
 
-class States(MutableMapping[Any, Any]):
+class OffloadedStates(MutableMapping[Any, Any]):
     """``optimizer.state``: parameter -> its state. Tensors are mapped from the drive when they are asked for, and stay as they
     are when the optimizer goes on; changing them changes nothing on the drive."""
 
@@ -24,8 +24,8 @@ class States(MutableMapping[Any, Any]):
         self,
         pieces: Mapping[torch.Tensor, Sequence[tuple[SubGroup, int]]],
         store: TensorStore,
-        blocks: Blocks,
-        residents: Residents,
+        blocks: BlockVersions,
+        residents: ResidentBlocks,
         check: Callable[[], None],
     ) -> None:
         """``check``: raises where there are none to be had."""

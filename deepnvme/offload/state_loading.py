@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 
-from .io_stats import Traffic
+from .io_stats import IOStats
 from .partition import local_of
-from .pipeline import Sweep
+from .pipeline import SubGroupPipeline
 from .sub_group import MASTER, Held, SubGroup
 
 
 @contextlib.contextmanager
-def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: Sweep, traffic: Traffic) -> Iterator[None]:
+def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: SubGroupPipeline, traffic: IOStats) -> Iterator[None]:
     """Write the states that torch's load_state_dict has prepared to the drive, one sub-group after the other, beside what is
     there. The body makes them those that count, with Ctrl-C held back. On an exception before its end all is as it was."""
     sweep.abandon()
@@ -33,7 +33,7 @@ def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: Swee
                     sweep.write_now(sub_group, held)
                 else:
                     sub_group.current = None
-        with held_back():
+        with defer_interrupts():
             yield
             done = True
     except BaseException:

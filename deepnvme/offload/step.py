@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 
-from .backward_hooks import Arrivals, Hooks
-from .block_versions import Blocks
-from .distributed import Ranks, Vote, over_ranks
+from .backward_hooks import GradientHooks, GradientTracker
+from .block_versions import BlockVersions
+from .distributed import ParamRanks, StepVote, over_ranks
 from .gradients import OffloadedGradients
-from .io_stats import Traffic
-from .param_versions import Changes
-from .pipeline import Sweep
-from .residency import RING, Places
-from .residents import Residents
-from .state_dict import States
+from .io_stats import IOStats
+from .param_versions import ParamVersionTracker
+from .pipeline import SubGroupPipeline
+from .residency import RING, ResidencyPolicy
+from .residents import ResidentBlocks
+from .state_dict import OffloadedStates
 from .state_loading import loaded
 from .step_gradients import StepGradients
-from .step_report import Reports
+from .step_report import StepReporter
 from .sub_group import SubGroup
 
 
-class Standing:
+class UsabilityGuard:
     """By the process that made it, until it is closed; and as long as no step has failed that could not be undone."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Standing:
             raise RuntimeError(f"this optimizer cannot go on: {self.broken}")
 
 
-class Stepping:
+class StepRunner:
     """``optimizer``: whose parameter groups have the options. Its parameters come with :meth:`add`."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Stepping:
         optimizer: Optimizer,
         store: TensorStore,
         pool: BufferPool,
-        places: Places,
+        places: ResidencyPolicy,
         *,
         offload_gradients: bool,
         in_backward: bool,
@@ -77,24 +77,24 @@ class Stepping:
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         self.steps = 0
-        self.standing = Standing()
+        self.standing = UsabilityGuard()
         self._unfinished = False
         """Whether a step was begun and is neither made nor undone: the next call undoes it first."""
         self._not_undone: str | None = None
         """Why it could not be undone, if that was tried."""
         self._gradients_lost = False
-        self._traffic = Traffic(store)
-        self._blocks = Blocks(store)
+        self._traffic = IOStats(store)
+        self._blocks = BlockVersions(store)
         self.offloaded = OffloadedGradients(self._traffic, pool) if offload_gradients else None
         self._gradients = StepGradients(pool, self.offloaded)
-        self._residents = Residents(self._traffic, self._blocks, pool)
-        self.states = States(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
-        self._sweep = Sweep(self._traffic, self._blocks, self._gradients, pool, RING)
-        self.reports = Reports(self._traffic, verbose)
-        self._arrivals = Arrivals(self._pieces)
-        self._changes = Changes(self._pieces)
-        self._hooks = Hooks(self._gradient_arrived)
-        self._ranks = Ranks(())
+        self._residents = ResidentBlocks(self._traffic, self._blocks, pool)
+        self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
+        self._sweep = SubGroupPipeline(self._traffic, self._blocks, self._gradients, pool, RING)
+        self.reports = StepReporter(self._traffic, verbose)
+        self._arrivals = GradientTracker(self._pieces)
+        self._changes = ParamVersionTracker(self._pieces)
+        self._hooks = GradientHooks(self._gradient_arrived)
+        self._ranks = ParamRanks(())
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Take them in. Raises OSError, and takes none, if the drive has no room for them."""
@@ -103,8 +103,8 @@ class Stepping:
         for sub_group in sub_groups:
             for index, piece in enumerate(sub_group.pieces):
                 pieces.setdefault(piece.param, []).append((sub_group, index))
-        ranks = Ranks([*self._pieces, *pieces])
-        with held_back():  # torch, too, keeps the hooks
+        ranks = ParamRanks([*self._pieces, *pieces])
+        with defer_interrupts():  # torch, too, keeps the hooks
             self._pieces.update(pieces)
             self._ranks = ranks
             if self._in_backward or self.offloaded is not None:
@@ -114,7 +114,7 @@ class Stepping:
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """As the optimizer's."""
         self.standing.check_open()
-        vote = Vote(self._ranks)
+        vote = StepVote(self._ranks)
         loss = None
         try:
             self.standing.check_usable()
@@ -131,7 +131,7 @@ class Stepping:
             self.reports.step_made(self.steps, stepped, resident)
         except BaseException as error:
             try:
-                with held_back():
+                with defer_interrupts():
                     self._undo(error)
                     vote.object()
             finally:  # the others wait for it: also where a signal came first
@@ -155,19 +155,19 @@ class Stepping:
     ) -> torch.Tensor:
         """All gradients, those on the drive and those that are not there yet. Of all ranks, or of none."""
         self.standing.check_open()
-        vote = Vote(self._ranks)
+        vote = StepVote(self._ranks)
         try:
             self.standing.check_usable()
             self._finish_undoing()
             self._offload_the_rest()
             offloaded.flush()
             norms = offloaded.norms(params, norm_type)
-            with held_back():  # the others come to both
+            with defer_interrupts():  # the others come to both
                 vote.carry()
                 return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
         except BaseException as error:
             try:
-                with held_back():
+                with defer_interrupts():
                     self._undo(error)
                     vote.object()
             finally:  # the others wait for it: also where a signal came first
@@ -229,7 +229,7 @@ class Stepping:
 
     # -- one step
 
-    def _step_all(self, vote: Vote) -> int:
+    def _step_all(self, vote: StepVote) -> int:
         if self._gradients_lost:
             raise RuntimeError("the gradients went with the step that failed: run backward again")
         self._offload_the_rest()
@@ -247,12 +247,12 @@ class Stepping:
             self._sweep.step(sub_group, self._optimizer.param_groups)
         self._sweep.drain()
         # From here on nothing can fail but the optimizer's own code: what stays in memory has no other copy.
-        with held_back():
+        with defer_interrupts():
             self._step_in_memory(in_memory, vote)
             self._commit(waiting)
         return len(stepped) + len(waiting)
 
-    def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: Vote) -> None:
+    def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: StepVote) -> None:
         to_come = sorted(sub_groups, key=lambda each: each.numel)
         if to_come and not self._sweep.under_way:  # else others have shown that the optimizer's code can make this step
             first = to_come.pop(0)  # the smallest: copying takes time
@@ -289,7 +289,7 @@ class Stepping:
 
     def _take_back(self) -> None:
         """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
-        with held_back():
+        with defer_interrupts():
             under_way = self._sweep.under_way
             if self._in_backward and (under_way or self._arrivals):
                 self._gradients_lost = True
@@ -319,7 +319,7 @@ class Stepping:
                 raise
 
     def _undo(self, error: BaseException) -> None:
-        with held_back():
+        with defer_interrupts():
             with contextlib.suppress(Exception):
                 self._take_back()  # also where it is broken: what is on the drive must not be undone later, over what was loaded
             if self.offloaded is not None:
@@ -382,7 +382,7 @@ class Stepping:
         if self.offloaded is not None:
             for param, pieces in self._pieces.items():
                 if param.grad is not None:
-                    with held_back():
+                    with defer_interrupts():
                         self.offloaded.take_in(param, pieces)
 
     def _look_for_changes(self) -> None:

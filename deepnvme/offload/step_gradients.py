@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .block_layout import dense_strides
-from .slots import Room
+from .slots import GrowableLease
 from .sub_group import padded_gradient
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class StepGradients:
 
     def __init__(self, pool: BufferPool, offloaded: OffloadedGradients | None) -> None:
         self._offloaded = offloaded
-        self._scratch = Room(pool)
+        self._scratch = GrowableLease(pool)
 
     def has(self, sub_group: SubGroup) -> bool:
         """Whether any of its pieces has one."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .io_stats import Traffic
+from .io_stats import IOStats
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +62,10 @@ class StepReport:
         )
 
 
-class Reports:
+class StepReporter:
     """``traffic``: what is reported on."""
 
-    def __init__(self, traffic: Traffic, verbose: bool) -> None:
+    def __init__(self, traffic: IOStats, verbose: bool) -> None:
         self._traffic, self._verbose = traffic, verbose
         self._limits: tuple[float, float] | None = None
         self._last: StepReport | None = None

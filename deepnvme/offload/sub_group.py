@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from deepnvme.memory.alignment import padded
 
-from .block_layout import CACHE_LINE, Layout, Section, lay_out
+from .block_layout import CACHE_LINE, BlockLayout, BlockSection, lay_out
 
 if TYPE_CHECKING:
     import torch
 
     from deepnvme.memory.pool import Lease
 
-    from .partition import Piece
+    from .partition import ParamSlice
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a group that say what it is of."""
@@ -35,8 +35,8 @@ class SubGroup:
     def __init__(
         self,
         index: int,
-        pieces: Sequence[Piece],
-        has_master: Callable[[Piece], bool],
+        pieces: Sequence[ParamSlice],
+        has_master: Callable[[ParamSlice], bool],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         portion: int | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class SubGroup:
         self.pieces = tuple(pieces)
         self.masters = tuple(has_master(piece) for piece in pieces)
         self._portions = self._cut(portion)
-        self.layout: Layout | None = None
+        self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
         """Which of its blocks on the drive is the last whole step's; None if none is: before the first, or when it stays in
@@ -72,7 +72,7 @@ class SubGroup:
         """Of the float32 gradients that there are at a time."""
         return max(sum(padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
 
-    def lay_out(self, held: Held) -> Layout:
+    def lay_out(self, held: Held) -> BlockLayout:
         """Give all that is held its place in the block, from now on."""
         cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}  # to be mapped as one with the others
         self.layout = lay_out(held, cut)
@@ -85,11 +85,11 @@ class SubGroup:
                 if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
                     groups[group][key] = pushed[key] = value
 
-    def sections(self, piece: int) -> Iterator[Section]:
+    def sections(self, piece: int) -> Iterator[BlockSection]:
         """Of one piece."""
         return (section for section in (self.layout.sections if self.layout else ()) if section.piece == piece)
 
-    def image(self) -> Layout:
+    def image(self) -> BlockLayout:
         """For copies of the parameters that the block alone could not bring back."""
         return lay_out(
             [
@@ -281,12 +281,12 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
         after(optimizer, (), {})
 
 
-def padded_gradient(piece: Piece) -> int:
+def padded_gradient(piece: ParamSlice) -> int:
     """Bytes of its float32 gradient, beside others: whole cache lines."""
     return padded(4 * piece.numel, CACHE_LINE)
 
 
-def _fits(layout: Layout, held: Held) -> bool:
+def _fits(layout: BlockLayout, held: Held) -> bool:
     return len(layout.sections) == len(held) and all(
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
         for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)

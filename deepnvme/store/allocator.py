@@ -11,7 +11,7 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.tensor_bytes import flat_bytes
 
 from .data_file import DataFile
-from .extents import Extents
+from .extents import ExtentMap
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ _RUN = 4 << 20
 """Bytes of small tensors that are laid side by side in one directory before the next one has its turn."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Where some of a tensor's bytes lie."""
 
     file: int
@@ -39,11 +39,11 @@ class FilesTooSmall(Exception):
         """Each file and the bytes that it must have."""
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[TensorPart, ...]
 """A tensor's, in the order of its bytes; none if it has no bytes."""
 
 
-class Space:
+class StoreAllocator:
     """Allocates parts of tensors in a store's files. Not thread-safe; only :meth:`trim` waits for the drive.
 
     ``held`` returns all parts in use: the truth, of which the files' extents are an index. Whoever changes either calls
@@ -68,7 +68,7 @@ class Space:
         """Rebuild the extents from what is held, if a change was interrupted."""
         if not self._changing:
             return
-        extents = [Extents() for _ in self.files]
+        extents = [ExtentMap() for _ in self.files]
         for part in sorted({part for parts in self._held() for part in parts}):
             extents[part.file].take_at(part.offset, padded(part.nbytes))
         for file, known in zip(self.files, extents, strict=True):
@@ -107,7 +107,7 @@ class Space:
             raise FilesTooSmall(too_small)
         return placed
 
-    def claim(self, parts: Iterable[Part]) -> None:
+    def claim(self, parts: Iterable[TensorPart]) -> None:
         """Mark these parts as used, as a manifest says. Raises ValueError where they are used already, or not in the file."""
         for part in parts:
             if not 0 <= part.file < len(self.files):
@@ -116,7 +116,7 @@ class Space:
                 raise ValueError(f"{part.nbytes} bytes at {part.offset} are past the end of '{self.files[part.file].path}'")
             self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
 
-    def give_back(self, parts: Iterable[Part]) -> None:
+    def give_back(self, parts: Iterable[TensorPart]) -> None:
         """Free these parts. Call between :meth:`begin_change` and :meth:`end_change`."""
         run = -1, 0, 0  # (file, first byte, byte after the last) of neighbours, given back together: 4 times as fast
         for file, offset, nbytes in sorted(parts):
@@ -146,7 +146,7 @@ class Space:
 
     def _take_striped(self, nbytes: int) -> Parts:
         return tuple(
-            Part(index, self.files[index].extents.take(padded(share)), share)
+            TensorPart(index, self.files[index].extents.take(padded(share)), share)
             for index, share in enumerate(shares(nbytes, self._weights))
             if share
         )
@@ -156,14 +156,14 @@ class Space:
             chosen = emptiest([file.extents.used for file in self.files], self._weights)
             offsets = self.files[chosen].extents.take_run([padded(sizes[index]) for index in run])
             for index, offset in zip(run, offsets, strict=True):
-                placed[index] = (Part(chosen, offset, sizes[index]),)
+                placed[index] = (TensorPart(chosen, offset, sizes[index]),)
 
 
 STRIPED_FROM = 4 << 20
 """Bytes of a tensor that is worth several drives: one of these moves 1 MiB in less than the time between two requests."""
 
 
-def pieces(parts: Iterable[Part], tensor: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+def pieces(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[tuple[TensorPart, torch.Tensor]]:
     """The parts with what each holds of the bytes of a contiguous tensor."""
     start = 0
     for part in parts:

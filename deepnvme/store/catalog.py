@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from deepnvme._listed import listed
 from deepnvme.memory.tensor_bytes import checksums, dtype_named
 
-from .allocator import FilesTooSmall, Part, Parts, Space
+from .allocator import FilesTooSmall, Parts, StoreAllocator, TensorPart
 from .data_file import DataFile
 from .futures import Failure, Operation
-from .manifest import Stored
+from .manifest import StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
 
-class Catalogue:
+class Catalog:
     """Names, and the space that their tensors take. Not thread-safe.
 
     Where tensors persist, a put writes to new space, and what was there before stays until it has ended well; and what the last
@@ -31,21 +31,21 @@ class Catalogue:
     goes on as if it had written it. What was put since the last flush that ended well is damaged then, until it is put again.
 
     Ctrl-C may end any method anywhere. Each thing is changed in one step of the interpreter, in an order in which what was begun
-    is gone on with, or undone, when the operation that it belongs to is settled; the space follows (:class:`Space`).
+    is gone on with, or undone, when the operation that it belongs to is settled; the space follows (:class:`StoreAllocator`).
     """
 
     def __init__(self, files: Sequence[DataFile], persist: bool) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.space = Space(files, self._held)
+        self.entries: dict[str, CatalogEntry] = {}
+        self.space = StoreAllocator(files, self._held)
         self._persist = persist
-        self._referred: frozenset[Version] = frozenset()  # what a manifest on the drive may refer to, named here or not any more
-        self._flushing: frozenset[Version] = frozenset()  # what the last flush was to flush
-        self._flushed: frozenset[Version] = frozenset()  # what it has, or one before
+        self._referred: frozenset[TensorVersion] = frozenset()  # what a manifest on the drive may refer to, named here or not
+        self._flushing: frozenset[TensorVersion] = frozenset()  # what the last flush was to flush
+        self._flushed: frozenset[TensorVersion] = frozenset()  # what it has, or one before
 
-    def restore(self, name: str, stored: Stored) -> None:
+    def restore(self, name: str, stored: StoredTensor) -> None:
         """Take a name over from a manifest. Raises ValueError for what cannot be."""
-        entry = Entry(name)
-        entry.version = Version.restored(stored)
+        entry = CatalogEntry(name)
+        entry.version = TensorVersion.restored(stored)
         self.space.claim(entry.version.parts)
         self.entries[name] = entry
 
@@ -53,7 +53,7 @@ class Catalogue:
         """All names have been taken over."""
         self._referred = self._flushed = frozenset(self.snapshot().values())
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> CatalogEntry:
         """Raises KeyError."""
         entry = self.entries.get(name)
         if entry is None:
@@ -62,7 +62,7 @@ class Catalogue:
             raise KeyError(f"the store has no tensor {name!r}{hint}")
         return entry
 
-    def readable(self, names: Sequence[str]) -> list[Entry]:
+    def readable(self, names: Sequence[str]) -> list[CatalogEntry]:
         """The entries. Raises KeyError, and OSError for a damaged one."""
         entries = [self.entry(name) for name in names]
         for entry in entries:
@@ -97,13 +97,13 @@ class Catalogue:
         tensors: Sequence[torch.Tensor],
         checksums: Sequence[tuple[int, ...] | None],
         operation: Operation,
-    ) -> tuple[list[Entry], list[Version]]:
+    ) -> tuple[list[CatalogEntry], list[TensorVersion]]:
         """What the names are to hold: in place where that can be, else in new space.
 
         Raises FilesTooSmall with nothing changed. If interrupted, :meth:`end_put` undoes what was begun.
         """
-        entries = [self.entries.get(name) or Entry(name) for name in names]
-        found: list[Version | None] = []
+        entries = [self.entries.get(name) or CatalogEntry(name) for name in names]
+        found: list[TensorVersion | None] = []
         wanted = []
         for entry, tensor, sums in zip(entries, tensors, checksums, strict=True):
             size = tensor.nbytes
@@ -114,7 +114,7 @@ class Catalogue:
                 continue
             shape, dtype, _, _ = old.info
             same = sums is None and dtype == tensor.dtype and shape == tensor.shape
-            found.append(old if same else Version(tensor.shape, tensor.dtype, size, old.parts, sums))
+            found.append(old if same else TensorVersion(tensor.shape, tensor.dtype, size, old.parts, sums))
         self.space.begin_change()
         try:
             places = iter(self.space.allocate(wanted))
@@ -122,7 +122,7 @@ class Catalogue:
             self.space.end_change()
             raise
         versions = [
-            version or Version(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
+            version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
             for version, tensor, sums in zip(found, tensors, checksums, strict=True)
         ]
         operation.subjects = entries
@@ -142,8 +142,8 @@ class Catalogue:
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
         """``failures``: each with the entries that it is for. Called again where it was interrupted."""
-        failed: dict[Entry, OSError] = {entry: error for error, subjects in reversed(failures) for entry in subjects}
-        subjects: Sequence[Entry] = operation.subjects
+        failed: dict[CatalogEntry, OSError] = {entry: error for error, subjects in reversed(failures) for entry in subjects}
+        subjects: Sequence[CatalogEntry] = operation.subjects
         entries = [entry for entry in subjects if entry.put is operation and entry is self.entries.get(entry.name)]
         if not self._persist:
             for entry in entries if failed else ():
@@ -170,11 +170,11 @@ class Catalogue:
 
     # Committing.
 
-    def snapshot(self) -> dict[str, Version]:
+    def snapshot(self) -> dict[str, TensorVersion]:
         """What the names hold, without what is under way."""
         return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
-    def begin_flush(self) -> dict[str, Version]:
+    def begin_flush(self) -> dict[str, TensorVersion]:
         """What is to be flushed, and then published; from here on a manifest may refer to it, too. Raises OSError if any of it is
         damaged."""
         damaged = [entry for entry in self.entries.values() if entry.damage is not None]
@@ -223,7 +223,7 @@ class Catalogue:
                 for operation in under_way:
                     operation.doubt = copy
 
-    def _release(self, version: Version) -> None:
+    def _release(self, version: TensorVersion) -> None:
         """Within a change of the space."""
         if version not in self._referred:
             self.space.give_back(version.parts)
@@ -238,12 +238,12 @@ class Catalogue:
             yield version.parts
 
 
-def _failure_of(version: Version, failed: Mapping[int, OSError]) -> OSError | None:
+def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSError | None:
     """The error of the first of its files that has one."""
     return next((failed[part.file] for part in version.parts if part.file in failed), None)
 
 
-def note_gets(entries: Sequence[Entry], operation: Operation) -> None:
+def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
     """Note a get of each. Entries that were got together share what they note."""
     noted = {
         before: (*(other for other in before if not other.settled), operation) for before in {entry.gets for entry in entries}
@@ -266,7 +266,7 @@ class TensorInfo(NamedTuple):
     """The CRC-32 of its bytes, if the store keeps checksums."""
 
 
-class Version:
+class TensorVersion:
     """What was put under a name once."""
 
     __slots__ = ("checksums", "info", "parts")
@@ -291,32 +291,32 @@ class Version:
                 text = f"{name!r} is corrupt {where}: expected CRC-32 {expected:#010x}, found {got:#010x}; put it again"
                 raise CorruptTensor(errno.EBADMSG, text, str(paths[part.file]))
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredTensor:
         """For a manifest."""
         parts = tuple((part.file, part.offset, part.nbytes) for part in self.parts)
-        return Stored(str(self.info.dtype).removeprefix("torch."), self.info.shape, parts, self.checksums)
+        return StoredTensor(str(self.info.dtype).removeprefix("torch."), self.info.shape, parts, self.checksums)
 
     @classmethod
-    def restored(cls, stored: Stored) -> Version:
+    def restored(cls, stored: StoredTensor) -> TensorVersion:
         """From a manifest. Raises ValueError for what cannot have been put."""
         dtype = dtype_named(stored.dtype)
         nbytes = math.prod(stored.shape) * dtype.itemsize
-        parts = tuple(Part(*part) for part in stored.parts)
+        parts = tuple(TensorPart(*part) for part in stored.parts)
         if sum(part.nbytes for part in parts) != nbytes:
             raise ValueError(f"{parts} are not the {nbytes} bytes of {stored.dtype} {stored.shape}")
         return cls(stored.shape, dtype, nbytes, parts, stored.checksums)
 
 
-class Entry:
+class CatalogEntry:
     """A name, and what is under way with it."""
 
     __slots__ = ("coming", "damage", "gets", "name", "put", "version")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.version: Version | None = None
+        self.version: TensorVersion | None = None
         """What it holds, or will hold where a put cannot be undone. None until the first put of a persisted name has ended."""
-        self.coming: Version | None = None
+        self.coming: TensorVersion | None = None
         """What a put under way will make it hold, where it can be undone."""
         self.put: Operation | None = None
         self.gets: tuple[Operation, ...] = ()
@@ -324,7 +324,7 @@ class Entry:
         """Why ``version`` cannot be believed: the error of its put, where that could not be undone, or of a flush."""
 
     @property
-    def newest(self) -> Version:
+    def newest(self) -> TensorVersion:
         version = self.coming or self.version
         if version is None:
             raise RuntimeError(f"{self.name!r} has no version")  # never: an entry lives from its first put on

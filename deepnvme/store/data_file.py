@@ -19,7 +19,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
 from .directory_lock import Inherited, StoreLocked, lock, locked, naming, unlock_and_close
-from .extents import Extents
+from .extents import ExtentMap
 from .futures import check_not_owned
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DataFile:
         self.directory = directory
         self.path = directory / DATA_NAME
         self.weight = weight
-        self.extents = Extents()
+        self.extents = ExtentMap()
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate holds up growth alone
         with naming(self.path):
             self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this

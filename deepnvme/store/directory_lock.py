@@ -30,7 +30,7 @@ class StoreLocked(OSError):
 
 
 @dataclass(frozen=True)
-class OwnerFacts:
+class LockOwner:
     """Who holds a lock."""
 
     pid: int
@@ -43,7 +43,7 @@ class OwnerFacts:
         return f"process {self.pid} on {self.host} since {self.started} ({self.command})"
 
 
-class Ownership:
+class DirectoryLock:
     """A directory's lock, held from construction to :meth:`release`; the directory is made if it is missing.
 
     Raises StoreLocked if another owner, of this process or any other, has it; OSError if the directory or the lock cannot be
@@ -208,19 +208,19 @@ def _locked(directory: Path, descriptor: int) -> StoreLocked:
     return error
 
 
-def _reads(descriptor: int) -> Iterator[OwnerFacts | None]:
+def _reads(descriptor: int) -> Iterator[LockOwner | None]:
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
         try:
-            yield OwnerFacts(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+            yield LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
         except (ValueError, TypeError):
             yield None  # not, or half written
             time.sleep(0.01)
 
 
-def _this_process() -> OwnerFacts:
+def _this_process() -> LockOwner:
     command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
-    return OwnerFacts(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
+    return LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
 
 
 def _write_all(descriptor: int, text: bytes) -> None:

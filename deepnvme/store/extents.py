@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from deepnvme.memory.alignment import ALIGNMENT
 
 
-class Extents:
+class ExtentMap:
     """The taken and the free extents of a file that can grow. Lengths and offsets are multiples of ALIGNMENT.
 
     Space is taken where it fits best; neighbouring holes are one hole. Not thread-safe.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme._files import UnfitFile, read_regular
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 
 from .directory_lock import naming
 
@@ -53,7 +53,7 @@ class CorruptManifest(OSError):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor."""
 
     dtype: str
@@ -66,16 +66,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     store: str
     """The store's identity."""
     directories: int
     """How many the store has."""
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class Membership:
+class StoreMembership:
     store: str
     index: int
     """Of the directory that holds this, among the store's."""
@@ -83,7 +83,7 @@ class Membership:
     """The directory with the manifest, when this was written."""
 
 
-def publish(directory: Path, manifest: Manifest) -> None:
+def publish(directory: Path, manifest: StoreManifest) -> None:
     """Replace the directory's manifest. After a crash at any point the old one is there, or the new one; both are whole."""
     # Names may hold surrogates, which ASCII JSON keeps.
     for name in manifest.tensors:
@@ -100,7 +100,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
     _replace(directory / MANIFEST_NAME, data)
 
 
-def load(directory: Path) -> Manifest | None:
+def load(directory: Path) -> StoreManifest | None:
     """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MANIFEST_NAME
     try:
@@ -121,17 +121,17 @@ def load(directory: Path) -> Manifest | None:
         raise CorruptManifest(path, str(error)) from error
 
 
-def join(directory: Path, membership: Membership) -> None:
+def join(directory: Path, membership: StoreMembership) -> None:
     """Write the directory's membership."""
     _replace(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
 
 
-def membership(directory: Path) -> Membership | None:
+def membership(directory: Path) -> StoreMembership | None:
     """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
     path = directory / MEMBERSHIP_NAME
     try:
         fields = _parsed(path, _read_at_most(path, _LONGEST_LINE))
-        return Membership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
+        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
@@ -146,13 +146,13 @@ def remove(directory: Path) -> None:
                 os.unlink(path)
 
 
-def _manifest(text: str) -> Manifest:
+def _manifest(text: str) -> StoreManifest:
     """Raises ValueError saying what is wrong."""
     begin = _BEGIN.match(text)
     if begin is None:
         raise ValueError("its second line does not begin with a store's identity and its directories")
     at = begin.end()
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     while text.startswith('"', at):
         name, at = string_at(text, at)
         found = _TENSOR.match(text, at)
@@ -167,10 +167,10 @@ def _manifest(text: str) -> Manifest:
         if name in tensors:
             raise ValueError(f"tensor {name!r:.200} is there twice, at byte {at} of the second line")
         at = end.end()
-        tensors[name] = Stored(found[1], _numbers(found[2]), tuple(parts), None if end[1] is None else _numbers(end[1]))
+        tensors[name] = StoredTensor(found[1], _numbers(found[2]), tuple(parts), None if end[1] is None else _numbers(end[1]))
     if text[at:] != _END:
         raise ValueError(f"expected a tensor or the end at byte {at} of the second line")
-    return Manifest(begin[1], int(begin[2]), tensors)
+    return StoreManifest(begin[1], int(begin[2]), tensors)
 
 
 def check_length(name: str) -> None:
@@ -230,7 +230,7 @@ def _replace(path: Path, data: bytes) -> None:
                 os.unlink(new)
             raise
     try:
-        with held_back():  # a descriptor that nobody knew of would stay open
+        with defer_interrupts():  # a descriptor that nobody knew of would stay open
             directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)  # the name is the directory's data

@@ -12,8 +12,8 @@ from deepnvme.engine import Engine, File, without_python
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 
-from .allocator import Part, pieces
-from .catalog import CorruptTensor, Entry, Version
+from .allocator import TensorPart, pieces
+from .catalog import CatalogEntry, CorruptTensor, TensorVersion
 from .futures import Operation
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _RUN = 16 << 20
 
 
 def read_into(
-    engine: Engine, files: Sequence[File], operation: Operation, entry: Entry, version: Version, target: torch.Tensor
+    engine: Engine, files: Sequence[File], operation: Operation, entry: CatalogEntry, version: TensorVersion, target: torch.Tensor
 ) -> None:
     """Start reading a tensor over ``target``, contiguous and of its size, and add the transfers to the operation."""
     for part, piece in pieces(version.parts, target):
@@ -32,7 +32,11 @@ def read_into(
 
 
 def read_new(
-    engine: Engine, files: Sequence[File], operation: Operation, entries: Sequence[Entry], versions: Sequence[Version]
+    engine: Engine,
+    files: Sequence[File],
+    operation: Operation,
+    entries: Sequence[CatalogEntry],
+    versions: Sequence[TensorVersion],
 ) -> list[torch.Tensor]:
     """Start reading tensors into new memory, and add the transfers to the operation; return the tensors."""
     tensors: dict[int, torch.Tensor] = {}
@@ -41,14 +45,14 @@ def read_new(
         if len(version.parts) == 1:
             whole.append(index)
             continue
-        buffer = Buffer(sum(padded(part.nbytes) for part in version.parts))
+        buffer = SharedBuffer(sum(padded(part.nbytes) for part in version.parts))
         tensors[index] = buffer.tensor(0, version.info.dtype, version.info.shape)
         read_into(engine, files, operation, entries[index], version, tensors[index])
     runs = []
     for run in neighbours([versions[index].parts[0] for index in whole]):
         members = [whole[index] for index in run]
         first, last = versions[members[0]].parts[0], versions[members[-1]].parts[0]
-        buffer = Buffer(last.offset + padded(last.nbytes) - first.offset)
+        buffer = SharedBuffer(last.offset + padded(last.nbytes) - first.offset)
         subjects = [entries[index] for index in members]
         _submit(operation, engine, buffer.memory, files[first.file], first.offset, subjects)
         runs.append((buffer, first.offset, members))
@@ -60,7 +64,7 @@ def read_new(
 
 
 def _submit(
-    operation: Operation, engine: Engine, memory: torch.Tensor, file: File, offset: int, entries: Sequence[Entry]
+    operation: Operation, engine: Engine, memory: torch.Tensor, file: File, offset: int, entries: Sequence[CatalogEntry]
 ) -> None:
     """Start one read, of these entries. Raises CorruptTensor where the file ends before: somebody has cut it off."""
     try:
@@ -72,7 +76,7 @@ def _submit(
         raise CorruptTensor(errno.EBADMSG, text, file.path) from error
 
 
-def neighbours(parts: Sequence[Part], limit: int = _RUN) -> Iterator[list[int]]:
+def neighbours(parts: Sequence[TensorPart], limit: int = _RUN) -> Iterator[list[int]]:
     """Indices of the parts by their place in the files, in runs without gaps of at most ``limit`` bytes, or of one part."""
     run: list[int] = []
     start = end = 0
@@ -91,7 +95,7 @@ def neighbours(parts: Sequence[Part], limit: int = _RUN) -> Iterator[list[int]]:
         yield run
 
 
-class Buffer:
+class SharedBuffer:
     """New memory that several tensors are read into; it lives for as long as one of them."""
 
     def __init__(self, nbytes: int) -> None:

@@ -15,7 +15,7 @@ _SWEPT_FROM = 64
 """Operations that nobody has looked at, before those that have ended are let go."""
 
 
-class Turns:
+class OperationScheduler:
     """Operations begin one at a time, with the lock held, and are under way together. Thread-safe.
 
     Nobody waits with the lock held: not for the drive, nor for memory, nor for another lock. It is only ever taken by ``with``

@@ -14,12 +14,12 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
 
 from .allocator import FilesTooSmall
-from .catalog import Catalogue, CorruptTensor, Entry, TensorInfo, Version, note_gets
+from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
 from .data_file import DataFile, map_files
 from .futures import Operation, StoreFuture
 from .reading import read_into, read_new
-from .scheduler import Turns
-from .volumes import Directories, Directory, weights_of
+from .scheduler import OperationScheduler
+from .volumes import Directory, Volumes, weights_of
 from .writing import Writing
 
 __all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
@@ -87,13 +87,13 @@ class TensorStore:
         self._pool = pool
         self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
-        self._turns = Turns()
+        self._turns = OperationScheduler()
         self._closing = threading.Lock()
         self._committing: Operation | None = None
         self._flush: Operation | None = None  # of the last commit
         try:
-            self._directories = Directories(weights, self._persist, self._engine, read_only)
-            self._catalogue = Catalogue(self._directories.files, self._persist)
+            self._directories = Volumes(weights, self._persist, self._engine, read_only)
+            self._catalogue = Catalog(self._directories.files, self._persist)
             self._space = self._catalogue.space
             self._paths = [file.path for file in self._directories.files]
             self._handles = [file.file for file in self._directories.files]
@@ -384,7 +384,7 @@ class TensorStore:
     ) -> StoreFuture[int]:
         operation = self._turns.operation(self._catalogue.end_put)
 
-        def begin() -> tuple[list[Entry], list[Version]]:
+        def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
             self._turns.begin(operation)
             return self._catalogue.begin_put(names, tensors, checksums, operation)
 
@@ -407,7 +407,7 @@ class TensorStore:
     def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
         operation = self._turns.operation()
 
-        def begin() -> tuple[list[Entry], list[Version]]:
+        def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
             entries = self._catalogue.readable(names)
             self._turns.begin(operation)
             note_gets(entries, operation)
@@ -428,7 +428,7 @@ class TensorStore:
     def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         operation = self._turns.operation()
 
-        def begin() -> tuple[Entry, Version, torch.Tensor]:
+        def begin() -> tuple[CatalogEntry, TensorVersion, torch.Tensor]:
             (entry,) = self._catalogue.readable([name])
             version = entry.newest
             target = seen_as(out, version.info.dtype, version.info.shape)
@@ -451,7 +451,7 @@ class TensorStore:
     def _commits_under_way(self) -> list[Operation]:
         return [each for each in (self._flush, self._committing) if each is not None and not each.settled]
 
-    def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, Version]:
+    def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, TensorVersion]:
         self._turns.raise_unseen()
         versions = self._catalogue.begin_flush()
         self._turns.begin(operation)

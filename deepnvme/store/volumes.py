@@ -17,8 +17,8 @@ from deepnvme.engine import Engine
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .directory_lock import Ownership
-from .manifest import Manifest, Membership, Stored, load, membership
+from .directory_lock import DirectoryLock
+from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
 
 Directory = str | os.PathLike[str]
 
@@ -41,7 +41,7 @@ def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory,
     return weights
 
 
-class Directories:
+class Volumes:
     """Taken from construction to :meth:`leave`, which happens at exit at the latest, and when this is dropped.
 
     What a dead owner left is removed, unless it persists: then ``known`` is its manifest. ``files`` are in the order of the store
@@ -73,20 +73,20 @@ class Directories:
         """
         self._taken.leave()
 
-    def publish(self, tensors: Mapping[str, Stored]) -> None:
+    def publish(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
         for owner in self._owners:
             owner.check()
         self._published.append(True)
-        manifest.publish(self._owners[0].directory, Manifest(self._identity, len(self._owners), tensors))
+        manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
         """The error that says so of the manifest."""
         return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
 
-    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> Manifest | None:
+    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> StoreManifest | None:
         for directory in weights:
-            self._owners.append(Ownership(directory))
+            self._owners.append(DirectoryLock(directory))
         known = self._recognise(list(weights), persist)
         if known is not None:
             self._published.append(True)
@@ -96,7 +96,7 @@ class Directories:
             self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
         return known
 
-    def _find(self, weights: Mapping[Path, float], engine: Engine) -> Manifest:
+    def _find(self, weights: Mapping[Path, float], engine: Engine) -> StoreManifest:
         """The manifest is looked at when all files are locked: nobody replaces it any more."""
         self._published.append(True)
         for directory, weight in weights.items():
@@ -105,15 +105,15 @@ class Directories:
             except FileNotFoundError as error:
                 text = "there is no store here, or not all of it: its data file is missing"
                 raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
-        known, order = recognise(list(weights))
+        known, order = find_store(list(weights))
         if known is None:
             text = "there is no store here that was ever committed: whoever began it was interrupted, or has not come to that"
             raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
         self.files[:] = [self.files[index] for index in order]
         return known
 
-    def _recognise(self, directories: Sequence[Path], persist: bool) -> Manifest | None:
-        known, order = recognise(directories)
+    def _recognise(self, directories: Sequence[Path], persist: bool) -> StoreManifest | None:
+        known, order = find_store(directories)
         self._owners[:] = [self._owners[index] for index in order]
         if known is None:
             for directory in directories:
@@ -127,7 +127,7 @@ class Directories:
     def _join(self) -> None:
         first = str(self._owners[0].directory)
         for index, owner in enumerate(self._owners[1:], 1):
-            manifest.join(owner.directory, Membership(self._identity, index, first))
+            manifest.join(owner.directory, StoreMembership(self._identity, index, first))
 
 
 @contextlib.contextmanager
@@ -152,8 +152,8 @@ class _Taken:
     left = True
     """Whether :meth:`leave` has done everything, or there is nothing yet."""
 
-    def __init__(self, directories: Directories) -> None:
-        self.owners: list[Ownership] = []
+    def __init__(self, directories: Volumes) -> None:
+        self.owners: list[DirectoryLock] = []
         self.files: list[DataFile] = []
         self.published: list[bool] = []  # empty until a manifest is
         self.fresh = False
@@ -164,7 +164,7 @@ class _Taken:
         self.left = False
 
     def leave(self) -> None:
-        """See :meth:`Directories.leave`."""
+        """See :meth:`Volumes.leave`."""
         if self.left:
             return
         errors: list[OSError] = []
@@ -205,7 +205,7 @@ def _leave_all() -> None:
             taken.leave()
 
 
-def recognise(directories: Sequence[Path]) -> tuple[Manifest | None, list[int]]:
+def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:
     """The store's manifest and the order of its directories, as indices into those given; None if they hold no store.
 
     Raises ValueError if they are not the directories of one store, all of them and no other; OSError from reading.

@@ -15,7 +15,7 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.pool import BufferPool, Lease
 from deepnvme.memory.tensor_bytes import copy_many
 
-from .allocator import Part, Parts, pieces
+from .allocator import Parts, TensorPart, pieces
 from .futures import Operation
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _ZEROS = ctypes.addressof(_zero_page)
 class _Columns(NamedTuple):
     """Tensors that lie in one extent each, in the order of the files."""
 
-    parts: list[Part]
+    parts: list[TensorPart]
     tensors: list[torch.Tensor]
     subjects: list[Any]
     addresses: list[int]
@@ -99,10 +99,12 @@ class Writing:
             if slot.lease is not None:
                 slot.lease.release(after=slot.sent)
 
-    def _write(self, tensor: torch.Tensor, part: Part, subjects: Sequence[Any]) -> None:
+    def _write(self, tensor: torch.Tensor, part: TensorPart, subjects: Sequence[Any]) -> None:
         self._write_all([tensor], [part], [subjects])
 
-    def _write_all(self, tensors: Sequence[torch.Tensor], parts: Sequence[Part], subjects: Iterable[Sequence[Any]]) -> Transfers:
+    def _write_all(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[TensorPart], subjects: Iterable[Sequence[Any]]
+    ) -> Transfers:
         files = [self._files[part.file] for part in parts]
         offsets = [part.offset for part in parts]
         return Transfers(self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects))

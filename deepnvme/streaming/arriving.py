@@ -12,7 +12,7 @@ import torch
 from deepnvme.memory.alignment import padded
 
 from .weights.manifest import Extent, Weight, laid_out
-from .weights.quantization import Layout, dequantize_over
+from .weights.quantization import QuantizedLayout, dequantize_over
 
 if TYPE_CHECKING:
     from deepnvme.store.futures import StoreFuture
@@ -24,7 +24,7 @@ _THREADS = 2
 """Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
 
 
-class Arrivals:
+class ExtentReads:
     """The extents of a store, as a :class:`Fetcher` reads them.
 
     A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight: the
@@ -97,5 +97,5 @@ def _start(stored: Extent, ready: Extent) -> int:
 def _distance(stored: Weight, ready: Weight) -> int:
     if stored.scheme is None:
         return ready.end - stored.offset
-    layout = Layout.of(stored.scheme, stored.info.shape)
+    layout = QuantizedLayout.of(stored.scheme, stored.info.shape)
     return ready.offset - stored.offset + layout.distance(stored.info.dtype.itemsize)

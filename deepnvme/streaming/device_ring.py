@@ -11,7 +11,7 @@ import torch
 
 from deepnvme.memory.device_event import Computed
 
-from .arriving import Arrivals
+from .arriving import ExtentReads
 from .slots import PinnedSlots
 from .weights.blocks import REST
 
@@ -81,7 +81,7 @@ class DeviceSlot:
         return self._computed is not None and (self._after is None or self._after.done()) and self._computed.done()
 
 
-class DeviceArrivals(Arrivals):
+class DeviceArrivals(ExtentReads):
     """The extents of a store, read into a device's memory. ``count``: of the largest, how many there is pinned memory for, to
     read them into; where more are under way it is pinned for each anew."""
 

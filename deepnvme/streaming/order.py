@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 
-class Order:
+class AccessPredictor:
     """Learns from the sequence of uses so far, and continues it.
 
     After two in a row comes what came the last time, else what last came after the second of them, else what stands after it in

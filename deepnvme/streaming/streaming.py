@@ -20,10 +20,10 @@ from torch._guards import detect_fake_mode
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import OutOfBuffers
 
-from .arriving import Arrivals
+from .arriving import ExtentReads
 from .fetching import Fetcher
 from .module_weights import ModuleWeights
-from .order import Order
+from .order import AccessPredictor
 from .residence import residents, saved_bytes
 from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport, Tally
@@ -99,7 +99,7 @@ class Streaming:
         self._slots: Slots = slots_of(min((prefetch + 1) * self._slot_size, sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
         self._fetcher = Fetcher(self._arrivals.read, self._sizes, self._slots, chosen, stored)
-        self._order = Order([extent for extents in store.blocks.values() for extent in extents])
+        self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
         self._turn = threading.Lock()
         self._owner = 0  # the thread whose turn it is
@@ -464,9 +464,9 @@ def _not_persistent(model: nn.Module) -> list[tuple[dict[str, torch.Tensor | Non
     ]
 
 
-def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Arrivals, Callable[[int], Slots]]:
+def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[ExtentReads, Callable[[int], Slots]]:
     if device.type == "cpu":
-        return Arrivals(store), PinnedSlots
+        return ExtentReads(store), PinnedSlots
     if device.type == "cuda":
         from .device_ring import DeviceArrivals, DeviceSlots
 

@@ -18,7 +18,7 @@ from deepnvme import Engine
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, bytes_of
 from deepnvme.checkpoint.reading import in_chunks, read
-from deepnvme.checkpoint.storage_placement import Placed, memory_for
+from deepnvme.checkpoint.storage_placement import PlacedStorage, memory_for
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import memory_of
@@ -36,12 +36,12 @@ def path(drive: Path) -> Path:
     return drive / "file"
 
 
-def placed_at(*places: tuple[int, int]) -> list[Placed]:
+def placed_at(*places: tuple[int, int]) -> list[PlacedStorage]:
     """(offset, bytes) of each."""
-    return [Placed(offset, memory_for(nbytes, offset)) for offset, nbytes in places]
+    return [PlacedStorage(offset, memory_for(nbytes, offset)) for offset, nbytes in places]
 
 
-def assert_read(placed: list[Placed]) -> None:
+def assert_read(placed: list[PlacedStorage]) -> None:
     for offset, storage in placed:
         assert torch.equal(
             bytes_of(storage), torch.frombuffer(bytearray(CONTENT[offset : offset + storage.nbytes()]), dtype=torch.uint8)

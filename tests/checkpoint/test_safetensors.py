@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
-from deepnvme.checkpoint.formats.safetensors_header import LONGEST_HEADER, Entry, _entries, _Json, _parse, _Wrong, shards_of
+from deepnvme.checkpoint.formats.safetensors_header import LONGEST_HEADER, TensorEntry, _entries, _Json, _parse, _Wrong, shards_of
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -396,7 +396,7 @@ class TestShards:
 
 def test_entries_know_their_place_in_the_file() -> None:
     text = json.dumps({"a": field(0, 4)}).encode()
-    assert _parse(text, 100, 104).tensors == [Entry("a", torch.uint8, (4,), 100, 4)]
+    assert _parse(text, 100, 104).tensors == [TensorEntry("a", torch.uint8, (4,), 100, 4)]
 
 
 class Tied(torch.nn.Module):

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from deepnvme.integrations import accelerate as integration
-from deepnvme.store.directory_lock import Ownership
+from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import from_pretrained
 from deepnvme.streaming.weights.shared_build import BUILDING
 from deepnvme.swap import TensorStore
@@ -197,7 +197,7 @@ def test_what_was_converted_is_gone_and_so_is_what_a_killed_process_has_left(dri
 
 def test_while_another_process_builds_it_is_waited_for(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = models.checkpoint("llama", drive / "checkpoint")
-    other = Ownership(drive / "store" / BUILDING)
+    other = DirectoryLock(drive / "store" / BUILDING)
     threading.Timer(0.2, other.release).start()
     model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
     assert any(f"to build the store in '{drive / 'store'}'" in said for said in caplog.messages)

@@ -138,7 +138,7 @@ def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
     world.backward()
     with failing(world.optimizer, "write", 2), pytest.raises(OSError, match="as after step 2"), places:
         world.optimizer.step()
-    numbers = [number for number, (_, _, name) in enumerate(places.found, 1) if name in ("_undo", "held_back")][-60::5]
+    numbers = [number for number, (_, _, name) in enumerate(places.found, 1) if name in ("_undo", "defer_interrupts")][-60::5]
     assert len(numbers) == 12
     undone = 0
     for number in numbers:

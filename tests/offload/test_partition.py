@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.offload.partition import CUT, Piece, partition
+from deepnvme.offload.partition import CUT, ParamSlice, partition
 
 ELEMENTS = st.one_of(
     st.integers(0, 5),
@@ -22,7 +22,7 @@ GROUPS = st.lists(st.lists(st.tuples(ELEMENTS, st.booleans()), max_size=6), min_
 Groups = Sequence[Sequence[tuple[int, bool]]]
 
 
-def partitioned(groups: Groups, size: int) -> tuple[list[list[Piece]], list[tuple[torch.Tensor, int, bool]]]:
+def partitioned(groups: Groups, size: int) -> tuple[list[list[ParamSlice]], list[tuple[torch.Tensor, int, bool]]]:
     """The sub-groups, and all parameters with their group and whether they may be cut."""
     params = [[torch.empty(numel) for numel, _ in group] for group in groups]
     cut = {param: may for group, these in zip(groups, params, strict=True) for (_, may), param in zip(group, these, strict=True)}

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.store.directory_lock import LOCK_NAME, Ownership, StoreLocked
+from deepnvme.store.directory_lock import LOCK_NAME, DirectoryLock, StoreLocked
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from deepnvme.store.directory_lock import Ownership
-owner = Ownership(Path({path!r}))
+from deepnvme.store.directory_lock import DirectoryLock
+owner = DirectoryLock(Path({path!r}))
 print("holds", flush=True)
 {then}
 """
@@ -31,13 +31,13 @@ def wait_for(interpreters, text):
 
 
 def test_another_owner_in_this_process_is_refused_and_named(drive):
-    owner = Ownership(drive)
+    owner = DirectoryLock(drive)
     with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)") as refused:
-        Ownership(drive)
+        DirectoryLock(drive)
     assert str(os.getpid()) in refused.value.holder
     assert (refused.value.errno, refused.value.filename) == (errno.EBUSY, str(drive))
     owner.release()
-    Ownership(drive).release()
+    DirectoryLock(drive).release()
 
 
 def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
@@ -46,31 +46,31 @@ def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
     try:
         wait_for(interpreters, "holds")
         with pytest.raises(StoreLocked, match=f"in use by process {child} on "):
-            Ownership(drive)
+            DirectoryLock(drive)
     finally:
         os.kill(child, signal.SIGKILL)
         interpreters.wait(child)
-    Ownership(drive).release()
+    DirectoryLock(drive).release()
 
 
 def test_a_lock_whose_holder_has_not_said_its_name_is_refused_all_the_same(drive):
     with (drive / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(StoreLocked, match="has not said its name"):
-            Ownership(drive)
+            DirectoryLock(drive)
 
 
 def test_a_lock_file_left_behind_is_nobody_s(drive):
     (drive / LOCK_NAME).write_text('{"pid": 1, "host": "x", "started": "then", "command": "gone"}')
-    owner = Ownership(drive)
+    owner = DirectoryLock(drive)
     assert str(os.getpid()) in (drive / LOCK_NAME).read_text()
     owner.release()
 
 
 def test_what_was_made_is_removed_and_what_was_there_stays(drive):
-    Ownership(drive / "a" / "b").release()
+    DirectoryLock(drive / "a" / "b").release()
     assert list(drive.iterdir()) == []
-    owner = Ownership(drive / "a" / "b")
+    owner = DirectoryLock(drive / "a" / "b")
     (drive / "a" / "kept").touch()
     owner.release()
     assert list(drive.rglob("*")) == [drive / "a", drive / "a" / "kept"]
@@ -86,27 +86,27 @@ def test_a_directory_that_its_last_owner_removes_is_made_again(drive, monkeypatc
 
     mkdir = Path.mkdir
     monkeypatch.setattr(Path, "mkdir", making)
-    Ownership(place).release()
+    DirectoryLock(place).release()
     assert len(made) == 2
     assert list(drive.iterdir()) == []
 
 
 def test_release_twice_leaves_the_next_owner_alone(drive):
-    first = Ownership(drive)
+    first = DirectoryLock(drive)
     first.release()
-    second = Ownership(drive)
+    second = DirectoryLock(drive)
     first.release()
     assert second.intact()
     with pytest.raises(StoreLocked):
-        Ownership(drive)
+        DirectoryLock(drive)
     second.release()
 
 
 def test_an_owner_whose_directory_was_replaced_removes_nothing_of_the_new_owner(drive):
     place = drive / "place"
-    first = Ownership(place)
+    first = DirectoryLock(place)
     place.rename(drive / "elsewhere")
-    second = Ownership(place)
+    second = DirectoryLock(place)
     with pytest.raises(FileNotFoundError, match="removed while in use"):
         first.check()
     first.release()
@@ -117,7 +117,7 @@ def test_an_owner_whose_directory_was_replaced_removes_nothing_of_the_new_owner(
 def test_a_file_where_the_directory_should_be(drive):
     (drive / "file").touch()
     with pytest.raises((FileExistsError, NotADirectoryError)):
-        Ownership(drive / "file")
+        DirectoryLock(drive / "file")
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_a_dead_parent(drive, interpreters):
@@ -133,13 +133,13 @@ os.kill(os.getpid(), 9)
     child = interpreters.start(program)
     try:
         assert interpreters.wait(child).returncode == -signal.SIGKILL
-        Ownership(drive).release()
+        DirectoryLock(drive).release()
     finally:
         os.killpg(child, signal.SIGKILL)
 
 
 def test_a_child_that_ends_releases_nothing(drive):
-    owner = Ownership(drive)
+    owner = DirectoryLock(drive)
     child = os.fork()
     if child == 0:
         owner.release()
@@ -147,5 +147,5 @@ def test_a_child_that_ends_releases_nothing(drive):
     os.waitpid(child, 0)
     assert owner.intact()
     with pytest.raises(StoreLocked):
-        Ownership(drive)
+        DirectoryLock(drive)
     owner.release()

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.store.allocator import emptiest, shares
-from deepnvme.store.extents import Extents
+from deepnvme.store.extents import ExtentMap
 
 A = ALIGNMENT
 
 
-def taken(*lengths: int) -> Extents:
-    extents = Extents()
+def taken(*lengths: int) -> ExtentMap:
+    extents = ExtentMap()
     for length in lengths:
         extents.take(length)
     return extents
@@ -35,7 +35,7 @@ def test_other_alignments_are_rounded_up_to_alike(nbytes, alignment, expected):
 
 
 def test_the_first_extents_follow_each_other():
-    extents = Extents()
+    extents = ExtentMap()
     assert [extents.take(A), extents.take(3 * A), extents.take(A)] == [0, A, 4 * A]
     assert (extents.end, extents.used, extents.holes()) == (5 * A, 5 * A, [])
 
@@ -87,7 +87,7 @@ def test_a_run_fills_the_holes_of_a_file_that_is_full_of_them():
 
 
 def test_bytes_that_are_asked_for_by_their_place():
-    extents = Extents()
+    extents = ExtentMap()
     extents.take_at(3 * A, A)
     assert extents.holes() == [(0, 3 * A)]
     extents.take_at(A, A)
@@ -117,15 +117,15 @@ def test_to_free_what_is_free_is_refused(offset, length):
 @pytest.mark.parametrize("length", [0, -A, 1, A + 1])
 def test_a_length_that_is_no_multiple_is_refused(length):
     with pytest.raises(ValueError, match=str(length)):
-        Extents().take(length)
+        ExtentMap().take(length)
     with pytest.raises(ValueError, match=str(length)):
-        Extents().take_run([A, length, length])
+        ExtentMap().take_run([A, length, length])
 
 
 @settings(deadline=None)
 @given(st.data())
 def test_no_byte_is_ever_taken_twice_and_none_is_lost(data):
-    extents = Extents()
+    extents = ExtentMap()
     held: dict[int, int] = {}
     for _ in range(data.draw(st.integers(0, 40))):
         if held and data.draw(st.booleans()):

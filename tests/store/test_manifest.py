@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme.store import manifest
-from deepnvme.store.manifest import MANIFEST_NAME, CorruptManifest, Manifest, Membership, Stored
-from deepnvme.store.volumes import recognise
+from deepnvme.store.manifest import MANIFEST_NAME, CorruptManifest, StoredTensor, StoreManifest, StoreMembership
+from deepnvme.store.volumes import find_store
 
-ONE = Manifest("store", 1, {"a": Stored("float32", (2, 3), ((0, 4096, 24),), (123,))})
+ONE = StoreManifest("store", 1, {"a": StoredTensor("float32", (2, 3), ((0, 4096, 24),), (123,))})
 
 names = st.text(st.characters(codec=None)) | st.sampled_from(["\ud800", "\0", "", "a\nb", "é", '"'])
 stored = st.builds(
-    Stored,
+    StoredTensor,
     st.sampled_from(["float32", "bfloat16"]),
     st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 50), st.integers(1, 1 << 50)), max_size=3).map(tuple),
@@ -33,7 +33,7 @@ stored = st.builds(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 @given(st.dictionaries(names, stored, max_size=5))
 def test_what_was_published_is_loaded(tmp_path, tensors):
-    published = Manifest("identity", 4, tensors)
+    published = StoreManifest("identity", 4, tensors)
     manifest.publish(tmp_path, published)
     loaded = manifest.load(tmp_path)
     assert loaded == published
@@ -104,11 +104,11 @@ def write(path, body):
 
 @pytest.mark.parametrize("name", ["a" * 65536, "\n" * 32768, "\U0001f600" * 5461], ids=["plain", "escapes", "pairs"])
 def test_the_longest_names(tmp_path, name):
-    published = Manifest("store", 1, {name: ONE.tensors["a"], "b": ONE.tensors["a"]})
+    published = StoreManifest("store", 1, {name: ONE.tensors["a"], "b": ONE.tensors["a"]})
     manifest.publish(tmp_path, published)
     assert manifest.load(tmp_path) == published
     with pytest.raises(ValueError, match=r"would have 655\d\d characters in the manifest"):
-        manifest.publish(tmp_path, Manifest("store", 1, {name + name[0]: ONE.tensors["a"]}))
+        manifest.publish(tmp_path, StoreManifest("store", 1, {name + name[0]: ONE.tensors["a"]}))
     assert manifest.load(tmp_path) == published
 
 
@@ -119,7 +119,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
     os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
     program = f"""
 import pathlib, resource
-from deepnvme.swap import CorruptManifest, manifest
+from deepnvme.store import CorruptManifest, manifest
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:
     manifest.{"load" if name == MANIFEST_NAME else "membership"}(pathlib.Path({str(tmp_path)!r}))
@@ -163,7 +163,7 @@ def test_a_publication_that_fails_leaves_the_old_manifest_and_nothing_else(tmp_p
 
     monkeypatch.setattr(manifest.os, call, fails)
     with pytest.raises(OSError, match="no"):
-        manifest.publish(tmp_path, Manifest("store", 1, {}))
+        manifest.publish(tmp_path, StoreManifest("store", 1, {}))
     monkeypatch.undo()
     assert manifest.load(tmp_path) == ONE
     assert os.listdir(tmp_path) == [MANIFEST_NAME]
@@ -176,40 +176,40 @@ class TestRecognise:
         for index, directory in enumerate(made):
             directory.mkdir()
             if index:
-                manifest.join(directory, Membership("store", index, str(made[0])))
-        manifest.publish(made[0], Manifest("store", 3, {}))
+                manifest.join(directory, StoreMembership("store", index, str(made[0])))
+        manifest.publish(made[0], StoreManifest("store", 3, {}))
         return made
 
     def test_directories_without_a_store(self, tmp_path):
-        assert recognise([tmp_path]) == (None, [0])
+        assert find_store([tmp_path]) == (None, [0])
 
     def test_the_order_is_the_store_s(self, directories):
         a, b, c = directories
-        assert recognise([c, a, b])[1] == [1, 2, 0]
+        assert find_store([c, a, b])[1] == [1, 2, 0]
 
     def test_a_directory_too_few(self, directories):
         with pytest.raises(ValueError, match="has 3 directories, got 2"):
-            recognise(directories[:2])
+            find_store(directories[:2])
 
     def test_a_directory_of_another_store(self, directories):
-        manifest.join(directories[2], Membership("another", 2, str(directories[0])))
+        manifest.join(directories[2], StoreMembership("another", 2, str(directories[0])))
         with pytest.raises(ValueError, match="directory 2 "):
-            recognise(directories)
+            find_store(directories)
 
     def test_two_stores(self, directories):
         manifest.publish(directories[1], ONE)
         with pytest.raises(ValueError, match="hold a store each"):
-            recognise(directories)
+            find_store(directories)
 
     def test_a_member_without_the_first_directory(self, directories):
         with pytest.raises(ValueError, match=str(directories[0])):
-            recognise([directories[1]])
+            find_store([directories[1]])
 
     def test_members_of_a_store_that_never_committed_mean_nothing(self, directories):
         (directories[0] / MANIFEST_NAME).unlink()
-        assert recognise(directories) == (None, [0, 1, 2])
+        assert find_store(directories) == (None, [0, 1, 2])
 
     def test_a_membership_that_is_not_whole(self, directories):
         (directories[1] / manifest.MEMBERSHIP_NAME).write_text('{"store": 1}')
         with pytest.raises(CorruptManifest):
-            recognise(directories)
+            find_store(directories)

@@ -26,7 +26,7 @@ import torch
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store import data_file, manifest
-from deepnvme.store.allocator import Space
+from deepnvme.store.allocator import StoreAllocator
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.directory_lock import LOCK_NAME, StoreLocked
 from deepnvme.store.tensor_store import CorruptTensor, TensorStore
@@ -697,10 +697,10 @@ class TestRemoved:
     @pytest.mark.parametrize(
         ("stored", "match"),
         [
-            (manifest.Stored("float31", (4,), ((0, 0, 16),), None), "float31"),
-            (manifest.Stored("float32", (5,), ((0, 0, 16),), None), "20 bytes"),
-            (manifest.Stored("float32", (4,), ((1, 0, 16),), None), "index 1"),
-            (manifest.Stored("float32", (4,), ((0, 1, 16),), None), "multiple of"),
+            (manifest.StoredTensor("float31", (4,), ((0, 0, 16),), None), "float31"),
+            (manifest.StoredTensor("float32", (5,), ((0, 0, 16),), None), "20 bytes"),
+            (manifest.StoredTensor("float32", (4,), ((1, 0, 16),), None), "index 1"),
+            (manifest.StoredTensor("float32", (4,), ((0, 1, 16),), None), "multiple of"),
         ],
         ids=["dtype", "length", "directory", "offset"],
     )
@@ -708,7 +708,7 @@ class TestRemoved:
         with TensorStore(drive / "store", persist=True) as store:
             store.put("name", numbered(MIB))
             store.commit()
-        odd = manifest.Manifest("store", 1, {"odd": stored})
+        odd = manifest.StoreManifest("store", 1, {"odd": stored})
         manifest.publish(drive / "store", odd)
         for _ in range(2):  # the directory is not kept locked
             with pytest.raises(CorruptManifest, match=match):
@@ -719,9 +719,9 @@ class TestRemoved:
         with TensorStore(drive / "store", persist=True) as store:
             store.put("name", numbered(MIB))
             store.commit()
-        one = manifest.Stored("uint8", (5000,), ((0, 0, 5000),), None)
-        two = manifest.Stored("uint8", (10,), ((0, 4096, 10),), None)
-        manifest.publish(drive / "store", manifest.Manifest("store", 1, {"one": one, "two": two}))
+        one = manifest.StoredTensor("uint8", (5000,), ((0, 0, 5000),), None)
+        two = manifest.StoredTensor("uint8", (10,), ((0, 4096, 10),), None)
+        manifest.publish(drive / "store", manifest.StoreManifest("store", 1, {"one": one, "two": two}))
         with pytest.raises(CorruptManifest, match=r"'two'.*are taken"):
             TensorStore(drive / "store", persist=True)
 
@@ -1065,14 +1065,14 @@ class TestUseByMany:
                     except RuntimeError as error:
                         refused.append(str(error))
 
-            allocate = Space.allocate
+            allocate = StoreAllocator.allocate
 
-            def allocating(space: Space, sizes: Any) -> Any:
+            def allocating(space: StoreAllocator, sizes: Any) -> Any:
                 placed = allocate(space, sizes)
                 finalizer()  # the garbage collector may run one at any such point
                 return placed
 
-            monkeypatch.setattr(Space, "allocate", allocating)
+            monkeypatch.setattr(StoreAllocator, "allocate", allocating)
             store.put_many({f"new {index}": torch.full((5000,), 10 + index) for index in range(4)}).result()
             monkeypatch.undo()
             assert len(refused) == 4

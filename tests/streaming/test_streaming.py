@@ -631,13 +631,13 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
 def test_threads_look_at_each_checksum_once_if_at_all(
     world: World, drive: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, finished = arriving.Arrivals._finish, []
+    finish, finished = arriving.ExtentReads._finish, []
 
-    def noted(self: arriving.Arrivals, extent: str, only: Any) -> None:
+    def noted(self: arriving.ExtentReads, extent: str, only: Any) -> None:
         finished.append(extent)
         finish(self, extent, only)
 
-    monkeypatch.setattr(arriving.Arrivals, "_finish", noted)
+    monkeypatch.setattr(arriving.ExtentReads, "_finish", noted)
     (data,) = drive.rglob("*.data")
     with WeightStore.open(data.parent, verify=verify) as store, stream(world.streamed, store):
         assert store.verifies("parts.5") == verify

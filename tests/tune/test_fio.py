@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepnvme.tune.measure import fio
-from deepnvme.tune.measure.fio import FioFailed, FioSettings, Piece, can_move, huge_pages_needed, pieces, run, version
+from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, can_move, huge_pages_needed, pieces, run, version
 
 from .conftest import Command
 
@@ -149,7 +149,7 @@ def test_a_file_is_dealt_in_whole_blocks_without_gap_or_overlap(
     (MIB + 512, MIB, False), (511, MIB, False), (1, 1, False), (1000, 500, False),
 ])  # fmt: skip
 def test_fio_moves_whole_blocks_of_whole_sectors(nbytes: int, block: int, possible: bool) -> None:
-    assert can_move(Piece(Path("f"), 0, nbytes), block) is possible
+    assert can_move(FioRange(Path("f"), 0, nbytes), block) is possible
 
 
 def test_huge_pages_hold_what_is_under_way_and_one_more_for_each_piece() -> None:
@@ -159,7 +159,7 @@ def test_huge_pages_hold_what_is_under_way_and_one_more_for_each_piece() -> None
 
 def test_a_report_is_read_by_fios_own_clocks(fake: Fake, tmp_path: Path) -> None:
     program = fake("note: both {iodepth} and {more}\n" + report(MIB + 4 * KIB))
-    work = [Piece(Path("/with:colon/f"), 0, MIB), Piece(Path("/g"), MIB, 4 * KIB)]
+    work = [FioRange(Path("/with:colon/f"), 0, MIB), FioRange(Path("/g"), MIB, 4 * KIB)]
     sample = run(settings(program), "write", work, fallocate="native", fsync=True)
     assert (sample.nbytes, sample.seconds, sample.gb_per_second) == (MIB + 4 * KIB, 0.02, (MIB + 4 * KIB) / 0.02 / 1e9)
     assert sample.cpu_seconds == pytest.approx(0.25 * 0.02)
@@ -173,7 +173,7 @@ def test_a_report_is_read_by_fios_own_clocks(fake: Fake, tmp_path: Path) -> None
 
 def test_a_run_too_short_for_fios_clock_took_one_millisecond(fake: Fake) -> None:
     program = fake(report(MIB, runtime=0, clat_ns={}))
-    sample = run(settings(program), "write", [Piece(Path("/f"), 0, MIB)], fallocate="none")
+    sample = run(settings(program), "write", [FioRange(Path("/f"), 0, MIB)], fallocate="none")
     assert (sample.seconds, sample.block_latency_p50) == (0.001, 0.0)
 
 
@@ -197,7 +197,7 @@ def test_the_real_fio_says_its_version(program: str) -> None:
 def test_the_real_fio_refusing_is_an_error(program: str, drive: Path) -> None:
     (drive / "file").write_bytes(b"")
     with pytest.raises(FioFailed, match="fio ended with 1: "):
-        run(settings(program), "read", [Piece(drive / "file" / "below", 0, MIB)], fallocate="none")
+        run(settings(program), "read", [FioRange(drive / "file" / "below", 0, MIB)], fallocate="none")
 
 
 @pytest.mark.parametrize("arguments", [

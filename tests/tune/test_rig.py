@@ -10,7 +10,7 @@ import pytest
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import Unsuitable
-from deepnvme.tune.search.trials import Rig
+from deepnvme.tune.search.trials import TrialBench
 
 MIB = 1 << 20
 ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}
@@ -31,7 +31,7 @@ class Recording:
 
 
 def test_every_setting_that_a_handle_can_be_made_with_is_usable(drive: Path) -> None:
-    with Rig([drive], MIB, False, False, lambda step: None) as rig:
+    with TrialBench([drive], MIB, False, False, lambda step: None) as rig:
         usable, refused = rig.usable([AioConfig(), AioConfig(backend="threads", queue_depth=8)])
         assert (len(usable), refused) == (2, {})
     assert list(drive.iterdir()) == []
@@ -46,7 +46,7 @@ def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Pat
             raise Unsuitable("no events left")
         return make(setting)
 
-    with Rig([drive], MIB, False, False, lambda step: None) as rig:
+    with TrialBench([drive], MIB, False, False, lambda step: None) as rig:
         monkeypatch.setattr(transfers, "make_handle", make_the_second_time)
         usable, refused = rig.usable([AioConfig(queue_depth=16), AioConfig(queue_depth=8)])
     assert (len(usable), refused) == (2, {})
@@ -54,7 +54,7 @@ def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Pat
 
 def test_transfers_walk_through_the_file_and_begin_anew_at_its_end(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, offsets = transfers.make_handle, []
-    with Rig([drive], 8 * MIB, False, False, lambda step: None) as rig:
+    with TrialBench([drive], 8 * MIB, False, False, lambda step: None) as rig:
         monkeypatch.setattr(transfers, "make_handle", lambda setting: Recording(make(setting), offsets))
         for _ in range(4):
             rig.move(ALONE, AioConfig(), "read", 3 * MIB)

@@ -13,7 +13,7 @@ import torch
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.buffer import Buffer, random_bytes
+from deepnvme.tune.measure.buffer import TransferBuffer, random_bytes
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 
@@ -113,7 +113,7 @@ def test_a_write_that_does_nothing_is_seen_although_the_file_was_written_before(
 
 
 def test_a_buffer_on_the_way_to_a_device_forgets_as_well(handle: Any, drive: Path) -> None:
-    buffer = Buffer(4097, handle, torch.device("cpu"))  # any device goes by way of locked memory
+    buffer = TransferBuffer(4097, handle, torch.device("cpu"))  # any device goes by way of locked memory
     handle.sync_pwrite(buffer.to_write(), str(drive / "file"))
     written = buffer.tensor.clone()
     buffer.renew()

@@ -13,7 +13,7 @@ from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.search import search, tuner
-from deepnvme.tune.search.trials import Rig
+from deepnvme.tune.search.trials import TrialBench
 from deepnvme.tune.search.tuner import Order, tune
 
 from ..support.disks import MIB, Disk, loop_disk
@@ -32,7 +32,7 @@ def test_a_failing_transfer_is_passed_on_and_leaves_no_file(drive: Path, monkeyp
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error", "tensor")
 
-    monkeypatch.setattr(Rig, "move", fail)
+    monkeypatch.setattr(TrialBench, "move", fail)
     with pytest.raises(OSError, match="Input/output error"):
         tune(order(drive))
     assert not [*drive.iterdir()]
@@ -90,14 +90,14 @@ def test_folders_of_one_disk_must_fit_together(small_disk: Disk) -> None:
 
 
 def interrupt_moves(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    move, moves = Rig.move, iter(range(after))
+    move, moves = TrialBench.move, iter(range(after))
 
-    def interrupted(self: Rig, *arguments: Any) -> Any:
+    def interrupted(self: TrialBench, *arguments: Any) -> Any:
         if next(moves, None) is None:
             raise KeyboardInterrupt
         return move(self, *arguments)
 
-    monkeypatch.setattr(Rig, "move", interrupted)
+    monkeypatch.setattr(TrialBench, "move", interrupted)
 
 
 # Two of the pilot, six in a pass of three settings: in the middle of the first pass, of the second, between both directions.
@@ -119,17 +119,17 @@ def test_an_interrupt_in_the_first_pass_of_a_later_round_gives_all(
     drive: Path, monkeypatch: pytest.MonkeyPatch, moves: int
 ) -> None:
     settings = tuple(AioConfig(block_size=256 << 10, queue_depth=depth) for depth in range(1, 13))
-    move, left = Rig.move, [moves]
+    move, left = TrialBench.move, [moves]
     steps: list[str] = []
 
-    def interrupted(self: Rig, *arguments: Any) -> Any:
+    def interrupted(self: TrialBench, *arguments: Any) -> Any:
         if "round 2 of" in steps[-1]:
             if not left[0]:
                 raise KeyboardInterrupt
             left[0] -= 1
         return move(self, *arguments)
 
-    monkeypatch.setattr(Rig, "move", interrupted)
+    monkeypatch.setattr(TrialBench, "move", interrupted)
     tuning = tune(order(drive, settings=settings, seconds=0.0), lambda share, step: steps.append(step))
     assert not tuning.complete
     assert {each.setting for each in tuning.chosen.results} == set(settings)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme.checkpoint.file_version import of_one_version
+from deepnvme.checkpoint.file_version import read_consistently
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 
 from .reader import Wanted, done, fill, opened, part
@@ -55,7 +55,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
         for name, requests in by_file.items():
             path = Path(self.path) / name
             with opened(path, requests[0]):
-                of_one_version(path, partial(_read, path, requests, planner))
+                read_consistently(path, partial(_read, path, requests, planner))
         return done()
 
 

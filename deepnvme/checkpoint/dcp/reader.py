@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from deepnvme._files import naming_file
 from deepnvme.checkpoint._shared_engine import shared_engine
-from deepnvme.checkpoint.file_version import Version, of_one_version, unless_replaced, version_of
+from deepnvme.checkpoint.file_version import Version, read_consistently, unless_replaced, version_of
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, bytes_of
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
@@ -103,7 +103,7 @@ class NVMeReader(FileSystemReader):
         def read() -> tuple[Version, Metadata]:
             return version_of(file), load_metadata(file)
 
-        version, metadata = of_one_version(file, read)
+        version, metadata = read_consistently(file, read)
         self._metadata_read = file, version
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, FileImage
 from deepnvme.checkpoint.formats.tensor_archive import flat, frame, memory_of_item
@@ -161,7 +161,7 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
     try:
         while len(ends) < min(threads, len(items)) - 1:
             end = Latch()
-            with held_back():  # or a thread could be left in the midst of its beginning
+            with defer_interrupts():  # or a thread could be left in the midst of its beginning
                 threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
                 ends.append(end)
         work()

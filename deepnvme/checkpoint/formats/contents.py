@@ -68,7 +68,7 @@ class WrongChecksum(CorruptCheckpoint):
 
 
 @dataclass(frozen=True)
-class Contents:
+class ArchiveContents:
     """Of an archive that torch.save made."""
 
     storages: tuple[Record, ...]
@@ -111,7 +111,7 @@ def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
             raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
 
 
-def contents(path: str | os.PathLike[str]) -> Contents:
+def contents(path: str | os.PathLike[str]) -> ArchiveContents:
     """Read the directory of the archive. Raises CorruptCheckpoint, and OSError from reading."""
     with open(path, "rb") as file:
         try:
@@ -143,7 +143,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
                 byteorder = text.decode() if name == "byteorder" else byteorder
     if missing:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    return Contents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
+    return ArchiveContents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
 
 
 _FACTS = {
@@ -168,7 +168,7 @@ def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes
     return text
 
 
-def check_pickle(path: str | os.PathLike[str], found: Contents) -> None:
+def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
     """That its bytes are those that were saved, and no more than a pickler writes for what they make: before anything is made
     of them. Raises CorruptCheckpoint."""
     record = found.pickle
@@ -191,13 +191,13 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
 
 
-def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: Contents) -> PickleScan:
+def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: ArchiveContents) -> PickleScan:
     """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
     file.seek(data_offset(path, file.fileno(), found.pickle))
     return PickleScan(file, found.pickle.nbytes)
 
 
-def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
+def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
     """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint."""
     with open(path, "rb") as file:
         file.seek(data_offset(path, file.fileno(), found.pickle))
@@ -212,7 +212,7 @@ def is_plain(path: str | os.PathLike[str], found: Contents) -> bool:
     return scan.plain
 
 
-def refuse_damaged(path: str | os.PathLike[str], found: Contents, error: Exception, plain: bool | None = None) -> None:
+def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: Exception, plain: bool | None = None) -> None:
     """Raise CorruptCheckpoint if the archive is why torch could not load it: what is wrong with its records, or ``error`` where
     that can have no other reason. ``plain``: whether the pickle is, where that is known; nothing of what a plain one names raises
     anything over a file as it was saved."""
@@ -224,7 +224,7 @@ def refuse_damaged(path: str | os.PathLike[str], found: Contents, error: Excepti
         raise CorruptCheckpoint(path, f"torch cannot load it: {type(error).__name__}: {error}") from error
 
 
-def _refuse_records(path: str | os.PathLike[str], found: Contents, error: Exception) -> None:
+def _refuse_records(path: str | os.PathLike[str], found: ArchiveContents, error: Exception) -> None:
     data_offsets(path, found.storages)
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
@@ -251,7 +251,7 @@ DAMAGE = (
 """What unpickling raises for bytes that nobody has pickled, beside UnpicklingError."""
 
 
-def wrong_size(path: str | os.PathLike[str], found: Contents, offset: int, nbytes: int) -> CorruptCheckpoint:
+def wrong_size(path: str | os.PathLike[str], found: ArchiveContents, offset: int, nbytes: int) -> CorruptCheckpoint:
     """The error for a storage at an offset that should have so many bytes."""
     record = found.holding(offset)
     key, there = ("?", 0) if record is None else (record.key, record.nbytes)

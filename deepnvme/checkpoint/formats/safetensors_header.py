@@ -45,7 +45,7 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype i
 _KINDS = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -64,7 +64,7 @@ class UnknownDtype(KeyError, ValueError):
 
 
 class Header(NamedTuple):
-    tensors: list[Entry]
+    tensors: list[TensorEntry]
     """In the order of the file."""
 
 
@@ -241,8 +241,8 @@ def _parse(text: bytes, data: int, size: int) -> Header:
     return Header(tensors)
 
 
-def _entries(header: _Json, data: int) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _entries(header: _Json, data: int) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
     metadata: set[str] | None = None
     for name, usual in header.members(_USUAL):
         if name in entries or (name == _METADATA and metadata is not None):
@@ -286,7 +286,7 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
     return kind, shape, begin, end
 
 
-def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> Entry:
+def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> TensorEntry:
     numel = most = 1
     for size in shape:
         numel *= size
@@ -303,7 +303,7 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
         raise _Wrong(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
-    return Entry(name, dtype, tuple(shape), data + begin, nbytes)
+    return TensorEntry(name, dtype, tuple(shape), data + begin, nbytes)
 
 
 _MOST_INDEXED = 2_000_000

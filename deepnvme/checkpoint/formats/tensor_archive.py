@@ -21,7 +21,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from .archive import archive
 from .pickle_scan import why_wasteful
 from .pickled import is_plain
-from .zip_directory import BadDirectory, Entry, data_of, parse
+from .zip_directory import BadDirectory, ZipEntry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
 
 _ALIGNMENT = 64
@@ -172,7 +172,7 @@ def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None
     return elements if whole and elements.nbytes <= found.storage.nbytes else None
 
 
-def _records(tail: bytes, length: int) -> dict[str, Entry]:
+def _records(tail: bytes, length: int) -> dict[str, ZipEntry]:
     """By their names, without the folder that all of them are in."""
     at = len(tail) - END.size
     signature, _, _, _, count, nbytes, _, comment = END.unpack_from(tail, at)
@@ -183,7 +183,7 @@ def _records(tail: bytes, length: int) -> dict[str, Entry]:
     return {entry.name.partition("/")[2]: entry for entry in parse(tail[at - nbytes : at], count, length)}
 
 
-def _data_of(beginning: bytes, record: Entry) -> int:
+def _data_of(beginning: bytes, record: ZipEntry) -> int:
     return data_of(beginning[record.header : record.header + LOCAL_HEADER.size], record.header)
 
 

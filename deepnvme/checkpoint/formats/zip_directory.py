@@ -20,7 +20,7 @@ _SLACK = 1 << 10
 """Bytes, for what is nearly empty."""
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One record."""
 
     name: str
@@ -39,7 +39,7 @@ class BadDirectory(ValueError):
     """There is none, or one that contradicts itself or the file's size."""
 
 
-def entries(file: BinaryIO) -> list[Entry]:
+def entries(file: BinaryIO) -> list[ZipEntry]:
     """In the order of the directory. Raises BadDirectory."""
     size = file.seek(0, os.SEEK_END)
     tail_at = max(0, size - _LONGEST_COMMENT - END.size - LOCATOR_64.size - END_64.size)
@@ -70,7 +70,7 @@ def entries(file: BinaryIO) -> list[Entry]:
     return found
 
 
-def _refuse_stored(file: BinaryIO, deflated: Entry) -> None:
+def _refuse_stored(file: BinaryIO, deflated: ZipEntry) -> None:
     file.seek(deflated.header)
     head = file.read(LOCAL_HEADER.size)
     data_of(head, deflated.header)
@@ -79,7 +79,7 @@ def _refuse_stored(file: BinaryIO, deflated: Entry) -> None:
         raise BadDirectory(f"its directory has record {deflated.name} as deflated, and the header before that as stored")
 
 
-def parse(directory: bytes, count: int, size: int) -> list[Entry]:
+def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
     """The directory of an archive of ``size`` bytes. Raises BadDirectory, and struct.error for one that is cut off."""
     found = []
     at = 0
@@ -110,11 +110,11 @@ def parse(directory: bytes, count: int, size: int) -> list[Entry]:
             raise BadDirectory(f"record {name} is stored, and cannot have {whole} bytes that take {nbytes}")
         if whole > _MOST_INFLATED * nbytes + _SLACK:
             raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
-        found.append(Entry(name, header, nbytes, crc32, method == _STORED, whole))
+        found.append(ZipEntry(name, header, nbytes, crc32, method == _STORED, whole))
     return found
 
 
-def refuse_overlaps(found: Sequence[Entry]) -> None:
+def refuse_overlaps(found: Sequence[ZipEntry]) -> None:
     """Raise BadDirectory for records that share bytes of the file, or a name: each of many could be as large as all of it."""
     end, last = 0, ""
     for entry in sorted(found, key=lambda entry: entry.header):

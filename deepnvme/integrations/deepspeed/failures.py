@@ -71,7 +71,7 @@ def _shared(own: Any) -> Any:
     return method
 
 
-class Ranks:
+class RankFailures:
     """What the ranks of one process group tell each other: the first failure.
 
     In the group's own store, which ends with the rank that serves it: the failed rank waits, for some seconds at most, until
@@ -147,10 +147,10 @@ class Ranks:
 
 
 _lock = threading.Lock()
-_group: tuple[Any, Ranks] | None = None
+_group: tuple[Any, RankFailures] | None = None
 
 
-def _ranks_of_this_process() -> Ranks | None:
+def _ranks_of_this_process() -> RankFailures | None:
     """None where there is one only."""
     global _group
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
@@ -161,7 +161,7 @@ def _ranks_of_this_process() -> Ranks | None:
             if _group is not None:
                 _group[1].part()
             store = dist.distributed_c10d._get_default_store()
-            _group = world, Ranks(store, dist.get_rank(), dist.get_world_size())
+            _group = world, RankFailures(store, dist.get_rank(), dist.get_world_size())
             atexit.register(_group[1].part)
         return _group[1]
 

@@ -19,7 +19,7 @@ def backends() -> dict[str, str | None]:
     """Every backend by name, fastest first; ``None`` where it works here, else why it does not. Tries each in earnest."""
 
 def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
-    """What :func:`deepnvme._tensor_memory.copy_many` documents. Any contiguous buffers of uint64 serve."""
+    """What :func:`deepnvme.memory.tensor_bytes.copy_many` documents. Any contiguous buffers of uint64 serve."""
 
 def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
     """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
@@ -40,11 +40,11 @@ def pickle_walk(
     """
 
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
-    """What :func:`deepnvme.checkpoint.zip_layout.lay_out` documents."""
+    """What :func:`deepnvme.checkpoint.formats.zip_layout.lay_out` documents."""
 
 def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int, in_turn: bool = False) -> None:
     """Work out matrices' values: each (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
-    :mod:`deepnvme.streaming.quantization` has them. Nothing checks the addresses."""
+    :mod:`deepnvme.streaming.weights.quantization` has them. Nothing checks the addresses."""
 
 def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> int | None:
     """Work out one matrix's scales and codes, or say in which row is what cannot be: a value not finite, or above 2**126."""

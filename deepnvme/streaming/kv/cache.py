@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from .drive import Drive
+from .drive import KVDrive
 from .layer import OffloadedLayer
 from .memory import Pair
 
@@ -91,7 +91,7 @@ class OffloadedCache(DynamicCache):
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
-        self._drive = Drive(path if where == "nvme" else None, len(kinds), prefetch)
+        self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch)
         self._budget = operator.index(memory_budget) if where == "nvme" else None
         layers: list[Any] = [
             kind(**given)

@@ -27,7 +27,7 @@ from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
-from .memory import Form, Pair
+from .memory import KVShape, Pair
 
 CHUNK_BYTES = 2 << 20
 """Keys and values of so many bytes are written together: that reaches a drive's pace, and keeps little of a layer back."""
@@ -41,13 +41,13 @@ longer each time, and pinning takes 0.3 s for a GB."""
 
 
 @dataclass(eq=False)
-class Chunk:
+class KVChunk:
     """Positions of a layer on the drive. They never change there."""
 
     name: str
     start: int
     end: int
-    form: Form
+    form: KVShape
     """As they were written."""
     rows: torch.Tensor | None = None
     """Which row of the batch each of the cache's rows is; None while they are the same."""
@@ -57,7 +57,7 @@ class Chunk:
         return (self.end - self.start) * self.form.position_bytes
 
 
-class Drive:
+class KVDrive:
     """The chunks of all layers, and the memory through which they come and go.
 
     ``path``: where a directory of its own is made; None for a cache that has nothing on a drive. ``layers``: how many there are.
@@ -68,7 +68,7 @@ class Drive:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int) -> None:
-        self.chunks: list[list[Chunk]] = [[] for _ in range(layers)]
+        self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """By layer, in the order of their positions."""
         self.bytes_read = 0
         self.bytes_written = 0
@@ -77,9 +77,9 @@ class Drive:
         self._prefetch = prefetch
         self._pool = BufferPool(0)
         self._names = itertools.count()
-        self._reading: dict[Chunk, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
+        self._reading: dict[KVChunk, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
         self._most_reading = 0
-        self._ahead: deque[Chunk] = deque()
+        self._ahead: deque[KVChunk] = deque()
         self._writing: deque[StoreFuture[int]] = deque()
         self._whole: Lease | None = None
         self.shown: tuple[int, Pair] | None = None
@@ -130,7 +130,7 @@ class Drive:
         Raises OSError (ENOSPC) naming the directory, or what an earlier write ended with.
         """
         assert self._store is not None
-        chunk = Chunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], Form.of(keys, values))
+        chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values))
         while self._writing and (
             self._writing[0].done() or sum(future.nbytes for future in self._writing) + chunk.nbytes > _WRITING
         ):
@@ -155,7 +155,7 @@ class Drive:
             self._forget(chunk)
         self._read_on()
 
-    def read(self, chunk: Chunk, device: torch.device, use: Callable[[Pair], None]) -> None:
+    def read(self, chunk: KVChunk, device: torch.device, use: Callable[[Pair], None]) -> None:
         """Have ``use`` see the chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes
         next.
 
@@ -182,7 +182,7 @@ class Drive:
         self._forget(chunk)
         self._store.delete(chunk.name)
 
-    def whole(self, form: Form, positions: int, device: torch.device) -> Pair:
+    def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
         """Memory for a layer as attention sees it. What was given before goes to others, unless somebody still has it."""
         nbytes = form.position_bytes * positions
         size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
@@ -228,13 +228,13 @@ class Drive:
             if chunk not in self._reading:
                 self._start(chunk)
 
-    def _start(self, chunk: Chunk) -> None:
+    def _start(self, chunk: KVChunk) -> None:
         assert self._store is not None
         lease = self._lease(chunk.nbytes)
         self._reading[chunk] = (lease, self._store.get(chunk.name, out=lease.buffer))
         self.bytes_read += chunk.nbytes
 
-    def _forget(self, chunk: Chunk, device: torch.device | None = None) -> None:
+    def _forget(self, chunk: KVChunk, device: torch.device | None = None) -> None:
         """Let go of what was read of it, or is being read, or copied to a device."""
         found = self._reading.pop(chunk, None)
         if found is None:
@@ -254,9 +254,9 @@ class Drive:
 
 
 class _Changing(AbstractContextManager[None]):
-    """See :meth:`Drive.changing`. A change counts as broken off from its beginning to its end, whatever interrupts it."""
+    """See :meth:`KVDrive.changing`. A change counts as broken off from its beginning to its end, whatever interrupts it."""
 
-    def __init__(self, drive: Drive, layer: int | None) -> None:
+    def __init__(self, drive: KVDrive, layer: int | None) -> None:
         self._drive = drive
         self._layer = layer
 

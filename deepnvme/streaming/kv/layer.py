@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .drive import CHUNK_BYTES, Chunk, Drive
-from .memory import Form, Pair, Strip, in_one_thread
+from .drive import CHUNK_BYTES, KVChunk, KVDrive
+from .memory import KVShape, Pair, Strip, in_one_thread
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -23,11 +23,11 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_croppable = True
 
-    def __init__(self, drive: Drive, index: int, window: int | None = None, streamed: bool = False) -> None:
+    def __init__(self, drive: KVDrive, index: int, window: int | None = None, streamed: bool = False) -> None:
         self._drive = drive
         self._index = index
         self._always_streamed = self.streamed = streamed
-        self._form: Form | None = None
+        self._form: KVShape | None = None
         self._device = torch.device("cpu")
         self._newest: Strip | None = None
         self._first = 0
@@ -74,7 +74,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._length, self._changes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        form = Form.of(key_states, value_states)
+        form = KVShape.of(key_states, value_states)
         self._device = key_states.device
         self._newest = Strip(form, self._memory, self._length)
         self._form = form
@@ -171,7 +171,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def resident_bytes_with(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """``resident_bytes`` after these are appended to a layer that is not streamed."""
-        strip = Strip(Form.of(key_states, value_states), self._memory, 0) if self._newest is None else self._newest
+        strip = Strip(KVShape.of(key_states, value_states), self._memory, 0) if self._newest is None else self._newest
         return strip.nbytes_with(key_states.shape[2])
 
     def stream(self) -> None:
@@ -182,7 +182,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self._store_newest(self._newest)
 
     @property
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[KVChunk]:
         return self._drive.chunks[self._index]
 
     def _seen_from(self) -> int:
@@ -192,8 +192,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> Strip:
         assert self._form is not None
         assert self._newest is not None
-        if Form.of(keys, values) != self._form or keys.device != self._device:
-            got = f"{Form.of(keys, values)} on {keys.device}"
+        if KVShape.of(keys, values) != self._form or keys.device != self._device:
+            got = f"{KVShape.of(keys, values)} on {keys.device}"
             held = f"{self._form} on {self._device}"
             raise ValueError(f"layer {self._index} holds {held}, got {got}: reset() the cache, or use another")
         return self._newest
@@ -298,7 +298,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._newest.keep(first, end)
         self._first, self._length = first, end
 
-    def _gathered_chunk(self, chunk: Chunk) -> Pair:
+    def _gathered_chunk(self, chunk: KVChunk) -> Pair:
         assert self._form is not None
         positions = chunk.end - chunk.start
         states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
@@ -306,7 +306,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
 
-def _place(chunk: Chunk, states: Pair, begin: int, stored: Pair) -> None:
+def _place(chunk: KVChunk, states: Pair, begin: int, stored: Pair) -> None:
     """Copy what was read of a chunk to where it belongs in ``states``, which begin at a position."""
     start = max(chunk.start, begin)
     for mine, theirs in zip(states, stored, strict=True):

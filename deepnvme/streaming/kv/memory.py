@@ -18,7 +18,7 @@ _LEAST_GROWTH = 256 << 10
 
 
 @dataclass(frozen=True)
-class Form:
+class KVShape:
     """What the keys and values of a layer look like, but for how many positions there are."""
 
     batch: int
@@ -29,7 +29,7 @@ class Form:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Form:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KVShape:
         """Raises ValueError for tensors that are not a layer's keys and values."""
         alike = (keys.dtype, keys.device, keys.ndim) == (values.dtype, values.device, 4)
         if values.ndim != 4 or not alike or keys.shape[:3:2] != values.shape[:3:2]:
@@ -42,7 +42,7 @@ class Form:
         """Of the keys and values of one position."""
         return self.batch * sum(map(math.prod, zip(self.heads, self.dims, strict=True))) * self.dtype.itemsize
 
-    def with_batch(self, batch: int) -> Form:
+    def with_batch(self, batch: int) -> KVShape:
         return replace(self, batch=batch)
 
     def pair(self, memory: torch.Tensor, positions: int) -> Pair:
@@ -71,7 +71,7 @@ class Strip:
     ``start``, ``end``: the first position and the one after the last. A view stays as it is while positions are appended.
     """
 
-    def __init__(self, form: Form, memory: Memory, start: int) -> None:
+    def __init__(self, form: KVShape, memory: Memory, start: int) -> None:
         self.form = form
         self.start = self.end = start
         self._make = memory

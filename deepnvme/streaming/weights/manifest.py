@@ -17,7 +17,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.store.manifest import CorruptManifest, check_length, string_at
 
-from .quantization import SCHEMES, Layout, Scheme, dequantize, is_worth_quantizing
+from .quantization import SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 
 NAME = "manifest"
 """The tensor's."""
@@ -69,7 +69,7 @@ class Weight(NamedTuple):
     @property
     def nbytes(self) -> int:
         """That it takes here."""
-        return self.info.nbytes if self.scheme is None else Layout.of(self.scheme, self.info.shape).nbytes
+        return self.info.nbytes if self.scheme is None else QuantizedLayout.of(self.scheme, self.info.shape).nbytes
 
     @property
     def end(self) -> int:
@@ -116,7 +116,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightManifest:
     model: str
     """The class of the model that it was built for; empty where only names were known."""
     extents: Mapping[str, Extent]
@@ -140,7 +140,7 @@ def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None
     return Extent(name, tuple(placed))
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: WeightManifest) -> bytes:
     """Raises ValueError for more than :func:`decode` takes."""
     names = [weight.name for extent in manifest.extents.values() for weight in extent.weights]
     for text in (manifest.model, manifest.origin, *manifest.extents, *manifest.blocks, *manifest.ties, *names):
@@ -159,7 +159,7 @@ def encode(manifest: Manifest) -> bytes:
     return data
 
 
-def decode(data: bytes, where: Path) -> Manifest:
+def decode(data: bytes, where: Path) -> WeightManifest:
     """Raises CorruptManifest naming ``where``."""
     head, _, body = data.rstrip(b"\n").partition(b"\n")
     try:
@@ -233,7 +233,7 @@ class _Written:
             raise ValueError(f"expected its end at byte {self._at} of its second line")
 
 
-def _manifest(written: _Written) -> Manifest:
+def _manifest(written: _Written) -> WeightManifest:
     written.expect('{"model":')
     model = written.string()
     written.expect(',"extents":')
@@ -246,7 +246,7 @@ def _manifest(written: _Written) -> Manifest:
     origin = written.string()
     written.expect("}")
     written.finish()
-    return Manifest(model, {extent.name: extent for extent in extents}, blocks, ties, origin)
+    return WeightManifest(model, {extent.name: extent for extent in extents}, blocks, ties, origin)
 
 
 def _extent(written: _Written) -> Extent:

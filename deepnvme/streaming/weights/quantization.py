@@ -49,7 +49,7 @@ _AT_A_TIME = 1 << 22  # values; torch takes some 12 bytes for each
 
 
 @dataclass(frozen=True)
-class Layout:
+class QuantizedLayout:
     """Where the parts of a quantised weight lie in its bytes."""
 
     scheme: Scheme
@@ -57,7 +57,7 @@ class Layout:
     columns: int
 
     @classmethod
-    def of(cls, scheme: Scheme, shape: Sequence[int]) -> Layout:
+    def of(cls, scheme: Scheme, shape: Sequence[int]) -> QuantizedLayout:
         """Of a weight of this shape. Raises ValueError for another scheme than int8 and int4, or fewer than 2 dimensions."""
         if scheme not in SCHEMES:
             raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {scheme!r}")
@@ -111,7 +111,7 @@ def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype
     smaller for it. Raises ValueError for another scheme than int8 and int4."""
     if dtype not in _TYPES or len(shape) < 2 or math.prod(shape) < _LEAST_NUMEL:
         return False
-    return Layout.of(scheme, shape).nbytes < math.prod(shape) * dtype.itemsize
+    return QuantizedLayout.of(scheme, shape).nbytes < math.prod(shape) * dtype.itemsize
 
 
 def quantize(
@@ -120,13 +120,13 @@ def quantize(
     """The bytes of ``weight`` quantised: a uint8 tensor of one dimension, new or ``out``. Blocks, the GIL released.
 
     ``weight``: float32, float16 or bfloat16, at least 2 dimensions; one that is not contiguous or not in host memory is copied.
-    ``out``: contiguous, in host memory, of just ``Layout.of(scheme, weight.shape).nbytes``. ``threads``: at most; None for as
-    many as there are processors.
+    ``out``: contiguous, in host memory, of just ``QuantizedLayout.of(scheme, weight.shape).nbytes``. ``threads``: at
+    most; None for as many as there are processors.
 
     Raises ValueError for a value that is not finite, or beyond 2**126, naming ``name`` and the place, and for what does not
     fit; TypeError for another dtype. What ``out`` then holds is undefined.
     """
-    layout = Layout.of(scheme, weight.shape)
+    layout = QuantizedLayout.of(scheme, weight.shape)
     if weight.dtype not in _TYPES:
         raise TypeError(f"'{name}' is {weight.dtype}: float32, float16 and bfloat16 can be quantised")
     if out is None:
@@ -165,8 +165,8 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
 
 def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
     """:func:`dequantize` of one whose bytes are in the way of its values: ``out`` begins before ``source``, by
-    ``Layout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost. Raises as that
-    does; the distance is not looked at."""
+    ``QuantizedLayout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost. Raises as
+    that does; the distance is not looked at."""
     layout = _checked(scheme, source, out)
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
@@ -182,7 +182,7 @@ def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, 
     _op().dequantize(pieces, _processors(threads), in_turn=True)
 
 
-def dequantize_with_torch(layout: Layout, source: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
     """The formula, on any device; like :func:`dequantize_over`."""
     scales = source[: layout.scales_nbytes].clone()  # a view in another type wants the address aligned
     codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
@@ -206,8 +206,8 @@ def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat(tuple(parts), dim=1)[:, :columns]
 
 
-def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> Layout:
-    layout = Layout.of(scheme, out.shape)
+def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> QuantizedLayout:
+    layout = QuantizedLayout.of(scheme, out.shape)
     if out.dtype not in _TYPES:
         raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
     if source.device != out.device or not out.is_contiguous():
@@ -216,7 +216,7 @@ def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> Layout:
     return layout
 
 
-def _check_bytes(layout: Layout, tensor: torch.Tensor, on_host: bool = False) -> None:
+def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = False) -> None:
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise TypeError(f"quantised weights are contiguous uint8 of one dimension, got {tensor.dtype} of {tuple(tensor.shape)}")
     if tensor.nbytes != layout.nbytes:
@@ -226,13 +226,13 @@ def _check_bytes(layout: Layout, tensor: torch.Tensor, on_host: bool = False) ->
         raise ValueError(f"weights are quantised in host memory, got {tensor.device}")
 
 
-def _described(layout: Layout, values: torch.Tensor, quantized: torch.Tensor) -> tuple[str, str, int, int, int, int, int]:
+def _described(layout: QuantizedLayout, values: torch.Tensor, quantized: torch.Tensor) -> tuple[str | int, ...]:
     begin = quantized.data_ptr()
     where = (values.data_ptr(), begin, begin + layout.codes_at)
     return (layout.scheme, _TYPES[values.dtype], layout.rows, layout.columns, *where)
 
 
-def _refusal(name: str, values: torch.Tensor, layout: Layout, row: int) -> str:
+def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int) -> str:
     wrong = ~(values.view(layout.rows, layout.columns)[row].float().abs() <= _LARGEST)
     at = row * layout.columns + int(wrong.nonzero()[0])
     place = [int(index) for index in torch.unravel_index(torch.tensor(at), values.shape)]

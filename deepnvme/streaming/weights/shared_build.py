@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepnvme.store.directory_lock import Ownership, StoreLocked
+from deepnvme.store.directory_lock import DirectoryLock, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
 
 from .weight_store import WeightStore
@@ -88,13 +88,13 @@ def _facts(origin: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"origin": origin[:_LONGEST_SHOWN]}
 
 
-def _alone_in(directory: Path) -> Ownership:
+def _alone_in(directory: Path) -> DirectoryLock:
     """Waits until nobody else has it."""
     began = time.monotonic()
     said = False
     while True:
         try:
-            return Ownership(directory)
+            return DirectoryLock(directory)
         except StoreLocked as error:
             if time.monotonic() - began > _PATIENCE:
                 text = f"waited {_PATIENCE:.0f} s for {error.holder} to build the store; end that, or choose another directory"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme.checkpoint.file_version import of_one_version, version_of
+from deepnvme.checkpoint.file_version import read_consistently, version_of
 from deepnvme.checkpoint.formats.contents import (
     CorruptCheckpoint,
     check_pickle,
@@ -160,7 +160,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | I
         if names is not None and not os.path.exists(shard):
             text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
             raise FileNotFoundError(2, text, shard)
-        inside = of_one_version(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
+        inside = read_consistently(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
         found.update(indexed(path, shard, names, inside))
     return found
 

@@ -32,7 +32,7 @@ from deepnvme.store.volumes import weights_of as directories_of
 from .blocks import Structure, structure_of, structure_of_names
 from .building import Coming, build
 from .comparing import StoreMismatch, described, differences
-from .manifest import LARGEST, NAME, Extent, Manifest, Weight, decode, encode
+from .manifest import LARGEST, NAME, Extent, Weight, WeightManifest, decode, encode
 from .quantization import SCHEMES, Scheme
 from .sources import Location, Source, Weights, source_of
 
@@ -132,7 +132,7 @@ class WeightStore:
                 structure, names = _structure(source, tree, blocks)
                 coming = [Coming(plan, source, names, dtype, quantize) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
-                manifest = Manifest(kind, {}, structure.needs(), structure.ties, origin)
+                manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
                 with following(progress, f"building {where}") as told:
                     _build(coming, source, manifest, path, engine, checksum, told)
             finally:
@@ -331,7 +331,7 @@ def _structure(source: Source, model: nn.Module | None, blocks: Sequence[str] | 
 def _build(
     coming: Sequence[Coming],
     source: Source,
-    manifest: Manifest,
+    manifest: WeightManifest,
     path: Directories,
     engine: Engine,
     checksum: bool,

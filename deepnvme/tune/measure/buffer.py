@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Buffer:
+class TransferBuffer:
     """``nbytes`` random bytes, in locked memory of ``handle`` or on ``device``.
 
     A tensor on a device goes by way of a locked buffer on the host, unless ``gds`` registers it with the handle, or ``hand_over``

@@ -23,7 +23,7 @@ class FioFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class FioRange:
     """What one job of fio moves: a range of a file."""
 
     path: Path
@@ -57,14 +57,14 @@ def huge_pages_needed(settings: FioSettings, pieces: int, page: int) -> int:
     return pieces * (math.ceil(settings.queue_depth * settings.block_size / page) + 1)
 
 
-def pieces(path: Path, nbytes: int, block_size: int, count: int) -> list[Piece]:
+def pieces(path: Path, nbytes: int, block_size: int, count: int) -> list[FioRange]:
     """A file dealt to ``count`` jobs in whole blocks, as workers share a tensor."""
     blocks = math.ceil(nbytes / block_size)
     bounds = [min(nbytes, blocks * each // count * block_size) for each in range(count + 1)]
-    return [Piece(path, begin, end - begin) for begin, end in itertools.pairwise(bounds) if end > begin]
+    return [FioRange(path, begin, end - begin) for begin, end in itertools.pairwise(bounds) if end > begin]
 
 
-def can_move(piece: Piece, block_size: int) -> bool:
+def can_move(piece: FioRange, block_size: int) -> bool:
     """fio leaves out what does not fill a block; by O_DIRECT, blocks are of whole sectors."""
     block = min(block_size, piece.nbytes)
     return piece.nbytes % block == 0 and block % 512 == 0
@@ -73,7 +73,7 @@ def can_move(piece: Piece, block_size: int) -> bool:
 def run(
     settings: FioSettings,
     operation: Operation,
-    work: Sequence[Piece],
+    work: Sequence[FioRange],
     *,
     fallocate: Literal["native", "none"],
     fsync: bool = False,

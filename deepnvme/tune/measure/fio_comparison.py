@@ -72,5 +72,5 @@ class FioComparisonRun:
         )
 
 
-def _pieces(job: Job, path: Path) -> list[fio.Piece]:
+def _pieces(job: Job, path: Path) -> list[fio.FioRange]:
     return fio.pieces(path, job.io_size, job.setting.block_size, job.setting.intra_op_parallelism)

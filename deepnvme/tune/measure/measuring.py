@@ -12,7 +12,7 @@ from .fio_comparison import FioComparisonRun, find_suitable
 from .folder import examine, settle, workspace
 from .job import Job, Measurement, Paths, Sample
 from .requirements import check_memory, check_space
-from .worker_processes import crew
+from .worker_processes import worker_processes
 
 Progress = Callable[[str], None]
 """Told the step under way."""
@@ -37,7 +37,7 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
         progress("starting")
         workspaces = {folder: stack.enter_context(workspace(folder, "ds_io-")) for folder in facts}
         directories = [workspaces[place.folder] for place in job.places]
-        members = stack.enter_context(crew(job, directories))
+        members = stack.enter_context(worker_processes(job, directories))
         described = members.described[0]
         rival = FioComparisonRun(job, program, described.backend, directories) if program is not None else None
         if job.operation == "read":

@@ -12,7 +12,7 @@ from deepnvme.config import AioConfig
 from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.memory.tensor_bytes import memory_of
 
-from .buffer import Buffer, locked, random_bytes
+from .buffer import TransferBuffer, locked, random_bytes
 from .folder import Unsuitable
 from .job import EngineName, Job, Operation
 
@@ -108,7 +108,7 @@ class _Handle:
     def __init__(self, job: Job, device: torch.device | None) -> None:
         self._operation: Operation = job.operation
         self._handle = make_handle(job.setting)
-        self._buffer = Buffer(
+        self._buffer = TransferBuffer(
             job.io_size,
             self._handle,
             device,
@@ -155,7 +155,7 @@ class _Basic:
         self._move = self._op.aio_read if job.operation == "read" else self._op.aio_write
         setting = job.setting
         self._arguments = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, False)
-        buffer = Buffer(job.io_size, self._op.aio_handle(), None, by_accelerator=job.accelerator_pin_memory)
+        buffer = TransferBuffer(job.io_size, self._op.aio_handle(), None, by_accelerator=job.accelerator_pin_memory)
         self.tensor, self.memory = buffer.tensor, buffer.kind
 
     def lay_out(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from .job import Job
 from .process import Described, Member, Reply, serve
 
 
-class Crew(Protocol):
+class WorkerProcesses(Protocol):
     """All members of a job."""
 
     described: list[Described]
@@ -26,7 +26,7 @@ class Crew(Protocol):
 
 
 @contextlib.contextmanager
-def crew(job: Job, directories: Sequence[Path]) -> Iterator[Crew]:
+def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerProcesses]:
     """A member for each directory: one in this process, several each in its own. None outlives the ``with``."""
     if len(directories) == 1:
         yield _One(job, directories[0])

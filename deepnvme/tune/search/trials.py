@@ -13,7 +13,7 @@ from typing import Any
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.buffer import Buffer
+from deepnvme.tune.measure.buffer import TransferBuffer
 from deepnvme.tune.measure.counters import cpu_seconds, latency_between
 from deepnvme.tune.measure.figures import Percentiles, merged
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, settle, workspace
@@ -29,7 +29,7 @@ Shares = Mapping[Operation, Mapping[int, float]]
 """What part of the bytes each folder, by its number, gets: 1 for the one that gets most."""
 
 
-class Rig:
+class TrialBench:
     """Usable in ``with``, whose end removes the files. Raises Unsuitable or OSError from laying them out."""
 
     def __init__(self, folders: Sequence[Path], io_size: int, gpu: bool, gds: bool, progress: Callable[[str], None]) -> None:
@@ -41,14 +41,14 @@ class Rig:
         self._retiring: deque[Future[None]] = deque()
         self._offset = 0
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> TrialBench:
         with contextlib.ExitStack() as stack:
             self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in self._folders]
             self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
             self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
             # A GPU for each folder, as DeepSpeed maps them, as far as there are so many.
             devices = [transfers.gpu_of_folder(index) if self._gpu else None for index in range(len(self._folders))]
-            self._buffers = [Buffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
+            self._buffers = [TransferBuffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
             for path, buffer in zip(self._paths, self._buffers, strict=True):
                 self._progress(f"{path.parent.parent}: laying out a file")
                 self._keeper.sync_pwrite(buffer.to_write(), str(path))

@@ -16,7 +16,7 @@ from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import FolderFacts, examine
 from deepnvme.tune.measure.job import Operation
 from deepnvme.tune.measure.requirements import check_memory, check_space
-from deepnvme.tune.search.trials import Rig, Shares
+from deepnvme.tune.search.trials import Shares, TrialBench
 
 from .search import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
 from .space import default_space
@@ -61,7 +61,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
     offered, backend = _offered(order)
     begin = time.monotonic()
     groups = _groups(len(facts))
-    rig = Rig(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
+    rig = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
     refused: dict[str, str] = {}
     searches: list[Search] = []
     striping = None
@@ -131,7 +131,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 # -- striping ---------------------------------------------------------------------------------------------------------
 
 
-def _striping(rig: Rig, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
     """Each folder with its own best setting and all with theirs, in turn, so that one that is slow for a while is so for all."""
     together = searches[-1]
     groups = _groups(len(facts))

@@ -144,11 +144,12 @@ def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreter
     interpreters.run(
         f"""
         import pathlib
-        from deepnvme.checkpoint import CorruptCheckpoint, dcp_metadata
+        from deepnvme.checkpoint import CorruptCheckpoint
+        from deepnvme.checkpoint.dcp import metadata
 
         def why():
             try:
-                dcp_metadata.load_metadata(pathlib.Path({str(path)!r}))
+                metadata.load_metadata(pathlib.Path({str(path)!r}))
             except CorruptCheckpoint as error:
                 return str(error)
 

@@ -20,7 +20,7 @@ from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.integrations import deepspeed as integration
 from deepnvme.integrations.deepspeed import enabling, launching
 from deepnvme.integrations.deepspeed import swap_tensor as zero
-from deepnvme.integrations.deepspeed.failures import Ranks
+from deepnvme.integrations.deepspeed.failures import RankFailures
 from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
@@ -307,7 +307,7 @@ def test_a_path_that_cannot_be_made_is_named(swap: Callable[[Path], Any], tmp_pa
 
 def test_a_rank_tells_the_others_what_failed_it() -> None:
     store = dist.HashStore()
-    ranks = [Ranks(store, rank, 3) for rank in range(3)]
+    ranks = [RankFailures(store, rank, 3) for rank in range(3)]
     assert ranks[0].failure() is None
     error = OSError(errno.ENOSPC, "No space left on device", "/mnt/nvme/0.swp")
     told = threading.Thread(target=ranks[1].tell, args=(error,))
@@ -325,7 +325,7 @@ def test_a_rank_tells_the_others_what_failed_it() -> None:
 
 def test_ranks_part_without_a_failure_and_the_others_look_no_longer() -> None:
     store = dist.HashStore()
-    ranks = [Ranks(store, rank, 2) for rank in range(2)]
+    ranks = [RankFailures(store, rank, 2) for rank in range(2)]
     ranks[0].part()
     assert [rank.failure() for rank in ranks] == [None, None]
     assert not any(thread.name == "deepnvme-failures" and thread.is_alive() for thread in threading.enumerate())
@@ -334,7 +334,7 @@ def test_ranks_part_without_a_failure_and_the_others_look_no_longer() -> None:
 
 def test_ranks_that_fail_together_do_not_wait_for_each_other() -> None:
     store = dist.HashStore()
-    ranks = [Ranks(store, rank, 2) for rank in range(2)]
+    ranks = [RankFailures(store, rank, 2) for rank in range(2)]
     errors = [OSError(errno.ENOSPC, "No space left on device", f"/mnt/nvme/{rank}.swp") for rank in range(2)]
     telling = [threading.Thread(target=rank.tell, args=(error,)) for rank, error in zip(ranks, errors, strict=True)]
     for thread in telling:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from deepnvme.streaming.kv import drive as kv_drive
-from deepnvme.streaming.kv.drive import Drive
-from deepnvme.streaming.kv.memory import Form
+from deepnvme.streaming.kv.drive import KVDrive
+from deepnvme.streaming.kv.memory import KVShape
 from tests.faults.torture.interruption import interrupted
 
 from ...support.interpreters import Interpreters
@@ -23,13 +23,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def there(drive: Path) -> Iterator[Drive]:
-    there = Drive(drive, layers=3, prefetch=1)
+def there(drive: Path) -> Iterator[KVDrive]:
+    there = KVDrive(drive, layers=3, prefetch=1)
     yield there
     there.close()
 
 
-def test_after_an_error_nothing_is_used_until_it_is_mended(there: Drive) -> None:
+def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVDrive) -> None:
     with pytest.raises(ZeroDivisionError), there.changing():
         _ = 1 / 0
     with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*reset\(\)"), there.changing():
@@ -49,7 +49,7 @@ def test_after_an_error_nothing_is_used_until_it_is_mended(there: Drive) -> None
 
 # Python prints one that comes in a finalizer, of a lease say, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_mended(there: Drive) -> None:
+def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_mended(there: KVDrive) -> None:
     def change() -> None:
         with there.changing(0):
             there.write(0, 0, *states(seed=1))
@@ -76,7 +76,7 @@ def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_me
     assert refused
 
 
-def test_a_closed_one_says_so_and_has_removed_its_files(there: Drive, drive: Path) -> None:
+def test_a_closed_one_says_so_and_has_removed_its_files(there: KVDrive, drive: Path) -> None:
     there.write(0, 0, *states())
     there.close()
     there.close()
@@ -89,20 +89,20 @@ def test_what_a_killed_process_has_left_goes(drive: Path, interpreters: Interpre
     killed = interpreters.run(
         f"""
         import os, torch
-        from deepnvme.streaming.kv.drive import Drive
-        drive = Drive({str(drive)!r}, layers=1, prefetch=1)
+        from deepnvme.streaming.kv.drive import KVDrive
+        drive = KVDrive({str(drive)!r}, layers=1, prefetch=1)
         drive.write(0, 0, *torch.zeros(2, 1, 1, 100, 8))
         os.kill(os.getpid(), 9)
         """
     )
     assert killed.returncode == -9
     assert list(drive.rglob("*.data"))
-    Drive(drive, layers=1, prefetch=1).close()
+    KVDrive(drive, layers=1, prefetch=1).close()
     assert not list(drive.rglob("*.data"))
 
 
 def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
-    there: Drive, monkeypatch: pytest.MonkeyPatch
+    there: KVDrive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Copy:
         of: ClassVar[list[Copy]] = []
@@ -129,7 +129,7 @@ def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
     assert not there._pool.in_use
 
 
-def test_chunks_come_back_as_they_were_written(there: Drive) -> None:
+def test_chunks_come_back_as_they_were_written(there: KVDrive) -> None:
     written = [states(positions=positions, seed=positions) for positions in (3, 5)]
     there.write(1, 0, *written[0])
     there.write(1, 3, *written[1])
@@ -141,19 +141,19 @@ def test_chunks_come_back_as_they_were_written(there: Drive) -> None:
         assert all(map(torch.equal, read, states(positions=positions, seed=positions)))
 
 
-def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: Drive) -> None:
+def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: KVDrive) -> None:
     for layer in range(3):
         there.write(layer, 0, *states(positions=4))
-    there.whole(Form.of(*states()), 4, CPU)
+    there.whole(KVShape.of(*states()), 4, CPU)
     there.expect(2)
     assert set(there._reading) == {*there.chunks[2], *there.chunks[0]}, "the first comes after the last"
     there.expect(1)
     assert set(there._reading) == {*there.chunks[1], *there.chunks[2]}
 
 
-def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: Drive) -> None:
+def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -> None:
     there.write(0, 0, *states(positions=4))
-    there.whole(Form.of(*states()), 4, CPU)
+    there.whole(KVShape.of(*states()), 4, CPU)
     there.expect(0)
     there.delete(0, 0)
     there.let_go()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepnvme.streaming.kv.memory import Form, Pair, Strip, in_one_thread
+from deepnvme.streaming.kv.memory import KVShape, Pair, Strip, in_one_thread
 from tests.faults.torture.interruption import interrupted
 
 from .states import states
@@ -24,12 +24,12 @@ from .states import states
 )
 def test_keys_and_values_that_are_no_pair_are_refused(keys: torch.Tensor, values: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"\[batch, heads, positions, dim\].*got"):
-        Form.of(keys, values)
+        KVShape.of(keys, values)
 
 
 def test_keys_and_values_may_have_heads_of_their_own() -> None:
     keys, values = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 4)
-    form = Form.of(keys, values)
+    form = KVShape.of(keys, values)
     assert form.position_bytes * 5 == keys.nbytes + values.nbytes
     mine = form.pair(torch.empty(form.position_bytes * 5, dtype=torch.uint8), 5)
     assert [each.shape for each in mine] == [keys.shape, values.shape]
@@ -37,7 +37,7 @@ def test_keys_and_values_may_have_heads_of_their_own() -> None:
 
 
 def made_strip(pair: Pair, start: int = 0) -> Strip:
-    strip = Strip(Form.of(*pair), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), start)
+    strip = Strip(KVShape.of(*pair), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), start)
     strip.append(*pair)
     return strip
 

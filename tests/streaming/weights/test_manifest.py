@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.streaming.weights.manifest import ALIGNMENT, LARGEST, Extent, Manifest, Weight, WeightInfo, decode, encode, laid_out
+from deepnvme.streaming.weights.manifest import (
+    ALIGNMENT,
+    LARGEST,
+    Extent,
+    Weight,
+    WeightInfo,
+    WeightManifest,
+    decode,
+    encode,
+    laid_out,
+)
 from deepnvme.swap import CorruptManifest
 
 
@@ -64,14 +74,14 @@ def test_what_encode_does_not_write_is_refused_at_once(drive: Path, how: str) ->
 
 def test_what_could_not_be_decoded_is_not_encoded() -> None:
     with pytest.raises(ValueError, match="may have 65536: choose something shorter"):
-        encode(Manifest("", {}, {}, {}, "o" * 65537))
+        encode(WeightManifest("", {}, {}, {}, "o" * 65537))
     with pytest.raises(ValueError, match=f"may have {LARGEST}"):
-        encode(Manifest("", {}, {}, {f"{number:060000}": "w" for number in range(LARGEST // 60_000 + 1)}))
+        encode(WeightManifest("", {}, {}, {f"{number:060000}": "w" for number in range(LARGEST // 60_000 + 1)}))
 
 
 def test_a_scheme_of_a_later_version_is_refused(drive: Path) -> None:
     extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
-    data = encode(Manifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip().replace(b"int4", b"int2")
+    data = encode(WeightManifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip().replace(b"int4", b"int2")
     head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(data)
     with pytest.raises(CorruptManifest, match="'w' is quantised to 'int2', which this version does not know"):
         decode(head + data, drive)
@@ -80,12 +90,12 @@ def test_a_scheme_of_a_later_version_is_refused(drive: Path) -> None:
 def test_a_manifest_comes_back(drive: Path) -> None:
     infos = {"w": WeightInfo(torch.bfloat16, (64, 64)), "é\ud800": WeightInfo(torch.bool, ())}
     extent = laid_out("e", infos, "int4")
-    manifest = Manifest("Model", {"e": extent}, {"b": ("e",)}, {"alias": "w"})
+    manifest = WeightManifest("Model", {"e": extent}, {"b": ("e",)}, {"alias": "w"})
     assert decode(encode(manifest), drive) == manifest
 
 
 def test_extents_that_are_not_as_long_as_their_weights_are_refused(drive: Path) -> None:
-    data = encode(Manifest("", {"e": laid_out("e", {"w": WeightInfo(torch.float32, (3,))})}, {}, {}))
+    data = encode(WeightManifest("", {"e": laid_out("e", {"w": WeightInfo(torch.float32, (3,))})}, {}, {}))
     body = data.partition(b"\n")[2].rstrip().replace(b'"e",4096', b'"e",8192')
     head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(body)
     with pytest.raises(CorruptManifest, match="extent 'e' has 8192 bytes, and its weights 4096"):

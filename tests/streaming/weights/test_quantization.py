@@ -13,7 +13,7 @@ from deepnvme.streaming.weights import quantization
 from deepnvme.streaming.weights.quantization import (
     GROUP,
     SCHEMES,
-    Layout,
+    QuantizedLayout,
     Scheme,
     dequantize,
     dequantize_over,
@@ -59,7 +59,7 @@ def formula(scheme: Scheme, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def with_torch_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> None:
-    dequantize_with_torch(Layout.of(scheme, out.shape), source, out)
+    dequantize_with_torch(QuantizedLayout.of(scheme, out.shape), source, out)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def expected_bytes(scheme: Scheme, weight: torch.Tensor) -> torch.Tensor:
-    layout = Layout.of(scheme, weight.shape)
+    layout = QuantizedLayout.of(scheme, weight.shape)
     whole = torch.zeros(layout.nbytes, dtype=torch.uint8)
     if weight.numel():
         scales, codes = formula(scheme, weight.reshape(layout.rows, layout.columns))
@@ -94,7 +94,7 @@ def check(scheme: Scheme, weight: torch.Tensor) -> None:
     for dtype in TYPES:
         out, expected = torch.empty(weight.shape, dtype=dtype), torch.empty(weight.shape, dtype=dtype)
         dequantize([(scheme, found, out)])
-        dequantize_with_torch(Layout.of(scheme, weight.shape), found, expected)
+        dequantize_with_torch(QuantizedLayout.of(scheme, weight.shape), found, expected)
         assert torch.equal(bits(out), bits(expected))
 
 
@@ -243,7 +243,7 @@ def test_what_is_not_contiguous_is_quantised_as_its_copy(scheme: Scheme) -> None
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_no_byte_beyond_is_touched_at_any_address(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = made(*shape, dtype=dtype)
-    nbytes = Layout.of(scheme, shape).nbytes
+    nbytes = QuantizedLayout.of(scheme, shape).nbytes
     around = torch.full((nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
     quantize(weight, scheme, around[GUARD : GUARD + nbytes])
     assert (around[:GUARD] == 0xA5).all()
@@ -265,7 +265,7 @@ def test_values_may_overwrite_the_bytes_that_they_are_of(
     expected = torch.empty(shape, dtype=dtype)
     source = quantize(made(*shape), scheme)
     dequantize([(scheme, source, expected)])
-    distance = -(-Layout.of(scheme, shape).distance(dtype.itemsize) // 8) * 8
+    distance = -(-QuantizedLayout.of(scheme, shape).distance(dtype.itemsize) // 8) * 8
     memory = torch.empty(max(distance + source.nbytes, expected.nbytes) // 8 * 8 + 8, dtype=torch.uint8)
     memory[distance : distance + source.nbytes] = source
     found = memory[: expected.nbytes].view(dtype).view(shape)
@@ -331,12 +331,12 @@ def test_a_row_is_what_one_output_is_made_of() -> None:
         ((64, 32, 3, 3), 64, 288),
         ((64, 32, 5), 64, 160),
     ):
-        assert Layout.of("int8", shape) == Layout("int8", rows, columns)
+        assert QuantizedLayout.of("int8", shape) == QuantizedLayout("int8", rows, columns)
 
 
 @pytest.mark.parametrize(("name", "share"), [("int8", 0.501), ("int4", 0.266)])
 def test_a_weight_of_16_bits_becomes_a_half_or_a_quarter(name: Scheme, share: float) -> None:
-    assert Layout.of(name, (5632, 2048)).nbytes <= share * 5632 * 2048 * 2
+    assert QuantizedLayout.of(name, (5632, 2048)).nbytes <= share * 5632 * 2048 * 2
 
 
 # -- processors

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from deepnvme.store.directory_lock import Ownership
+from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.weights import shared_build as built_once
 from deepnvme.streaming.weights.shared_build import BUILDING, opened_or_built
@@ -38,7 +38,7 @@ def never(_: Path) -> WeightStore:
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
-    other = Ownership(drive / BUILDING)
+    other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)
     assert late.value.filename == str(drive)

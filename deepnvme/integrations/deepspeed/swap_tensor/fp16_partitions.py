@@ -9,7 +9,7 @@ import torch
 
 from deepnvme.engine import Future
 
-from .tile_cache import Transfers
+from .tile_cache import TransferEngine
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
 """A partition: its tensor, its elements, and its file if it is in one and not in the tensor."""
@@ -17,7 +17,7 @@ _Reading = tuple[Future, torch.Tensor, torch.Tensor]
 
 
 def read_partitions(
-    engine: Transfers, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
+    engine: TransferEngine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
 ) -> None:
     """Fill ``target`` (one dimension, any dtype) with the partitions, one after the other, converted.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 
 from . import saved_states
 from .saved_states import SavedStates
@@ -42,7 +42,7 @@ class OptimizerStates:
                 if new.tile not in known:
                     self._cache.discard(new.tile)
             raise
-        with held_back():
+        with defer_interrupts():
             if not info.master.unchanged_place():
                 info.master.memory().copy_(info.copied(info.parameter).reshape(-1))
             for name in [name for name in info.states if name not in state or name in changed]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
@@ -33,7 +33,7 @@ from .optimizer_states import OptimizerStates
 from .residency import Footprint, plan
 from .swap_info import OptimizerStateSwapInfo
 from .tile import Tile
-from .tile_cache import TileCache, Transfers
+from .tile_cache import TileCache, TransferEngine
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class OptimizerSwapper:
         dtype: torch.dtype,
         timers: Callable[[str], Any] | None,
         *,
-        engine: Transfers | None = None,
+        engine: TransferEngine | None = None,
         pool: BufferPool | None = None,
     ) -> None:
         self.swap_config = swap_config
@@ -269,7 +269,7 @@ class OptimizerSwapper:
             if not info.has_gradients():
                 self._cache.create(info.gradient)
             self._fill_gaps(info)
-            with held_back():
+            with defer_interrupts():
                 info.attach()
             self._read_ahead(info, async_parameter)
 
@@ -376,7 +376,7 @@ class OptimizerSwapper:
             memory = info.gradient_memory()
             if gradient.data_ptr() != memory.data_ptr():
                 memory.copy_(gradient.detach().reshape(-1))
-        with held_back():
+        with defer_interrupts():
             used_up = info.stepped and write_opt_state
             info.detach()
             if used_up:

@@ -19,7 +19,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResidencyPlan:
     """For each sub-group, in the order of a step."""
 
     resident_states: tuple[int, ...]
@@ -30,7 +30,7 @@ class Plan:
     """Of those gradients."""
 
 
-def plan(groups: Sequence[Footprint], limit: int) -> Plan:
+def plan(groups: Sequence[Footprint], limit: int) -> ResidencyPlan:
     """Share ``limit`` bytes of memory between what stays and what passes through.
 
     A step goes through the sub-groups in the same order each time, so what was used last is needed last: the least recently used
@@ -41,7 +41,7 @@ def plan(groups: Sequence[Footprint], limit: int) -> Plan:
     read ahead.
     """
     if sum(group.total for group in groups) <= limit:
-        return Plan(tuple(len(group.states) for group in groups), (True,) * len(groups), sum(g.gradient for g in groups))
+        return ResidencyPlan(tuple(len(group.states) for group in groups), (True,) * len(groups), sum(g.gradient for g in groups))
     passing = max(sum(group.total for group in groups[at : at + 2]) for at in range(len(groups)))
     spare = limit - passing
     residents = []
@@ -61,4 +61,4 @@ def plan(groups: Sequence[Footprint], limit: int) -> Plan:
         keep = len(kept) == sum(kept) and gradient_bytes + group.gradient <= room
         kept.append(keep)
         gradient_bytes += group.gradient if keep else 0
-    return Plan(tuple(residents), tuple(kept), gradient_bytes)
+    return ResidencyPlan(tuple(residents), tuple(kept), gradient_bytes)

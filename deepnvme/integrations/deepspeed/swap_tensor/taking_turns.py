@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from deepnvme._interrupts import held_back
+from deepnvme._interrupts import defer_interrupts
 
 Wait = Callable[[], object]
 """Returns when something has ended. Called where waiting is allowed."""
@@ -43,7 +43,7 @@ class TakingTurns(ABC):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        with held_back(), self._lock:
+        with defer_interrupts(), self._lock:
             yield
 
     def _until(self, step: Callable[[], Wait | None]) -> None:

@@ -22,7 +22,7 @@ _BUSY_BYTES = 32 << 20
 """So much in flight keeps a drive busy. More of what nobody waits for would only slow down what somebody does."""
 
 
-class Transfers(Protocol):
+class TransferEngine(Protocol):
     """What of :class:`deepnvme.Engine` is used."""
 
     def read(self, tensor: torch.Tensor, source: str, offset: int = 0) -> Future: ...
@@ -41,7 +41,7 @@ class TileCache(TakingTurns):
     # before anything else, and just so much is written as makes room for that; all else only while the drive would be idle.
     # And memory that a write has made free is read into at once: a helper waits for transfers while the caller computes.
 
-    def __init__(self, engine: Transfers, pool: BufferPool, limit: int) -> None:
+    def __init__(self, engine: TransferEngine, pool: BufferPool, limit: int) -> None:
         super().__init__("deepnvme-read-ahead")
         self.engine = engine
         self.memory = TileMemory(pool, limit)
