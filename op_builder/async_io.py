@@ -31,7 +31,7 @@ class AsyncIOBuilder(OpBuilder):
         return f"deepnvme.ops.aio.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return self._sources("core", "engine", "quantization", "bindings", without={"gds.cpp"})
+        return self._sources("core", "engine", "checkpoint", "quantization", "bindings", without={"gds.cpp"})
 
     @staticmethod
     def _sources(*parts: str, without: set[str]) -> list[str]:

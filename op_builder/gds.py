@@ -20,7 +20,7 @@ class GDSBuilder(AsyncIOBuilder):
         return f"deepnvme.ops.gds.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return self._sources("core", "engine", "gds", "bindings", without={"async_io.cpp", "quantization.cpp"})
+        return self._sources("core", "engine", "gds", "bindings", without={"async_io.cpp", "checkpoint.cpp", "quantization.cpp"})
 
     def lacking(self) -> list[str]:
         probe = self.probe()

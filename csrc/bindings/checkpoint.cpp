@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "bindings/python.h"
-#include "core/pickle_walk.h"
-#include "core/zip_layout.h"
+#include "checkpoint/pickle_walk.h"
+#include "checkpoint/zip_layout.h"
 
 namespace deepnvme::bindings {
 

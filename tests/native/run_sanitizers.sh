@@ -21,7 +21,7 @@ done
 for sanitizer in address,undefined thread; do
     echo "== $sanitizer"
     mkdir -p "$work/$sanitizer"
-    printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root"/csrc/quantization/*.cpp "$root/tests/native/stress.cpp" |
+    printf '%s\0' "$root"/csrc/core/*.cpp "$root"/csrc/engine/*.cpp "$root"/csrc/checkpoint/*.cpp "$root"/csrc/quantization/*.cpp "$root/tests/native/stress.cpp" |
         (cd "$work/$sanitizer" && xargs -0 -P "$(nproc)" -I{} "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all -c {})
     # Linked, so that it is there when the engine opens libcuda.
     driver="$work/$sanitizer/libcuda.so.1"

@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "core/copy.h"
-#include "core/pickle_walk.h"
-#include "core/zip_layout.h"
+#include "checkpoint/pickle_walk.h"
+#include "checkpoint/zip_layout.h"
 #include "engine/engine.h"
 #include "faulty_backend.h"
 #include "quantization/quantization.h"

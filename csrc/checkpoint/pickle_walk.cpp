@@ -1,5 +1,5 @@
 // The operations are those of protocols 0 to 5, as CPython's pickletools describes them.
-#include "core/pickle_walk.h"
+#include "checkpoint/pickle_walk.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "core/zip_layout.h"
+#include "checkpoint/zip_layout.h"
 
 #include <algorithm>
 #include <initializer_list>
