@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
+
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, check_pickle, contents
+from deepnvme.memory.tensor_bytes import dtype_named
 
 
 @dataclass
@@ -45,15 +49,19 @@ def save(path: str, states: SavedStates) -> None:
 def load(path: str) -> SavedStates | None:
     """None where there is no file. Raises OSError naming it if it cannot be read or is none of these."""
     try:
-        saved = torch.load(path, weights_only=True)
+        found = contents(path)  # or torch would read one of an older format, and unpack what takes much memory
+        if not found.stored or found.script:
+            raise ValueError("it is not of torch.save")
+        check_pickle(path, found)
+        saved = torch_load(path, weights_only=True)
         swapped = {
-            name: (torch.Size(shape), tuple(stride), getattr(torch, dtype))
+            name: (torch.Size(shape), tuple(stride), dtype_named(dtype))
             for name, (shape, stride, dtype) in saved["swapped"].items()
         }
         return SavedStates(saved["kept"], swapped, saved["order"])
     except FileNotFoundError:
         return None
-    except OSError:
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, CorruptCheckpoint):
+            raise
         raise OSError(errno.EIO, "is damaged, or not of this package", path) from error

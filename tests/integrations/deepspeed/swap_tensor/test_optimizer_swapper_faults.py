@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import pickle
 import shutil
+import struct
 import threading
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.integrations.deepspeed.swap_tensor import saved_states
+from deepnvme.integrations.deepspeed.swap_tensor.saved_states import SavedStates
 from deepnvme.swap import BufferPool
 
 from ....support.disks import MIB, loop_disk
@@ -138,6 +144,51 @@ def test_a_damaged_list_of_states_is_named(drive: Path) -> None:
     (Path(training.swapper.swap_folder) / "0_1.states.pt").write_bytes(b"damaged")
     with pytest.raises(OSError, match=r"is damaged, .*/0_1\.states\.pt'"):
         training.swapper.swap_in_optimizer_state(training.parameters[0])
+
+
+def deflated(path: Path) -> None:
+    """1 MB that would take 1 GB."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x04" + pickle.BINBYTES8 + struct.pack("<Q", 1 << 30) + bytes(1 << 30) + b".")
+        archive.writestr("a/version", b"3")
+
+
+def nested(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + b"]" * (1 << 20) + b".")
+        archive.writestr("a/version", b"3")
+
+
+STATES = {"kept": {}, "swapped": {"s": ([1], (1,), "float32")}, "order": ["s"]}
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "deflated": deflated,
+    "nested": nested,
+    "older format": lambda path: torch.save(STATES, path, _use_new_zipfile_serialization=False),
+    "no dtype": lambda path: torch.save({**STATES, "swapped": {"s": ([1], (1,), "nn")}}, path),
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_states_of_somebody_else_are_refused_within_limits(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "0_1.states.pt"
+    FOREIGN[how](path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match="is damaged, or not of this package") as caught:
+            saved_states.load(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def test_states_come_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "0_1.states.pt")
+    assert saved_states.load(path) is None
+    swapped = {"exp_avg": (torch.Size([2, 3]), (3, 1), torch.bfloat16)}
+    states = SavedStates({"step": torch.tensor(7.0), "text": "a", "none": None}, swapped, ["step", "exp_avg"])
+    saved_states.save(path, states)
+    assert saved_states.load(path) == states
 
 
 def test_the_folder_removed_under_it_is_an_error_that_names_it(drive: Path) -> None:
