@@ -76,7 +76,7 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
     }
 }
 
-// What is to be said, once for each file system, by whoever next has the interpreter's ear.
+// Warnings queued until the GIL is next held; one per file system.
 struct Warnings {
     std::mutex mutex;
     std::set<std::uint64_t> devices;

@@ -32,27 +32,27 @@ from .sub_group import SubGroup
 
 
 class UsabilityGuard:
-    """By the process that made it, until it is closed; and as long as no step has failed that could not be undone."""
+    """Raises if the optimizer is closed, broken by a failed step, or used in a forked child."""
 
     def __init__(self) -> None:
         self.closed = False
         self.broken: str | None = None
-        """What has happened, if it cannot go on."""
+        """Why the optimizer cannot be used any more; None while it can."""
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
+        """Raises RuntimeError: in a forked child."""
         if os.getpid() != self._process:
             raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
 
     def check_open(self) -> None:
-        """Raise RuntimeError there too, and where it is closed."""
+        """Raises RuntimeError: in a forked child, or after close()."""
         self.check_process()
         if self.closed:
             raise RuntimeError("this optimizer is closed")
 
     def check_usable(self) -> None:
-        """Raise RuntimeError there too, and where it is broken."""
+        """Raises RuntimeError: in a forked child, after close(), or after a step that failed and could not be undone."""
         self.check_open()
         if self.broken is not None:
             raise RuntimeError(f"this optimizer cannot go on: {self.broken}")
