@@ -1,4 +1,4 @@
-"""Pinned memory on loan within a budget, alignment, and host memory for transfers."""
+"""Pinned host memory for transfers, leased from a pool with a byte budget, and helpers for alignment and host memory."""
 
 from .lease import Lease
 from .pool import BufferPool, OutOfBuffers, buffer_pool, set_buffer_budget

@@ -1,17 +1,20 @@
-"""The unit that direct I/O goes by, and rounding up to it."""
+"""The alignment that direct I/O needs, and rounding up to it."""
 
 from __future__ import annotations
 
 import mmap
 
 PAGE = 4096
-"""Bytes: no drive asks more of offsets, lengths and addresses."""
+"""Bytes. No drive needs file offsets, lengths or memory addresses aligned to more than this."""
 
 
 ALIGNMENT = max(PAGE, mmap.PAGESIZE)
-"""Bytes: extents start and end at multiples, so that each can be transferred directly and mapped into memory."""
+"""Bytes. Extents start and end at multiples of this, so that each can be transferred by direct I/O and mapped into memory."""
 
 
 def padded(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """``nbytes``, rounded up to a multiple of ``alignment``: by default the length of an extent for them."""
+    """Return ``nbytes`` rounded up to a multiple of ``alignment`` (bytes).
+
+    With the default alignment, this is the length of the extent that stores ``nbytes`` bytes.
+    """
     return -(-nbytes // alignment) * alignment

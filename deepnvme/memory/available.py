@@ -1,4 +1,4 @@
-"""How much more memory this process can take: what the machine has left, and what its control groups leave it."""
+"""How much more memory this process can use, within what the machine has free and the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from .meminfo import meminfo
 _PROCESS = Path("/proc/self")
 _GROUPS = Path("/sys/fs/cgroup")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
-"""How mountinfo writes blanks and backslashes."""
+"""Matches the octal escapes that mountinfo uses for blanks and backslashes."""
 
 
 def available_memory() -> int:
-    """Bytes. Memory that the kernel takes back when it is needed, such as cached file pages, counts as available."""
+    """Return how many bytes of memory this process can still use.
+
+    This is the least of what the machine and each of the process's control groups have left. Memory that the kernel reclaims when
+    it is needed, such as cached file pages, counts as available.
+    """
     left = [meminfo("MemAvailable")]
     for group in _memory_groups(_PROCESS):
         left_in_group = _left_in(group)
@@ -25,14 +29,14 @@ def available_memory() -> int:
 
 
 def _memory_groups(process: Path) -> Iterator[Path]:
-    """The directories of the control groups that limit the process's memory: its own, then those around it."""
+    """Yield the directories of the control groups that limit the process's memory: its own first, then the enclosing ones."""
     memberships: dict[str, str] = {}
     for line in _lines(process / "cgroup"):
         _, controllers, name = line.split(":", 2)
-        memberships[controllers] = name  # no controllers: version 2
+        memberships[controllers] = name  # version 2 of control groups lists no controllers
     group: str | None
     mounts = _lines(process / "mountinfo")
-    if not mounts:  # no /proc here; in a container the group of the process is what is mounted in the usual place
+    if not mounts:  # /proc is missing; in a container, the process's own group is mounted at the usual path
         yield from (_GROUPS, _GROUPS / "memory")
     for line in mounts:
         before, _, after = line.partition(" - ")
@@ -46,7 +50,7 @@ def _memory_groups(process: Path) -> Iterator[Path]:
             continue
         if group is None:
             continue
-        # In a container the mount may begin at the process's group, or show none of the groups above it.
+        # In a container, the root of the mount may be the process's own group, so that the groups above it are not visible.
         inside = Path(group).relative_to(root) if Path(group).is_relative_to(root) else Path()
         directory = Path(mount_point, inside)
         yield directory
@@ -54,7 +58,7 @@ def _memory_groups(process: Path) -> Iterator[Path]:
 
 
 def _left_in(group: Path) -> int | None:
-    """Bytes that may still be taken in a control group of either version; None where it has no limit."""
+    """Return how many bytes can still be used in a control group of either version, or None if it has no limit."""
     for limit_name, usage_name, cached_names in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -68,11 +72,13 @@ def _left_in(group: Path) -> int | None:
 
 
 def _character(escaped: re.Match[str]) -> str:
+    """Return the character that a match of ``_ESCAPED`` stands for."""
     return chr(int(escaped[1], 8))
 
 
 def _lines(file: Path) -> list[str]:
+    """Return the file's lines, or none if it cannot be read."""
     try:
         return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
-        return []  # another system, or another version of control groups
+        return []  # the system has no such file, or has the other version of control groups

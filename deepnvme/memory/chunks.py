@@ -1,4 +1,4 @@
-"""Pinned memory within a budget: which of it is lent, and which is kept for reuse."""
+"""The chunks of pinned memory that a buffer pool owns: those that are lent, and those that are free for reuse."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 _SLACK = 8
-"""A free chunk serves a request that is smaller than it by up to an eighth of the request."""
+"""A free chunk is reused for a smaller request if it is larger by at most 1/8 of the request."""
 
 
 def nobody() -> None:
-    """The ``holder`` of a free chunk."""
+    """The ``holder`` of a free chunk. Returns None, which means that nobody uses the memory."""
 
 
 class Claim:
-    """Reserves a chunk while its lease is being made. It exists before the chunk is chosen, so an exception at any point
-    can give the chunk back.
+    """The ``holder`` of a chunk while its lease is being made.
+
+    It exists before the chunk is chosen, so that an exception at any point can give the chunk back.
     """
 
     __slots__ = ("chunk", "given_up")
@@ -30,11 +31,15 @@ class Claim:
         self.given_up = False
 
     def __call__(self) -> object:
+        """Return None once the claim was given up, like a weak reference whose object is gone."""
         return None if self.given_up else self
 
 
 class Holder(weakref.ref[memoryview]):
-    """Refers to the memoryview that every tensor over a lease holds; returns None when that is gone, and they with it."""
+    """The ``holder`` of a leased chunk: a weak reference to the memoryview that every tensor over the lease keeps alive.
+
+    It returns None once the memoryview is gone, which is when no tensor over the lease is left.
+    """
 
     __slots__ = ("chunk",)
 
@@ -42,53 +47,63 @@ class Holder(weakref.ref[memoryview]):
 
 
 class PinnedChunk:
-    """Pinned memory, as large as it was first asked for."""
+    """One allocation of pinned memory. Its size is that of the first request that it served."""
 
     __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.memory: Any = None
-        """The op's buffer; None until it is pinned."""
+        """The op's buffer; None until the memory is pinned."""
         self.owner: threading.Thread | None = None
-        """The thread that leased it."""
+        """The thread that leased the chunk; None if it is free."""
         self.holder: Callable[[], object] = nobody
-        """Returns None when nobody uses the memory any more."""
+        """Returns None once nobody uses the memory any more."""
         self.returned = 0.0
-        """When it became free."""
+        """When the chunk became free (``time.monotonic()``)."""
 
 
 class ChunkList:
-    """Those that are lent, and those that are free. Not thread-safe.
+    """The lent and the free chunks of a pool, and their sizes in bytes. Not thread-safe.
 
-    Ctrl-C may end any method anywhere. A chunk is in one of the two at most, and is put there by one step of the interpreter: one
-    that was on its way is in neither, and unpinned. How many bytes there are is noted, and counted anew where
-    that was interrupted.
+    Ctrl-C may interrupt any method at any point. A chunk is in at most one of the two collections, and is added to it by one step
+    of the interpreter. So a chunk whose move was interrupted is in neither, and is unpinned. The byte counts are kept, and are
+    counted anew after an update of them was interrupted.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.lent: set[PinnedChunk] = set()
-        self._free: list[PinnedChunk] = []  # smallest first; of equals, the last one used first: it may still be in a cache
+        self._free: list[PinnedChunk] = []  # smallest first; of equal sizes, the last one used first: it may still be in a cache
         self._lent_bytes = self._free_bytes = 0
         self._changing = False
 
     @property
     def lent_bytes(self) -> int:
+        """Bytes of the lent chunks."""
         if self._changing:
             self._count()
         return self._lent_bytes
 
     @property
     def allocated(self) -> int:
-        """Bytes that are pinned."""
+        """Bytes that are pinned: in lent and in free chunks."""
         return self.lent_bytes + self._free_bytes
 
     def fits(self, nbytes: int) -> bool:
+        """Return whether the budget allows to lend ``nbytes`` more bytes."""
         return self.lent_bytes + nbytes <= self.budget
 
     def lend(self, nbytes: int, claim: Claim) -> PinnedChunk:
-        """A chunk for a request that fits, to be pinned where none of those that are free is of its size. ``claim`` holds it."""
+        """Lend a chunk for a request that fits in the budget.
+
+        Reuses a free chunk of about the requested size, or makes a new one, which the caller has to pin (its ``memory`` is None).
+        Free chunks are unpinned first if the budget has no room for a new one.
+
+        Args:
+            nbytes: Bytes wanted. The chunk may be larger by up to 1/8.
+            claim: Becomes the chunk's ``holder``.
+        """
         at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
         reused = at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
         if not reused:
@@ -104,7 +119,11 @@ class ChunkList:
         return chunk
 
     def take_back(self, chunk: PinnedChunk) -> None:
-        """Of those lent: keep it for reuse, unless it could not be pinned, or the budget was lowered."""
+        """Move a lent chunk to the free ones, for reuse.
+
+        A chunk that could not be pinned is dropped instead, and so is any chunk while more is pinned than the budget, which can
+        have been lowered.
+        """
         kept = chunk.memory is not None and self.allocated <= self.budget
         self._change()
         self.lent.remove(chunk)
@@ -117,7 +136,7 @@ class ChunkList:
         self._changing = False
 
     def unpin_down_to(self, nbytes: int) -> None:
-        """Unpin what has been free for longest, until ``nbytes`` are allocated, or only what is in use."""
+        """Unpin the chunks that have been free for longest, until at most ``nbytes`` bytes are pinned or no chunk is free."""
         while self._free and self.allocated > nbytes:
             oldest = min(self._free, key=_returned)
             self._change()
@@ -126,11 +145,13 @@ class ChunkList:
             self._changing = False
 
     def _change(self) -> None:
+        """Note that the byte counts are about to be wrong; the caller clears ``_changing`` when they are right again."""
         if self._changing:
             self._count()
         self._changing = True
 
     def _count(self) -> None:
+        """Count the bytes anew."""
         self._lent_bytes = sum(map(_nbytes, self.lent))
         self._free_bytes = sum(map(_nbytes, self._free))
         self._changing = False

@@ -1,4 +1,4 @@
-"""When a device is done with memory."""
+"""A future for work queued on a CUDA stream, after which a lease can be released."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 
 
 class Computed:
-    """Ends when all has that the current stream of a CUDA device has been given so far: what a lease can be released after.
+    """Done when a CUDA device's current stream has finished all work that was queued on it before this was made.
 
-    ``event``: for another stream to wait for.
+    A lease can be released after it: see :meth:`deepnvme.memory.lease.Lease.release`.
+
+    Attributes:
+        event: The CUDA event, for which another stream can wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -16,7 +19,8 @@ class Computed:
         self.event.record(torch.cuda.current_stream(device))
 
     def done(self) -> bool:
+        """Return whether the work is finished. Never blocks."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def exception(self, timeout: float | None = None) -> None:
-        """None: what fails on a device is told by what comes next there."""
+        """Return None. Errors on a device are raised by later calls that use the device."""

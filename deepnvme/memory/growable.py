@@ -1,4 +1,4 @@
-"""Memory beyond the configured number of buffers, from the pool, or what to set where that has none."""
+"""Leases of memory beyond a user's configured number of buffers, with an error that says which setting to change."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from collections.abc import Iterable
 from .pool import BufferPool, Lease, OutOfBuffers
 
 _PATIENCE_SECONDS = 300.0
-"""How long others' leases are waited for: longer than any transfer takes, shorter than one takes a program to be hung."""
+"""How long to wait for others to release leases: longer than any transfer takes, not so long that the program seems to hang."""
 
 
 def lease_more(pool: BufferPool, nbytes: int, held: Iterable[Lease], shortage: str) -> Lease:
-    """Lease ``nbytes``, waiting for others to give some back if there are any.
+    """Lease ``nbytes`` bytes, waiting up to 300 s for other threads to release memory if they have any leased.
 
-    ``held``: what the caller has, and will not give back meanwhile, whichever thread leased it. ``shortage``: begins the message
-    of the OutOfBuffers that is raised where the pool has no room: at once, unless other threads have leases too.
+    Args:
+        pool: The pool to lease from.
+        nbytes: Bytes to lease.
+        held: Leases that the caller does not release while it waits, whichever thread leased them.
+        shortage: The beginning of the message of the OutOfBuffers below.
+
+    Raises:
+        OutOfBuffers: If the pool has no room: at once if no other thread has leases, else after waiting.
     """
     try:
         return pool.lease(nbytes, timeout=_PATIENCE_SECONDS, keeping=held)

@@ -1,4 +1,4 @@
-"""Host memory: aligned and huge pages for direct I/O, address ranges, pages given early, the C library's heap given back."""
+"""Host memory: aligned and huge pages for direct I/O, address ranges, pages populated early, and trimming of the C heap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .alignment import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-_HUGE_FROM = 4 << 20  # bytes: two huge pages can lie in it, whatever its address
+_HUGE_FROM = 4 << 20  # bytes: memory this long can use huge pages, whatever its address
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -26,17 +26,23 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def empty_aligned(nbytes: int) -> torch.Tensor:
-    """New memory for direct transfers: ``nbytes`` bytes (rounded up to ALIGNMENT before), contents undefined, of no pool."""
+    """Return a new tensor of uninitialised bytes on the CPU, aligned to ALIGNMENT for direct I/O. It belongs to no pool.
+
+    From 4 MiB on, the memory is on huge pages if the kernel has them, and its pages are populated before this returns (see :func:`give_pages`).
+
+    Args:
+        nbytes: Bytes. Must already be a multiple of ALIGNMENT.
+    """
     import torch
 
-    with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
         if nbytes < _HUGE_FROM:
             memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
             start = -memory.data_ptr() % ALIGNMENT
             return memory[start : start + nbytes]
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the kernel has no huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     give_pages(memory.data_ptr(), nbytes)
@@ -44,17 +50,24 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
 
 
 def address_range(nbytes: int) -> torch.Tensor:
-    """Addresses without memory behind them: zeros, which take nothing, and are not to be written to. ``nbytes``: not 0. Raises
-    OSError."""
+    """Return a tensor of zeros that takes up addresses but no memory. It is read-only: writing to it ends the process.
+
+    Args:
+        nbytes: Bytes of the range; not 0.
+
+    Raises:
+        OSError: If the addresses cannot be mapped.
+    """
     memory = reserve_addresses(nbytes)
     map_over(memory.data_ptr(), nbytes, mmap.PROT_READ, mmap.MAP_ANONYMOUS, -1, 0)
     return memory
 
 
 def reserve_addresses(nbytes: int) -> torch.Tensor:
-    """The bytes of a new mapping of no file, which goes with their last view.
+    """Return a new private anonymous mapping as a tensor of bytes. It is unmapped with the last view of the tensor.
 
-    The interpreter's object owns it from the start, and its end is no Python code: Ctrl-C finds no moment to leave it mapped.
+    The interpreter's mmap object owns the mapping from the start, and no Python code runs when it is unmapped. So there is no
+    moment at which Ctrl-C could leave it mapped.
     """
     import torch
 
@@ -63,25 +76,42 @@ def reserve_addresses(nbytes: int) -> torch.Tensor:
 
 
 def map_over(address: int, length: int, protection: int, flags: int, descriptor: int, offset: int) -> None:
-    """Put another mapping in place of one, or of a part of it."""
+    """Replace a mapping, or a part of one, by another private mapping (``mmap`` with MAP_FIXED).
+
+    Args:
+        address: Where to map.
+        length: Bytes to map.
+        protection: ``PROT_`` flags.
+        flags: ``MAP_`` flags besides MAP_PRIVATE and MAP_FIXED.
+        descriptor: The file to map, or -1.
+        offset: Bytes from the start of the file.
+
+    Raises:
+        OSError: If the kernel refuses.
+    """
     if _libc.mmap(address, length, protection, flags | mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset) == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, f"mmap of {length} bytes at offset {offset}: {os.strerror(error)}")
 
 
 def give_pages(address: int, nbytes: int) -> None:
-    """Have the kernel find and clear the pages of new memory now, in this thread. Blocks, the GIL released. Memory that has its
-    pages stays as it is; kernels before 5.14 give them when they are touched.
+    """Have the kernel allocate and clear the pages of new memory now, in this thread. Blocks, without holding the GIL.
 
-    A direct read into memory without pages waits for them block by block, and clears huge ones more than once: 2 GB took 4 times
-    as long, and 6 times the processor's time.
+    Pages that are already allocated stay as they are. Kernels before 5.14 cannot do this: they allocate pages when they are
+    touched.
+
+    A direct read into memory without pages waits for them block by block, and clears huge pages more than once: 2 GB took 4 times
+    as long, and 6 times the CPU time.
     """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)
 
 
 def give_back_heap() -> None:
-    """Have the C library return what was freed. Large tensors leave holes that small ones break up, and are made elsewhere then:
-    measured, the states of 16 M parameters that were made and freed 2 MiB at a time left 115 MiB behind."""
+    """Have the C library return freed memory to the system.
+
+    Freeing large tensors leaves holes in the heap, which small allocations break up, so that the next large tensors are allocated
+    elsewhere. Measured: making and freeing the optimizer states of 16 M parameters 2 MiB at a time left 115 MiB behind.
+    """
     if hasattr(_libc, "malloc_trim"):  # glibc
         _libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Pinned memory on loan."""
+"""Leases: pinned memory that a pool has lent."""
 
 from __future__ import annotations
 
@@ -15,46 +15,60 @@ if TYPE_CHECKING:
 class Ending(Protocol):
     """What a lease can be released after: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
 
-    ``done()`` turns True without anybody waiting for it. ``exception()`` is asked only when it has, and only where the future
-    still holds on to the memory.
+    ``done()`` must turn True without anybody waiting for the future. ``exception()`` is called only after that, and only if the
+    future still keeps the memory alive.
     """
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether it has ended, well or not. Must not block."""
+        ...
 
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error it ended with, or None."""
+        ...
 
 
 class Lease:
-    """Pinned memory on loan; made by :meth:`BufferPool.lease`. A context manager, which releases it.
+    """Pinned memory borrowed from a :class:`BufferPool` by :meth:`BufferPool.lease`. As a context manager, it releases itself.
 
-    The memory goes to somebody else once the lease is released or dropped *and* no tensor over it is alive. So a view that was
-    kept stays valid, and counts against the budget for as long; and a transfer of :class:`deepnvme.Engine`, which keeps its
-    tensor, is never disturbed. What goes on without a tensor, a copy that a device makes say, ends before the release, or is
-    what it is told to come ``after``.
+    The memory is lent again only when the lease is released or dropped *and* no tensor over it is alive. So a view that was kept
+    stays valid, and counts against the budget until it is gone. A transfer of :class:`deepnvme.Engine` keeps its tensor, and so
+    is never disturbed. Work that does not keep a tensor, such as a copy that a device makes, must end before the release, or be
+    passed to :meth:`release` as ``after``.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")
 
     nbytes: int
-    """As asked for."""
+    """Bytes, as asked for."""
 
     def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None], chunk: object = None) -> None:
         self._buffer: torch.Tensor | None = buffer
         self._give_back = give_back
-        self._chunk = chunk  # by which its pool knows it
+        self._chunk = chunk  # identifies the memory to its pool
         self.nbytes = buffer.nbytes
 
     @property
     def buffer(self) -> torch.Tensor:
-        """``nbytes`` bytes (uint8, one dimension) from a 4096-byte boundary on, contents undefined. ValueError after release."""
+        """The memory as a one-dimensional uint8 tensor of ``nbytes`` elements, aligned to 4096 bytes. Its contents are undefined.
+
+        Raises:
+            ValueError: After release.
+        """
         if self._buffer is None:
             raise ValueError(f"the lease of {self.nbytes} bytes was released: use its buffer before, or lease again")
         return self._buffer
 
     def tensor(self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A view of the buffer. ``offset``: bytes, a multiple of the dtype's size.
+        """Return a view of the buffer with this shape and dtype.
 
-        Raises ValueError for another offset, for a tensor that ends past the buffer, and after release.
+        Args:
+            shape: Shape of the view.
+            dtype: Any dtype.
+            offset: Bytes from the start of the buffer; a multiple of the dtype's size.
+
+        Raises:
+            ValueError: For another offset, a view that ends past the buffer, or after release.
         """
         sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
         end = offset + math.prod(sizes) * dtype.itemsize
@@ -65,20 +79,23 @@ class Lease:
         return self.buffer[offset:end].view(dtype).view(sizes)
 
     def release(self, after: Ending | None = None) -> None:
-        """Give the memory back; ``after``: when that has ended, well or not. Never blocks. Idempotent: the first call counts.
+        """Give the memory back to the pool. Never blocks. Idempotent: only the first call counts.
 
         May be called by any thread, and by finalizers.
+
+        Args:
+            after: If given, the memory is given back when this has ended, well or not.
         """
         if self._buffer is None:
             return
         if after is not None:
-            self._give_back(after)  # before the memory is
+            self._give_back(after)  # before _buffer is dropped, so that the memory is not lent again too early
         self._buffer = None
         if after is None:
             self._give_back(None)
 
     def __del__(self) -> None:
-        if hasattr(self, "_give_back"):  # its making was not interrupted before
+        if hasattr(self, "_give_back"):  # not if __init__ was interrupted earlier
             self.release()
 
     def __enter__(self) -> Lease:

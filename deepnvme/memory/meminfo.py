@@ -1,4 +1,4 @@
-"""What the kernel says of the machine's memory."""
+"""The kernel's figures about the machine's memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def meminfo(field: str) -> int:
-    """A line of /proc/meminfo: bytes where the kernel gives kB, else a count; 0 where there is no such line.
+    """Return one line of /proc/meminfo: in bytes if the kernel gives kB, else as a count; 0 if there is no such line.
 
-    Where /proc is not mounted, or shows processes alone, it is the sum of the NUMA nodes' lines in /sys. They have no
-    MemAvailable, for which free memory and cached files stand. Without /sys too, MemAvailable is what is free, and all but
-    MemTotal is 0.
+    If /proc is not mounted, or shows only processes, the lines of the NUMA nodes in /sys are summed. These have no MemAvailable,
+    so free memory and cached files are returned for it. Without /sys too, MemAvailable is the free memory, and all other fields
+    but MemTotal are 0.
     """
     with contextlib.suppress(OSError):
         return _sum(field, _MEMINFO.read_text().splitlines())
@@ -29,13 +29,15 @@ def meminfo(field: str) -> int:
 
 
 def _lines_of_nodes() -> Iterator[str]:
+    """Yield the lines of each NUMA node's meminfo, in the format of /proc/meminfo."""
     for file in _NODES.glob("node*/meminfo"):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
-                yield line.split(maxsplit=2)[2]  # behind "Node 0"
+                yield line.split(maxsplit=2)[2]  # after "Node 0"
 
 
 def _sum(field: str, lines: list[str]) -> int:
+    """Return the sum of a field over all lines that have it."""
     total = 0
     for line in lines:
         name, value = line.split(":", 1)

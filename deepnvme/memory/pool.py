@@ -1,4 +1,4 @@
-"""Pinned memory for transfers: leases from a pool that keeps to a budget."""
+"""A pool that leases pinned memory for transfers within a byte budget."""
 
 from __future__ import annotations
 
@@ -26,22 +26,27 @@ if TYPE_CHECKING:
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
 _LINGER_SECONDS = 1.0
-"""How long tensors over a lease that has ended may still be on the stack of a thread that is done with them."""
+"""How long a tensor over an ended lease may still be referenced by the stack of a thread that has finished with it."""
 _POLL_SECONDS = 0.001
-"""How often a waiting thread asks futures whether they have ended: short beside any transfer worth waiting for."""
+"""How often a waiting thread polls the futures that leases are released after: short beside any transfer worth waiting for."""
 _LOOK_SECONDS = 0.01
-"""How often a waiting thread looks by itself: nobody says so when a tensor goes that was kept beyond its lease, when a thread
-that has leased ends, or when one was interrupted that was about to say so."""
+"""How often a waiting thread checks the pool without being woken.
+
+Nothing wakes it when a tensor is dropped that outlived its lease, when a thread ends that has leases, or when a thread was
+interrupted just before it would have woken the others.
+"""
 
 
 class OutOfBuffers(MemoryError):
-    """The budget does not allow a lease, and nothing that others do would change that."""
+    """The budget does not allow a lease, and other threads cannot change that by releasing theirs."""
 
 
 class _Lingering:
-    """Awaited where a lease has ended, or the future that it was to end after, and somebody still holds a tensor over it.
+    """Ends when no tensor over a chunk is left, or after a second.
 
-    That may be the thread that worked on it or that set the future's result, on its way out: it is given time.
+    It is awaited when a lease has ended (or the future that it was released after) while somebody still has a tensor over the
+    memory. That may be the thread that used the tensor, or that set the future's result, and is about to drop it: this gives it
+    time.
     """
 
     __slots__ = ("_holder", "_until")
@@ -58,7 +63,7 @@ class _Lingering:
 
 
 class _Waiter:
-    """A thread's place in the queue."""
+    """A thread's place in the queue for memory."""
 
     __slots__ = ("kept", "left", "nbytes", "thread", "wake")
 
@@ -66,51 +71,59 @@ class _Waiter:
         self.nbytes = nbytes
         self.thread = thread
         self.kept = kept
-        """Chunks that are not given back while it waits, whichever thread leased them."""
+        """Chunks that are not given back while the thread waits, whichever thread leased them."""
         self.left = False
-        # The one way to wake a thread that a finalizer may use: it can run within any other call, of this object too.
+        # A SimpleQueue is the only way to wake a thread that a finalizer may use: its put() may run in the middle of any other
+        # call, even one of the same queue.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
 class BufferPool:
-    """Leases of pinned memory, of which never more than a budget is in use or kept for reuse.
+    """Leases pinned memory, and keeps what is in use or free for reuse within a budget.
 
-    ``budget``: bytes; None for half of what the machine and the process's control groups have available now. A lease takes whole
-    pages of 4096 bytes out of it, and up to an eighth more where memory of that size was free. Memory beyond RLIMIT_MEMLOCK
-    serves as well, but the system may swap it out: a RuntimeWarning says so once, when it is pinned.
+    Pinning takes about 0.3 s for each GB. So released memory is kept for requests of about the same size, and unpinned when its
+    room is needed for others, or by :meth:`trim`.
 
-    Pinning takes about 0.3 s for each GB, so memory given back is kept for requests of about the same size, and unpinned when
-    its room is needed for others, or by :meth:`trim`.
+    Thread-safe. A process forked from this one must make its own pool: in it, every method of this one raises RuntimeError. Only
+    the leases that it inherited can be released, which has no effect.
 
-    Thread-safe. A process forked from this one must make its own: there every method raises RuntimeError, except that the leases
-    it inherited can be released, which has no effect.
+    Args:
+        budget: Bytes; None for half of what the machine and the process's control groups have available now. A lease takes whole
+            pages of 4096 bytes out of the budget, and up to 1/8 more if it reuses free memory of about its size. Memory beyond
+            RLIMIT_MEMLOCK can be used too, but the system may swap it out; a RuntimeWarning says so once, when it is pinned.
     """
 
-    # Leases end anywhere, also in finalizers that the garbage collector runs in the midst of anything here. So an end takes no
-    # lock: it is noted in _awaited and _ended, each in one step of the interpreter, and whoever waits is woken. All else is
-    # changed with the lock held, by threads that want something; they begin with _settle, which asks the futures, and
-    # _take_back.
+    # A lease can end anywhere, even in a finalizer that the garbage collector runs in the middle of one of these methods. So the
+    # end of a lease takes no lock: it is recorded in _awaited or _ended, each in one step of the interpreter, and waiting threads
+    # are woken. All other state is changed with the lock held, by threads that call a public method; these begin with _settle,
+    # which polls the futures, and _take_back.
     #
-    # Ctrl-C may end any of this anywhere, and nothing stays in use by that. Whoever chooses a chunk has a claim before, which is
-    # given up by any exception. The claim passes to the view by one assignment, when the lease is made; that the last tensor over
-    # it has gone is noted by the interpreter itself, in a callback that is no Python code. Entries of _ended and _awaited go when
-    # they have been dealt with, so that what was interrupted is done again.
+    # Ctrl-C may interrupt any of this at any point, and no memory stays in use because of it. A Claim is made before a chunk is
+    # chosen, and any exception gives it up. When the lease is made, one assignment replaces the Claim by a Holder. The
+    # interpreter itself records that the last tensor over the lease is gone, in a callback that is no Python code. Entries are
+    # removed from _ended and _awaited only after they have been handled, so that work that was interrupted is done again.
 
     def __init__(self, budget: int | None = None) -> None:
         self._chunks = ChunkList(available_memory() // 2 if budget is None else _natural(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
-        self._awaited: dict[PinnedChunk, Ending] = {}  # of those lent
-        self._ended: deque[Any] = deque()  # holders of chunks to be looked at: nothing awaited any more, or no view left
-        self._waiting: tuple[_Waiter, ...] = ()  # first come first; replaced, never changed, since finalizers iterate over it
+        self._awaited: dict[PinnedChunk, Ending] = {}  # lent chunks, and what each is given back after
+        self._ended: deque[Any] = deque()  # holders of chunks to check: nothing is awaited any more, or no view is left
+        self._waiting: tuple[_Waiter, ...] = ()  # in order of arrival; replaced, never changed, since finalizers iterate over it
 
     @property
     def budget(self) -> int:
-        """Bytes."""
+        """The budget, in bytes."""
         return self._chunks.budget
 
     def set_budget(self, nbytes: int) -> None:
-        """Change the budget. Leases stay when it falls below what is in use: nothing new is leased until enough is given back."""
+        """Change the budget (bytes).
+
+        Leases stay valid if the budget falls below what is in use; nothing new is leased until enough was given back.
+
+        Raises:
+            ValueError: If ``nbytes`` is negative.
+        """
         nbytes = _natural(nbytes, "budget")
         self._settle()
         with self._lock:
@@ -121,7 +134,7 @@ class BufferPool:
 
     @property
     def in_use(self) -> int:
-        """Bytes that are leased, or seen by tensors over leases that have ended."""
+        """Bytes that are leased, or that tensors over ended leases still refer to."""
         self._settle()
         with self._lock:
             self._take_back()
@@ -129,38 +142,51 @@ class BufferPool:
 
     @property
     def allocated(self) -> int:
-        """Bytes that are pinned, in use or kept for reuse: never more than the budget, except after that was lowered."""
+        """Bytes that are pinned, in use or kept for reuse. Never more than the budget, except after it was lowered."""
         self._settle()
         with self._lock:
             self._take_back()
             return self._chunks.allocated
 
     def trim(self) -> None:
-        """Unpin what is not in use."""
+        """Unpin all memory that is not in use."""
         self._settle()
         with self._lock:
             self._take_back()
             self._chunks.unpin_down_to(0)
 
     def lease(self, nbytes: int, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
-        """``nbytes`` bytes of pinned memory, after waiting until there is room for them in the budget.
+        """Lease ``nbytes`` bytes of pinned memory; block until the budget has room for them.
 
-        First come, first served, except that where all that is in use belongs to threads that wait here, the first of them that
-        can go on does. ``timeout``: seconds; None waits for as long as it takes. Ctrl-C interrupts the waiting.
+        Requests are served in the order of arrival. The exception: if all memory in use belongs to threads that wait here, the
+        first request that fits is served.
 
-        Raises TimeoutError, and OutOfBuffers at once where waiting cannot help: the budget is smaller than ``nbytes``; the system
-        has not that much memory; or all that is in use was leased by this thread, or by others that wait here, and none of it is
-        to be released after a future. (Tensors over leases that have ended are given a second to go.) Memory counts as leased by
-        the thread that called ``lease``, whoever releases it: for another thread to do so, hand its future to ``release``. What
-        was leased by a thread that has ended, any other may release: where none goes on, the error comes within a second.
-        ``keeping``: leases that count as this thread's while it waits, because they will not be released before.
+        Memory counts as leased by the thread that called ``lease``, whichever thread releases it. If another thread is to release
+        it, pass that thread's future to :meth:`Lease.release`. Memory leased by a thread that has ended may be released by any
+        other thread.
+
+        Args:
+            nbytes: Bytes wanted.
+            timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting.
+            keeping: Leases of other threads that count as this thread's while it waits, because they will not be released before.
+
+        Raises:
+            TimeoutError: If the budget has no room within ``timeout``.
+            OutOfBuffers: At once, if waiting cannot help: the budget is smaller than ``nbytes``, the system has not that much
+                memory, or all memory in use was leased by this thread or by others that wait here, and none of it is to be
+                released after a future. Tensors over ended leases are given a second to be dropped. If memory in use was leased
+                by threads that have ended, and no other thread is running, the error comes within a second.
+            ValueError: If ``nbytes`` is negative.
         """
         nbytes = _natural(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
         return self._wait(nbytes, timeout, keeping) if lease is None else lease
 
     def try_lease(self, nbytes: int) -> Lease | None:
-        """Like :meth:`lease`, but None where that would wait, or raise because of the budget. Pinning still takes its time."""
+        """Like :meth:`lease`, but return None instead of waiting or raising OutOfBuffers for the budget.
+
+        Blocks only to pin the memory, if none that is free fits.
+        """
         nbytes = _natural(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:
@@ -179,6 +205,7 @@ class BufferPool:
             raise
 
     def _wait(self, nbytes: int, timeout: float | None, keeping: Iterable[Lease]) -> Lease:
+        """Queue for memory, and lease it when it is this thread's turn. Parameters and errors are those of :meth:`lease`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
         waiter = _Waiter(padded(nbytes, PAGE), threading.current_thread(), kept)
@@ -193,7 +220,7 @@ class BufferPool:
                     following = self._following()
                     if following is waiter:
                         chunk = self._chunks.lend(waiter.nbytes, claim)
-                        waiter.left = True  # at once: a thread that has memory does not wait
+                        waiter.left = True  # in the same step: a thread that has memory no longer counts as waiting
                         self._queue()
                         break
                     if waiter.nbytes > self._chunks.budget:
@@ -205,7 +232,7 @@ class BufferPool:
                         raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
                     pause = min(left, _POLL_SECONDS if self._awaited else _LOOK_SECONDS)
                 if following is not None:
-                    following.wake.put(None)  # that this one waits may have made it that one's turn
+                    following.wake.put(None)  # this thread's waiting may have made it the other one's turn
                 with contextlib.suppress(queue.Empty):
                     waiter.wake.get(timeout=pause)
             self._wake()
@@ -218,20 +245,22 @@ class BufferPool:
             raise
 
     def _lend(self, chunk: PinnedChunk, nbytes: int) -> Lease:
+        """Return a lease over a chunk that was lent to this thread, pinned first if it is new."""
         import torch
 
         if chunk.memory is None:
             chunk.memory = self._pin(chunk.nbytes)
         view = memoryview(chunk.memory)
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
         holder = Holder(view, self._ended.append)
         holder.chunk = chunk
         lease = Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
-        chunk.holder = holder  # in place of the claim; nothing is called from here on that could be interrupted
+        chunk.holder = holder  # replaces the claim; from here on, nothing is called that could be interrupted
         return lease
 
     def _pin(self, nbytes: int) -> Any:
+        """Pin new memory. If the system has none left, free chunks are unpinned first."""
         try:
             return _op().empty_pinned(nbytes)
         except MemoryError:
@@ -242,19 +271,22 @@ class BufferPool:
             raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
 
     def _settle(self) -> None:
-        """Ask what is awaited. Not with the lock held: who knows what futures do when they are asked."""
+        """Poll the futures that leases are released after. Raises RuntimeError in a forked child.
+
+        Must be called without the lock: what a future does when it is asked is unknown.
+        """
         if self._generation != _generation:
             raise RuntimeError("the buffer pool is the parent process's: use this process's buffer_pool(), or make another one")
         if self._awaited and self._ask():
-            self._ask()  # some have let go of futures, which may have been what held tensors
+            self._ask()  # the first round dropped futures, and these may have kept tensors alive
 
     def _ask(self) -> bool:
-        """Whether any future had ended."""
+        """Poll the futures once. Return whether any had ended."""
         ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
         with self._lock:
             for chunk, after in ended:
                 if self._awaited.get(chunk) is not after:
-                    continue  # another thread was here, and the chunk may have gone round meanwhile
+                    continue  # another thread has handled it, and the chunk may have been lent again since
                 if chunk.holder() is not None and not isinstance(after, _Lingering):
                     self._awaited[chunk] = _Lingering(chunk.holder)
                 else:
@@ -262,10 +294,14 @@ class BufferPool:
                     del self._awaited[chunk]
         return bool(ended)
 
-    # Without the lock, from anywhere.
+    # Called without the lock, also from finalizers.
 
     def _give_back(self, chunk: PinnedChunk, holder: Callable[[], object], after: Ending | None) -> None:
-        """A lease ends: ``after`` a future, and it has its memory still, or now, and the chunk may be another's already."""
+        """Record that a lease has ended.
+
+        With ``after``, the lease still has its memory now. Without, it has none any more, and the chunk may already belong to
+        another.
+        """
         if after is not None:
             self._awaited[chunk] = after
         elif chunk.holder is holder and holder() is not None:
@@ -273,32 +309,38 @@ class BufferPool:
         self._wake()
 
     def _give_up(self, claim: Claim) -> None:
+        """Give up a claim after an exception, so that its chunk, if it has one, is taken back."""
         claim.given_up = True
         self._ended.append(claim)
         self._wake()
 
     def _wake(self) -> None:
+        """Wake all waiting threads."""
         for waiter in self._waiting:
             waiter.wake.put(None)
 
-    # With the lock held.
+    # Called with the lock held.
 
     def _take_back(self) -> None:
-        """Let what has ended be free."""
+        """Make the chunks free whose leases have ended and that no tensor refers to."""
         while self._ended:
             holder = self._ended[0]
-            chunk = getattr(holder, "chunk", None)  # it may have been given up before it had one
+            chunk = getattr(holder, "chunk", None)  # a claim may have been given up before it had a chunk
             if chunk in self._chunks.lent and chunk.holder is holder and holder() is None and chunk not in self._awaited:
                 self._chunks.take_back(chunk)
-            self._ended.popleft()  # otherwise it is still to end, or has before, and may have been lent again
+            self._ended.popleft()  # if not taken back, it is still in use, or was taken back before and may be lent again
 
     def _queue(self) -> tuple[_Waiter, ...]:
+        """Return the waiting threads, in order of arrival, after removing those that have left."""
         if any(waiter.left for waiter in self._waiting):
             self._waiting = tuple(waiter for waiter in self._waiting if not waiter.left)
         return self._waiting
 
     def _stuck(self) -> bool:
-        """Whether nobody can give anything back: all that is in use belongs to waiting threads, is held, and awaits nothing."""
+        """Return whether no thread can give memory back.
+
+        That is so if all chunks in use are referred to, await no future, and belong to waiting threads.
+        """
         if self._awaited or not all(chunk.holder() for chunk in self._chunks.lent):
             return False
         waiting = {waiter.thread for waiter in self._queue()}
@@ -309,11 +351,16 @@ class BufferPool:
         return not owners or waiting.issuperset(threading.enumerate())
 
     def _following(self) -> _Waiter | None:
-        """Whose turn it is: the first one's, so that no large request starves; where nothing goes on, the first's that fits."""
+        """Return the waiter whose turn it is, if its request fits now; else None.
+
+        It is the first one's turn, so that no large request starves; if the pool is stuck, the turn of the first whose request
+        fits.
+        """
         candidates = self._queue() if self._stuck() else self._queue()[:1]
         return next((waiter for waiter in candidates if self._chunks.fits(waiter.nbytes)), None)
 
     def _shortage(self, nbytes: int, circumstances: str = "") -> str:
+        """Return the message of an error about a request of ``nbytes`` bytes."""
         size, budget, in_use = padded(nbytes, PAGE), self._chunks.budget, self._chunks.lent_bytes
         enough = size if size > budget else size + in_use
         return (
@@ -324,12 +371,14 @@ class BufferPool:
 
 
 def _op() -> ModuleType:
+    """Return the compiled op."""
     from deepnvme.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().load()
 
 
 def _natural(value: int, name: str) -> int:
+    """Return ``value`` as an int. Raises ValueError, naming it ``name``, if it is negative."""
     value = operator.index(value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
@@ -337,7 +386,7 @@ def _natural(value: int, name: str) -> int:
 
 
 def _forget(after: Ending | None) -> None:
-    """Of a lease without memory there is nothing to give back."""
+    """Do nothing: a lease of 0 bytes has no memory to give back."""
 
 
 def _no_bytes() -> torch.Tensor:
@@ -347,12 +396,15 @@ def _no_bytes() -> torch.Tensor:
 
 
 def _has_ended(chunk: PinnedChunk, after: Ending) -> bool:
-    """Whether a future has. One that cannot say so has, too: the tensors of its transfer keep the memory for it."""
+    """Return whether a future has ended.
+
+    One that raises counts as ended: if its transfer still goes on, the tensors of the transfer keep the memory alive.
+    """
     try:
         if not after.done():
             return False
         if chunk.holder() is not None:
-            after.exception()  # an engine lets go of a transfer's tensor when its future is asked
+            after.exception()  # an engine's future drops its tensor when it is asked
     except Exception:
         pass
     return True
@@ -364,7 +416,10 @@ _generation = 0  # how many forks lie between this process and the one that impo
 
 
 def buffer_pool() -> BufferPool:
-    """The process's pool, made on first use. A forked child has one of its own, empty, with its parent's budget."""
+    """Return the process's buffer pool, made on first use.
+
+    A forked child has its own pool, which starts empty with its parent's budget.
+    """
     global _pool
     with _pool_lock:
         if _pool is None:

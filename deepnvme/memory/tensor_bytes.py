@@ -1,4 +1,4 @@
-"""Tensors as bytes: which can be stored, views of their memory, checksums, and copies of many at once."""
+"""Tensors as bytes: which tensors can be stored, views of their memory, checksums, and copying many at once."""
 
 from __future__ import annotations
 
@@ -15,33 +15,54 @@ if TYPE_CHECKING:
 
 
 def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> memoryview:
-    """``count`` bytes from ``start`` on, or all, of a contiguous tensor of bytes. Valid for as long as the tensor is."""
+    """Return a memoryview of a contiguous CPU tensor's memory. Valid for as long as the tensor is alive.
+
+    Args:
+        tensor: Contiguous tensor of bytes (uint8) on the CPU.
+        start: First byte of the view.
+        count: Bytes in the view; None for all from ``start`` on.
+    """
     nbytes = tensor.nbytes - start if count is None else count
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
 
 
 def copy_many(destinations: array[int], sources: array[int], lengths: array[int]) -> None:
-    """Copy ``lengths[i]`` bytes from the address ``sources[i]`` to ``destinations[i]``, for each i; blocks until done.
+    """Copy ``lengths[i]`` bytes from address ``sources[i]`` to address ``destinations[i]``, for each i. Blocks until done.
 
-    At the speed of memory however small the pieces: gathers tensors into a buffer, or scatters them, in one call. Without the
-    GIL, and from 16 MiB on with the help of a second thread.
+    Gathers many tensors into one buffer, or scatters them, in one call. It runs at the speed of memory however small the pieces
+    are, without the GIL, and from 16 MiB on with the help of a second thread.
 
-    The three are as long, each an ``array.array("Q")`` (or another contiguous buffer of uint64), and addresses of the host, such
-    as a CPU tensor's ``data_ptr()``. Nothing checks them: whoever calls keeps the memory allocated, and the arrays unchanged,
-    until this returns. No range that is written to may overlap another. Where the length is 0 the addresses may be anything.
+    Addresses and lengths are not checked. The caller must keep the memory allocated, and the arrays unchanged, until this
+    returns. No range that is written to may overlap another range.
 
-    Raises TypeError for buffers of anything else, ValueError for different lengths of the arrays or an address of 0.
+    Args:
+        destinations: Host addresses, such as a CPU tensor's ``data_ptr()``, as an ``array.array("Q")`` or another contiguous
+            buffer of uint64.
+        sources: Host addresses, in the same form and of the same length.
+        lengths: Bytes, in the same form and of the same length. Where a length is 0, its addresses may be anything.
+
+    Raises:
+        TypeError: If an argument is a buffer of another type.
+        ValueError: If the arrays differ in length, or an address is 0.
     """
     from deepnvme.ops.op_builder import AsyncIOBuilder
 
     AsyncIOBuilder().load().copy_many(destinations, sources, lengths)
 
 
-_CHUNK = 16 << 20  # bytes of a device's tensor that are copied at a time for a checksum
+_CHUNK = 16 << 20  # bytes copied from a device at a time for a checksum
 
 
 def check_storable(name: str, tensor: object) -> None:
-    """Raises TypeError for what has no bytes to store."""
+    """Check that a value is a dense tensor with data that can be stored.
+
+    Args:
+        name: What to call the tensor in the error.
+        tensor: The value to check.
+
+    Raises:
+        TypeError: If it is no tensor, or is sparse, quantized, on the meta device, or a subclass that wraps other tensors.
+    """
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -56,7 +77,7 @@ def check_storable(name: str, tensor: object) -> None:
 
 
 def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a dense copy of one that is not contiguous. Raises as :func:`check_storable`."""
+    """Return the tensor itself, or a dense copy if it is not contiguous. Raises like :func:`check_storable`."""
     check_storable(name, tensor)
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -64,8 +85,11 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """:func:`storable` of each, and its address on the host, 0 for a device's. Everything about a tensor is asked at once:
-    column by column took 2.7 times as long for ten thousand, which do not stay in the processor's cache from one to the next."""
+    """Return a storable form of each tensor, and the address of each on the host (0 for tensors on a device).
+
+    Like :func:`storable` for each tensor. All properties of one tensor are read together: reading one property of all tensors,
+    then the next, took 2.7 times as long for ten thousand tensors, which do not stay in the CPU's cache in between.
+    """
     import torch
 
     usual, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
@@ -84,14 +108,20 @@ def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D view of a contiguous tensor's bytes."""
+    """Return a one-dimensional view of a contiguous tensor's bytes."""
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """``out``, or a view of its bytes as another tensor. Raises TypeError or ValueError for one that cannot be read into."""
+    """Return ``out``, or a view of its bytes with another dtype and shape, to read a tensor into.
+
+    Raises:
+        TypeError: If ``out`` is no tensor.
+        ValueError: If ``out`` is not contiguous, has another number of bytes, or starts at an offset into its storage that is not
+            a multiple of the dtype's size.
+    """
     import torch
 
     if not isinstance(out, torch.Tensor):
@@ -109,7 +139,11 @@ def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> to
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Without "torch.". Raises ValueError for one that this torch does not have."""
+    """Return the dtype with this name, given without "torch.".
+
+    Raises:
+        ValueError: If this version of torch has no such dtype.
+    """
     import torch
 
     dtype = getattr(torch, name, None)
@@ -119,7 +153,15 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def checksums(tensor: torch.Tensor, lengths: Iterable[int]) -> tuple[int, ...]:
-    """The CRC-32 of the first of the parts of a contiguous tensor, of the first two, and so on; the last is the whole's."""
+    """Return running CRC-32 values of the consecutive parts of a contiguous tensor.
+
+    Args:
+        tensor: Contiguous tensor, on any device.
+        lengths: Bytes of each part, in order.
+
+    Returns:
+        The CRC-32 of the first part, of the first two together, and so on. The last is the CRC-32 of all parts.
+    """
     crc = 0
     running = []
     start = 0
