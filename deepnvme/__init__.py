@@ -40,9 +40,9 @@ _WITH_TORCH = {
     "load": "checkpoint",
     "save": "checkpoint",
 }
-"""What imports torch, which the others do without, and where it is."""
+"""Names that need torch, each with its submodule. They are imported on first use, so that the rest works without torch."""
 
 _PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "safetensors", "store", "streaming", "swap"))
-"""Imported when they are first named, as ``deepnvme.checkpoint.verify`` is in the documentation."""
+"""Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 
 __getattr__ = from_modules(__name__, _WITH_TORCH, _PACKAGES)

@@ -1,4 +1,4 @@
-"""``deepnvme COMMAND``: the package's tools under one name, also as ``python -m deepnvme COMMAND``."""
+"""``deepnvme COMMAND``: the package's command-line tools under one name, also as ``python -m deepnvme COMMAND``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ _COMMANDS = {
     "io": ("tune.io", "what a drive gives a tensor (ds_io)"),
     "tune": ("tune.sweep", "the best settings for a drive (ds_nvme_tune)"),
 }
-"""Of each, the module whose ``main`` takes the arguments that follow, and what it is for."""
+"""For each command, the module whose ``main`` takes the remaining arguments, and a one-line description."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Exits with status 2 where there is none of that name, else with the command's own."""
+    """Run a command of the ``deepnvme`` program.
+
+    Exits with status 2 if there is no command of that name, else with the command's own status.
+
+    Args:
+        arguments: The command and its arguments; None for those of this process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if words else sys.stderr)
@@ -27,11 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _usage() -> str:
+    """Return the text that ``--help`` prints."""
     lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
     return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", "deepnvme COMMAND --help lists a command's options."])
 
 
 def _refuse(word: str) -> int:
+    """Print that there is no such command. Return the exit status."""
     print(f"deepnvme: there is no command {word!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
     return 2
 

@@ -1,5 +1,6 @@
-"""Errors that name their file, and small files that somebody else may have put there: an archive can unpack to links, devices and
-FIFOs too."""
+"""Errors that name their file, and reading small files that are not trusted: an unpacked archive can contain links, devices and
+FIFOs too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have an OSError that names no file name this one, as do those of calls on a descriptor."""
+    """Add ``path`` to an OSError raised in this block that names no file, such as one of a call on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -21,14 +22,18 @@ def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class UnfitFile(ValueError):
-    """A file is not one that can be read whole; the message says why."""
+    """A file is not a regular one, or is larger than allowed; the message says which."""
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a whole regular file of at most ``most`` bytes. Blocks for the drive only: a FIFO without a writer, and a device
-    without an end, are refused and not read.
+    """Read a whole regular file of at most ``most`` bytes.
 
-    A symbolic link is followed. Of a file that grows meanwhile, the bytes are returned that it had when it was opened.
+    Blocks only for the drive: FIFOs without a writer and devices without an end are refused, not read. A symbolic link is
+    followed. If the file grows meanwhile, only the bytes that it had when it was opened are returned.
+
+    Args:
+        path: The file to read.
+        most: Most bytes that the file may have.
 
     Raises:
         UnfitFile: If it is no regular file, or has more than ``most`` bytes.
@@ -44,4 +49,5 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
+    """Open without waiting for a FIFO's writer, and without making a terminal the process's own."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

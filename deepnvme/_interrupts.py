@@ -1,4 +1,4 @@
-"""Ctrl-C, and what handlers of other signals raise, where half a change would be worse than a moment's wait."""
+"""Deferring Ctrl-C, and the Python handlers of other signals, during changes that must not stop halfway."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _SIGNALS: tuple[int, ...] = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF,
     signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-"""Signals that programs commonly handle. Looking at all 64 takes 0.1 ms a call."""
+"""Signals that programs commonly handle. Checking all 64 takes 0.1 ms for each call."""
 
 _sigaction = ctypes.PyDLL(None).sigaction
-_SIGACTION_BYTES = 256  # struct sigaction has 152
+_SIGACTION_BYTES = 256  # at least the size of struct sigaction, 152
 
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Delay the Python handlers of these signals to the end of the block; each is called once, however often its signal came.
+    """Delay Python signal handlers until the end of the block. Each is then called once, however often its signal came.
 
-    So an exception that a handler raises (KeyboardInterrupt, a timeout) cannot end the block halfway. No effect outside the main
-    thread: Python runs no handlers there. They wait as long as the block does: also for a drive that hangs, or for other ranks.
+    An exception that a handler raises (KeyboardInterrupt, a timeout) therefore cannot stop the block halfway. The handlers wait
+    as long as the block runs, even if a drive hangs or the block waits for other ranks. Only the signals in ``_SIGNALS`` are
+    delayed. No effect outside the main thread, since Python runs no handlers there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,15 +40,15 @@ def defer_interrupts() -> Iterator[None]:
     finally:
         try:
             held.end()
-        finally:  # it may not have begun: a signal that is not held back yet
+        finally:  # end() may not have begun, if a signal that is not delayed interrupted this
             held._holding = False
 
 
 class _DeferredInterrupts:
-    """Stands in for handlers, as :meth:`_take`.
+    """Replaces signal handlers by :meth:`_take`, which delays their calls until :meth:`end`.
 
-    Once it holds nothing back an exception can come anywhere. If one ends :meth:`end`, handlers that are not put back yet are
-    still called, by ``_take``, and the next one of these puts them back.
+    Once it delays nothing any more, an exception can come at any point. If one interrupts :meth:`end`, the handlers that are not
+    yet restored are still called, by ``_take``, and the next ``_DeferredInterrupts`` restores them.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class _DeferredInterrupts:
         self._replaced: list[int] = []
 
     def hold(self, number: int) -> None:
+        """Delay a signal's Python handler, if it has one."""
         handler = signal.getsignal(number)
         before = getattr(handler, "__self__", None)
         if isinstance(before, _DeferredInterrupts) and not before._holding:
@@ -67,13 +69,14 @@ class _DeferredInterrupts:
             _set(number, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal, or call its handler if signals are no longer delayed."""
         if not self._holding:
             self._handlers[number](number, frame)
         elif number not in self._came:
             self._came.append(number)
 
     def end(self) -> None:
-        """Call the handlers, all of them, whatever one raises, and put them back."""
+        """Call the handlers of the signals that came, all of them even if one raises, and restore the handlers."""
         try:
             while self._came:
                 self._let_through(self._came.pop(0), sys._getframe())
@@ -87,7 +90,7 @@ class _DeferredInterrupts:
                 self.end()
 
     def _let_through(self, number: int, frame: FrameType) -> None:
-        """Call the handler itself: raising the signal again would run asyncio's callbacks twice."""
+        """Call a handler directly: raising the signal again would run asyncio's callbacks twice."""
         try:
             self._holding = False
             self._handlers[number](number, frame)
@@ -96,7 +99,7 @@ class _DeferredInterrupts:
 
 
 def _set(number: int, handler: Callable[..., Any]) -> None:
-    """signal.signal, but keeps what is set in C: ``siginterrupt``, and a handler that runs first, as faulthandler's."""
+    """Call signal.signal, but keep what was set in C: ``siginterrupt``, and C handlers that run first, like faulthandler's."""
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     _sigaction(number, None, action)
     try:

@@ -1,4 +1,4 @@
-"""Public names of a package whose modules are imported when one asks for them."""
+"""Public names of a package whose modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 
 def from_modules(package: str, modules: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
-    """A package's ``__getattr__`` for names, each with its module there (or a whole name), and for ``packages`` in it."""
+    """Return a ``__getattr__`` for a package, which imports names on first use.
+
+    Args:
+        package: Name of the package.
+        modules: For each public name, the module that defines it: relative to the package, or a full name beginning with
+            "deepnvme.".
+        packages: Submodules of the package that are to be importable as its attributes.
+    """
 
     def get(name: str) -> Any:
         if name in packages:

@@ -1,4 +1,4 @@
-"""Lists in messages, no longer than can be read."""
+"""Lists in messages, shortened to a readable length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def listed(items: Iterable[str], most: int = 4, separator: str = ", ") -> str:
-    """The first ``most``, and how many more there are."""
+    """Return the first ``most`` items joined by ``separator``, and how many more there are."""
     items = list(items)
     rest = [f"and {len(items) - most} more"] if len(items) > most else []
     return separator.join([*items[:most], *rest])

@@ -1,4 +1,4 @@
-"""Space of a file, taken before it is written to."""
+"""Preallocating the space of a file before it is written."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -> None:
-    """Have [begin, end) of a file that ends at ``begin`` preallocated, as zeros.
+    """Preallocate the bytes [begin, end) of a file that ends at ``begin``, as zeros.
 
-    Raises OSError naming ``path``, the bytes wanted and those free, with ``remedy`` if they are too few; the file is as it was
-    then. Where the file system cannot preallocate, the file is only made longer.
+    Where the file system cannot preallocate, the file is only made longer.
+
+    Args:
+        descriptor: The file, open for writing.
+        begin: The file's present size, in bytes.
+        end: The file's new size, in bytes.
+        path: Names the file in the error.
+        remedy: Added to the error if there is too little space.
+
+    Raises:
+        OSError: With the bytes wanted and the bytes free. The file is then as it was before.
     """
     nbytes = end - begin
     if nbytes <= 0:
         return
     error = errno.ENOSPC
-    if nbytes <= free_bytes(descriptor, path):  # ext4 takes a while to find out, and all that is left meanwhile
+    if nbytes <= free_bytes(descriptor, path):  # checked first: ext4 fails only after a while, having taken all the space left
         error = errno.EINTR
         while error == errno.EINTR:
             error = 0 if _libc.fallocate(descriptor, 0, begin, nbytes) == 0 else ctypes.get_errno()
-    if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # nfs before 4.2, zfs: written to where there is room then
+    if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # nfs before 4.2, zfs: space is found when it is written
         error = 0
         try:
             os.ftruncate(descriptor, end)
@@ -34,13 +43,13 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
     if error:
         free = free_bytes(descriptor, path)
         with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, begin)  # what was allocated before it failed
+            os.ftruncate(descriptor, begin)  # frees what was allocated before it failed
         text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free} free"
         raise OSError(error, f"{text}; {remedy}" if error == errno.ENOSPC else text, path)
 
 
 def free_bytes(descriptor: int, path: str) -> int:
-    """That the file's file system has left for this user. Raises OSError naming ``path``."""
+    """Return how many bytes the file's file system has free for this user. Raises OSError naming ``path``."""
     try:
         status = os.fstatvfs(descriptor)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How far a long operation has come: told to a function, or shown to whoever looks at the terminal."""
+"""Progress of long operations: reported to a function, or shown as a bar on the terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are done, and those in all."""
+"""Called with the bytes done so far and the bytes in all."""
 Wanted = Progress | Literal[True] | None
-"""True for a bar."""
+"""A function to report progress to, True for a bar on the terminal, or None for neither."""
 
 
 def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """To be told the bytes of each part that is done, in one thread: tells ``progress`` all that are, of ``total``."""
+    """Return a function that adds up the bytes of finished parts and reports their sum.
+
+    The returned function takes the bytes of one part. It must be called from one thread only.
+
+    Args:
+        progress: Called with the bytes done so far and ``total``, after each part; None for nothing.
+        total: Bytes of all parts.
+    """
     done = 0
 
     def count(nbytes: int) -> None:
@@ -28,7 +35,14 @@ def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 @contextlib.contextmanager
 def following(progress: Wanted, what: str) -> Iterator[Progress | None]:
-    """What to tell how far it has come. The bar is on stderr, where that is a terminal, and gone in the end."""
+    """Provide the function to report progress to, or None if progress is not wanted.
+
+    For ``True``, a bar is shown on stderr if that is a terminal, and removed at the end.
+
+    Args:
+        progress: What the user asked for.
+        what: Label of the bar.
+    """
     if progress is not True:
         yield progress
         return

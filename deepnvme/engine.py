@@ -1,4 +1,4 @@
-"""The engine for everyone: futures, files, pinned tensors, statistics."""
+"""The public engine for asynchronous tensor I/O: futures, files, pinned tensors and statistics."""
 
 from __future__ import annotations
 
@@ -20,20 +20,28 @@ FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
 
 @runtime_checkable
 class Future(Protocol):
-    """One read, write or fsync under way."""
+    """A read, write or fsync that an engine has started."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for."""
+        """Bytes that were asked to be transferred."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never blocks. RuntimeError in a forked child, where it would never turn True."""
+        """Return whether it has ended, well or not. Never blocks.
+
+        Raises:
+            RuntimeError: In a forked child, where it would never become True.
+        """
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return the bytes moved.
+        """Wait until it has ended, and return the number of bytes transferred.
 
-        ``timeout``: seconds; None waits for as long as it takes. Raises the OSError (subclass) it ended with, errno and filename
-        set, or TimeoutError, after which it is still under way. Ctrl-C interrupts the waiting, not the transfer.
+        Args:
+            timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting, not the transfer.
+
+        Raises:
+            OSError: The error it ended with (a subclass where there is one), with errno and filename set.
+            TimeoutError: After ``timeout``. The transfer still goes on.
         """
 
     def exception(self, timeout: float | None = None) -> OSError | None:
@@ -42,11 +50,11 @@ class Future(Protocol):
 
 @runtime_checkable
 class File(Protocol):
-    """A file opened once for many transfers, by :meth:`Engine.open`; usable with any engine, and as a context manager."""
+    """A file opened once for many transfers by :meth:`Engine.open`. Usable with any engine, and as a context manager."""
 
     @property
     def path(self) -> str:
-        """As it was given to ``open``."""
+        """The path as it was given to :meth:`Engine.open`."""
 
     @property
     def closed(self) -> bool:
@@ -54,21 +62,25 @@ class File(Protocol):
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache. Turns False if the file system refuses at the first transfer."""
+        """Whether transfers bypass the page cache. Becomes False if the file system refuses the first direct transfer."""
 
     @property
     def alignment(self) -> int:
-        """Bytes: memory and offsets that are multiples of this are transferred without a copy. 1 where nothing is direct."""
+        """Bytes. Transfers whose memory and file offset are multiples of this need no copy. 1 if the file has no direct I/O."""
 
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Return the file's present size in bytes."""
 
     def close(self) -> None:
-        """Refuse further transfers. Idempotent. Does not wait for those under way: the descriptors close when the last has ended.
+        """Refuse further transfers. Idempotent.
 
-        Raises OSError naming the file where it closes them itself, after a write, and the system says only now that it could not
-        write: network file systems do. Of a transfer under way, its future tells. So does leaving ``with``, unless with another
-        exception. A file that is dropped without this cannot tell.
+        Does not wait for transfers under way: the descriptors are closed when the last one has ended. Leaving a ``with`` block
+        closes the file too, but raises nothing if another exception is leaving the block.
+
+        Raises:
+            OSError: Naming the file, if this call closes the descriptors after a write and the system reports only now that it
+                could not write, as network file systems do. If a transfer is still under way, its future raises the error. If the
+                file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...
@@ -83,57 +95,68 @@ class Stats:
     """What an engine has done since it was made."""
 
     backend: str
+    """Name of the backend in use."""
     requests: int
     """Reads, writes and fsyncs that have ended."""
     failed_requests: int
+    """Requests that ended with an error."""
     bytes_read: int
+    """Bytes read from files."""
     bytes_written: int
+    """Bytes written to files."""
     bytes_direct: int
     """Bytes that bypassed the page cache: zero-copy, staged and GPU-direct together."""
     bytes_zero_copy: int
-    """Direct bytes from or into the tensor itself."""
+    """Direct bytes transferred from or into the tensor's own memory."""
     bytes_staged: int
-    """Direct bytes copied through an aligned buffer: the tensor was not aligned, or on a device, or the last page was padded."""
+    """Direct bytes copied through an aligned buffer: the tensor was misaligned or on a device, or its last page was padded."""
     bytes_buffered: int
     """Bytes through the page cache: unaligned ends of transfers (not in files with whole_pages), and files without direct I/O."""
     bytes_gds: int
-    """Direct bytes between the drive and GPU memory, without host memory: the gds op's."""
+    """Direct bytes between the drive and GPU memory that did not pass through host memory (only with the gds op)."""
     blocks: int
     """Reads and writes of at most block_size bytes that ended well."""
     block_latency: dict[int, int]
-    """How long blocks took: nanoseconds -> how many took at most that long, and longer than the bin before allows.
+    """How long blocks took, as a histogram: upper bound of a bin in nanoseconds -> number of blocks.
 
     Ascending; empty bins are left out, and the counts sum to ``blocks``. A bin is at most 12.5 % wide. The time runs from when a
-    block is handed to the system until all of it has moved, with what had to be tried again or resumed, and without the wait for
-    a place in the queue. An fsync is not a block.
+    block is handed to the system until all of it has been transferred, including retries and resumed transfers, but without the
+    wait for a place in the queue. An fsync is not a block.
     """
     short_transfers: int
-    """Blocks that the system moved in part, and that were resumed where they stopped."""
+    """Blocks that the system transferred only in part, and that were resumed where they stopped."""
     retries: int
     """Blocks submitted again after EINTR or EAGAIN."""
     fallbacks: dict[str, int]
-    """Why something slower was used, and how often."""
+    """Why something slower was used -> how often."""
 
 
 class Engine:
-    """Asynchronous transfers between tensors and files.
+    """Transfers between tensors and files, asynchronously.
 
     >>> with deepnvme.Engine() as engine:
     ...     engine.write(tensor, "/mnt/nvme/tensor").result()
     ...     engine.read(tensor, "/mnt/nvme/tensor").result()
 
-    ``backend``: ``"auto"`` takes the first of io_uring, libaio and threads that the kernel accepts; a name insists on it.
-    ``block_size``: bytes in one system-level transfer, 512 to 1 GiB. ``queue_depth``: blocks under way at a time for each worker,
-    1 to 4096, filled across requests. ``num_threads``: workers, 1 to 256; one saturates most drives, more share the copying of
-    misaligned tensors. ``single_submit``: one system call for each block.
+    Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with ``whole_pages``,
+    at most 8 MiB per worker and 64 MiB in all, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per
+    worker. For tensors on devices the same, but with 16 MiB per worker.
 
-    Memory beyond the tensors: nothing for aligned ones; for misaligned ones, and for files of whole pages, at most 8 MiB per
-    worker, 64 MiB in all, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per worker. For tensors on
-    devices the same, with 16 MiB.
+    The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make its
+    own engine: in it, every method of this one raises RuntimeError.
 
-    The op is compiled on first use where it was not installed ready-made. Raises ValueError for a setting out of range, OSError
-    with the kernel's errno for a backend that it refuses, RuntimeError for one that was compiled out or an op that cannot be
-    built. Thread-safe. A process forked from this one must make its own: there every method raises RuntimeError.
+    Args:
+        backend: ``"auto"`` uses the first of io_uring, libaio and threads that the kernel accepts. Another name uses only that
+            one.
+        block_size: Most bytes of one system-level transfer, 512 to 1 GiB.
+        queue_depth: Most blocks under way at a time for each worker, 1 to 4096. The queue is filled from several requests.
+        num_threads: Number of workers, 1 to 256. One saturates most drives; more share the copying of misaligned tensors.
+        single_submit: Make one system call for each block.
+
+    Raises:
+        ValueError: For a setting out of range.
+        OSError: With the kernel's errno, for a backend that it refuses.
+        RuntimeError: For a backend that was compiled out, or if the op cannot be built.
     """
 
     def __init__(
@@ -151,22 +174,22 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        """The backend in use."""
+        """Name of the backend in use."""
         return str(self._native.backend)
 
     @property
     def block_size(self) -> int:
-        """Bytes."""
+        """Most bytes of one system-level transfer."""
         return int(self._native.block_size)
 
     @property
     def queue_depth(self) -> int:
-        """Blocks under way at a time, for each worker."""
+        """Most blocks under way at a time, for each worker."""
         return int(self._native.queue_depth)
 
     @property
     def num_threads(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return int(self._native.num_threads)
 
     @property
@@ -179,15 +202,25 @@ class Engine:
     ) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
 
-        ``tensor``: contiguous, on the CPU or a CUDA device, any dtype. Kept alive, and not to be touched, until the future is
-        done. Any address works; memory from :meth:`empty_pinned` is read in place, without a copy. What a device's current
-        stream has been given before, on the calling thread, is done with the tensor first; when the future is done, so is the
-        copy to the device. ``offset``: bytes from the start of the file; any value, aligned or not.
+        With very many requests on paths pending, blocks until some of them have closed their files.
 
-        Raises TypeError for what is no dense tensor; ValueError for one that is not contiguous or on another device, a negative
-        offset, a range past the end of the file, or a closed engine or file; RuntimeError for a CUDA tensor without libcuda;
-        FileNotFoundError and its kin from opening. What fails later is raised
-        by ``Future.result``. With very many requests on paths pending, waits until some have closed their files.
+        Args:
+            tensor: Contiguous, on the CPU or a CUDA device, any dtype. Kept alive, and not to be touched, until the future is
+                done. Any address works; memory from :meth:`empty_pinned` is read in place, without a copy. A CUDA tensor is not
+                written to before the work is finished that this thread has queued on the device's current stream; when the future
+                is done, so is the copy to the device.
+            source: Path, or a file opened with :meth:`open`.
+            offset: Bytes from the start of the file. Any value, aligned or not.
+
+        Returns:
+            A future. Its result is the number of bytes read.
+
+        Raises:
+            TypeError: If ``tensor`` is no dense tensor.
+            ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the end
+                of the file, or the engine or the file is closed.
+            RuntimeError: For a CUDA tensor without libcuda.
+            OSError: If the file cannot be opened: FileNotFoundError and so on. Later errors are raised by ``Future.result``.
         """
         future: Future = self._native.read(tensor, source, offset)
         return future
@@ -197,13 +230,27 @@ class Engine:
     ) -> Future:
         """Start writing the tensor's bytes at ``offset``; return at once.
 
-        A path is created where missing (mode 0666 less the umask) and never truncated: bytes outside
-        [offset, offset + nbytes) stay as they are. A tensor that is not contiguous is copied first. A CUDA tensor is written as
-        its device's current stream, on the calling thread, leaves it. The tensor is kept alive, and not to be changed, until
-        the future is done. The bytes are on stable storage after :meth:`fsync`, not before.
+        A path is created if it is missing (mode 0666 less the umask) and never truncated: bytes outside [offset, offset + nbytes)
+        stay as they are. The bytes are on stable storage after :meth:`fsync`, not before.
 
-        Space past the end of the file is reserved first, so a full disk raises OSError (ENOSPC) here, before a byte is written.
-        Other errors as for :meth:`read`.
+        Space past the end of the file is reserved first, so a full disk raises OSError (ENOSPC) from this call, before a byte is
+        written.
+
+        Args:
+            tensor: On the CPU or a CUDA device, any dtype. Kept alive, and not to be changed, until the future is done. One that
+                is not contiguous is copied first. A CUDA tensor is written after the work that this thread has queued on the
+                device's current stream.
+            target: Path, or a file opened with :meth:`open`.
+            offset: Bytes from the start of the file. Any value, aligned or not.
+
+        Returns:
+            A future. Its result is the number of bytes written.
+
+        Raises:
+            OSError: If the file cannot be opened; with ENOSPC if there is too little space. Later errors are raised by
+                ``Future.result``.
+            TypeError, ValueError, RuntimeError: As for :meth:`read`, but a tensor need not be contiguous, and a range may end
+                past the end of the file.
         """
         future: Future = self._native.write(tensor, target, offset)
         return future
@@ -211,7 +258,7 @@ class Engine:
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
 
-        Begins when every write submitted to this engine before has ended, and covers them. The future's result is 0 bytes.
+        The flush begins when all writes submitted to this engine earlier have ended, and covers them. The future's result is 0.
         Raises like :meth:`read`.
         """
         future: Future = self._native.fsync(target)
@@ -220,25 +267,38 @@ class Engine:
     def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False) -> File:
         """Open a file once, for many transfers.
 
-        ``mode``: as for the built-in ``open``: r, r+, w, w+, x, x+; and rw, to read and write a file that is created where
-        missing and never truncated. Raises OSError (subclasses) from opening, ValueError for another mode.
+        Args:
+            path: The file.
+            mode: As for the built-in ``open``: r, r+, w, w+, x, x+. In addition rw, to read and write a file that is created if
+                it is missing, and never truncated.
+            whole_pages: Set it if each page of the file (4096 bytes, or the system's page if that is larger) belongs to one
+                tensor. Begin each transfer at a multiple of the page size. A write then fills the rest of its last page with
+                zeros, so the file may get longer than the tensor, and the last bytes are written directly too. Without it, and
+                where the file system has no direct I/O or sectors larger than a page, unaligned ends go through the page cache:
+                if they cannot be written, only :meth:`fsync` reports it.
 
-        ``whole_pages``: set it if each page of the file (4096 bytes, or the system's page, if larger) belongs to one tensor.
-        Begin each transfer at a multiple of the page size. A write then fills the rest of its last page with zeros, so the file
-        may get longer than the tensor, and the last bytes go to the drive directly. Without it, and where the file system has no
-        direct I/O or sectors larger than a page, unaligned ends go through the page cache: only :meth:`fsync` reports those that
-        could not be written.
+        Raises:
+            OSError: From opening (a subclass such as FileNotFoundError).
+            ValueError: For another mode.
         """
         file: File = self._native.open(path, mode, whole_pages=whole_pages)
         return file
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A new tensor in page-locked memory on huge pages, zeroed; freed with its last view.
+        """Return a new tensor in page-locked memory on huge pages, filled with zeros. The memory is freed with its last view.
 
-        Registered with CUDA if torch uses it by now: ``tensor.to(device, non_blocking=True)`` is asynchronous then.
+        If torch already uses CUDA, the memory is registered with it, so that ``tensor.to(device, non_blocking=True)`` is
+        asynchronous.
 
-        ``dtype``: torch's default dtype if None. A refused mlock is a RuntimeWarning: the memory serves all the same. Raises
-        MemoryError, and ValueError for a negative size.
+        Args:
+            shape: Shape of the tensor.
+            dtype: Any dtype; torch's default dtype if None.
+
+        Raises:
+            MemoryError: If the system has too little memory. If it only refuses to lock the memory (mlock), there is a
+                RuntimeWarning, and the tensor works all the same.
+            TypeError: If ``dtype`` is no dtype.
+            ValueError: If a size is negative.
         """
         import torch
 
@@ -255,18 +315,18 @@ class Engine:
         if nbytes > sys.maxsize:
             raise MemoryError(f"the system has no {nbytes} bytes of memory to pin")
         buffer = self._op.empty_pinned(nbytes)
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
 
     def stats(self) -> Stats:
-        """Figures since the engine was made. Never blocks."""
+        """Return what the engine has done since it was made. Never blocks."""
         return Stats(**self._native.stats())
 
     def close(self) -> None:
-        """Wait for everything under way, then end the workers. Idempotent.
+        """Wait for all transfers under way, then stop the workers. Idempotent.
 
-        Leaving ``with``, dropping the last reference, and the interpreter's exit do it too. Errors stay with their futures.
-        Ctrl-C interrupts the waiting and leaves the engine open.
+        Leaving a ``with`` block, dropping the last reference, and the interpreter's exit do the same. Errors of transfers are
+        raised by their futures only. Ctrl-C interrupts the waiting, and leaves the engine open.
         """
         self._native.close()
 
@@ -280,9 +340,10 @@ class Engine:
 
 
 def without_python(start: Callable[..., Future]) -> Callable[..., Future]:
-    """What an engine's ``read``, ``write`` or ``fsync`` calls, which is no Python code; anything else as it is.
+    """Return the compiled function behind an engine's ``read``, ``write`` or ``fsync``; return anything else unchanged.
 
-    A function of the interpreter can call it, and keep the future at once: Ctrl-C cannot come in between.
+    A builtin such as ``map`` can call the compiled function and store its future without running Python code, so Ctrl-C cannot
+    come between starting a transfer and storing its future.
     """
     if getattr(start, "__func__", None) not in (Engine.read, Engine.write, Engine.fsync):
         return start

@@ -28,7 +28,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def empty_aligned(nbytes: int) -> torch.Tensor:
     """Return a new tensor of uninitialised bytes on the CPU, aligned to ALIGNMENT for direct I/O. It belongs to no pool.
 
-    From 4 MiB on, the memory is on huge pages if the kernel has them, and its pages are populated before this returns (see :func:`give_pages`).
+    From 4 MiB on, the memory is on huge pages if the kernel has them, and its pages are populated before this returns
+    (see :func:`give_pages`).
 
     Args:
         nbytes: Bytes. Must already be a multiple of ALIGNMENT.
