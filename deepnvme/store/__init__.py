@@ -1,4 +1,4 @@
-"""Named tensors on drives."""
+"""Named tensors stored on drives."""
 
 from .catalog import CorruptTensor, TensorInfo
 from .directory_lock import StoreLocked

@@ -1,4 +1,4 @@
-"""Where a new tensor is laid in a store's files, and how much of it in each of several directories."""
+"""Allocates the space of a store's tensors: where in which data file, and how large a part in each of several directories."""
 
 from __future__ import annotations
 
@@ -18,37 +18,46 @@ if TYPE_CHECKING:
 
 
 _RUN = 4 << 20
-"""Bytes of small tensors that are laid side by side in one directory before the next one has its turn."""
+"""Bytes of small tensors that are laid side by side in one directory before the next directory is chosen."""
 
 
 class TensorPart(NamedTuple):
     """Where some of a tensor's bytes lie."""
 
     file: int
-    """An index into the store's files."""
+    """Index into the store's data files."""
     offset: int
+    """Bytes from the start of the file."""
     nbytes: int
+    """Bytes of the tensor in this part."""
 
 
 class FilesTooSmall(Exception):
-    """The files must grow first. The allocation was undone: try again afterwards; another thread may get the space first."""
+    """The data files must grow before an allocation can succeed. The allocation was undone.
+
+    The caller grows the files and tries again; another thread may get the new space first.
+    """
 
     def __init__(self, sizes: Sequence[tuple[DataFile, int]]) -> None:
         super().__init__(f"{len(sizes)} files are too small")
         self.sizes = sizes
-        """Each file and the bytes that it must have."""
+        """Each file that is too small, and the size in bytes that it must have."""
 
 
 Parts = tuple[TensorPart, ...]
-"""A tensor's, in the order of its bytes; none if it has no bytes."""
+"""The parts of one tensor, in the order of its bytes; empty if it has no bytes."""
 
 
 class StoreAllocator:
-    """Allocates parts of tensors in a store's files. Not thread-safe; only :meth:`trim` waits for the drive.
+    """Allocates parts of tensors in a store's data files. Not thread-safe; only :meth:`trim` waits for the drive.
 
-    ``held`` returns all parts in use: the truth, of which the files' extents are an index. Whoever changes either calls
-    :meth:`begin_change` before, and :meth:`end_change` when both agree again. If an exception comes in between (Ctrl-C, say), the
-    next call of :meth:`mend` or :meth:`begin_change` rebuilds the extents, so that no byte is allocated twice or leaked.
+    The parts in use are the truth, and the files' extent maps are an index of them. Whoever changes either calls
+    :meth:`begin_change` before, and :meth:`end_change` when both agree again. If an exception (Ctrl-C, say) comes in between, the
+    next call of :meth:`mend` or :meth:`begin_change` rebuilds the extent maps. So no byte is allocated twice or leaked.
+
+    Args:
+        files: The store's data files, one for each directory.
+        held: Returns the parts of all tensors in use.
     """
 
     def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
@@ -58,14 +67,16 @@ class StoreAllocator:
         self._changing = False
 
     def begin_change(self) -> None:
+        """Mark the beginning of a change of the parts in use or of the extent maps. Repairs the maps first, like :meth:`mend`."""
         self.mend()
         self._changing = True
 
     def end_change(self) -> None:
+        """Mark the end of a change: the parts in use and the extent maps agree."""
         self._changing = False
 
     def mend(self) -> None:
-        """Rebuild the extents from what is held, if a change was interrupted."""
+        """Rebuild the extent maps from the parts in use, if a change was interrupted."""
         if not self._changing:
             return
         extents = [ExtentMap() for _ in self.files]
@@ -76,16 +87,25 @@ class StoreAllocator:
         self._changing = False
 
     def part_sizes(self, nbytes: int) -> list[int]:
-        """Bytes of each part that a new tensor of ``nbytes`` bytes would have."""
+        """Return the bytes of each part that a new tensor of ``nbytes`` bytes would be split into."""
         if self._is_striped(nbytes):
             return [share for share in shares(nbytes, self._weights) if share]
         return [nbytes] if nbytes else []
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
-        """Allocate parts for tensors of these sizes (bytes), small ones side by side.
+        """Allocate parts for several tensors, the small ones side by side.
 
-        Call between :meth:`begin_change` and :meth:`end_change`. Raises FilesTooSmall, with nothing allocated, if files must
-        grow; the caller grows them without the store's lock.
+        Call between :meth:`begin_change` and :meth:`end_change`.
+
+        Args:
+            sizes: Bytes of each tensor.
+
+        Returns:
+            The parts of each tensor, in the same order.
+
+        Raises:
+            FilesTooSmall: If files must grow first; nothing is allocated then. The caller grows them without holding the store's
+                lock.
         """
         placed: list[Parts] = [()] * len(sizes)
         run: list[int] = []
@@ -108,7 +128,11 @@ class StoreAllocator:
         return placed
 
     def claim(self, parts: Iterable[TensorPart]) -> None:
-        """Mark these parts as used, as a manifest says. Raises ValueError where they are used already, or not in the file."""
+        """Mark parts as used that a manifest lists.
+
+        Raises:
+            ValueError: If a part is already used, ends past the end of its file, or is in a file that does not exist.
+        """
         for part in parts:
             if not 0 <= part.file < len(self.files):
                 raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
@@ -132,19 +156,21 @@ class StoreAllocator:
             self.files[file].extents.give_back(begin, end - begin)
 
     def sizes_for(self, nbytes: int) -> list[tuple[DataFile, int]]:
-        """How large each file must be (bytes) to hold tensors of ``nbytes`` bytes in all."""
+        """Return the size in bytes that each file must have to hold tensors of ``nbytes`` bytes in all."""
         return [(file, padded(share)) for file, share in zip(self.files, shares(nbytes, self._weights), strict=True)]
 
     def trim(self) -> None:
-        """Truncate each file behind its last tensor. Raises OSError."""
+        """Truncate each file after its last tensor. Raises OSError."""
         self.mend()
         for file in self.files:
             file.trim(file.extents.end)
 
     def _is_striped(self, nbytes: int) -> bool:
+        """Return whether a tensor of this size is split over all directories."""
         return nbytes >= STRIPED_FROM and len(self.files) > 1
 
     def _take_striped(self, nbytes: int) -> Parts:
+        """Allocate a part in each directory."""
         return tuple(
             TensorPart(index, self.files[index].extents.take(padded(share)), share)
             for index, share in enumerate(shares(nbytes, self._weights))
@@ -152,6 +178,7 @@ class StoreAllocator:
         )
 
     def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
+        """Allocate the small tensors with the indices in ``run`` side by side, in the emptiest directory."""
         if run:
             chosen = emptiest([file.extents.used for file in self.files], self._weights)
             offsets = self.files[chosen].extents.take_run([padded(sizes[index]) for index in run])
@@ -160,11 +187,14 @@ class StoreAllocator:
 
 
 STRIPED_FROM = 4 << 20
-"""Bytes of a tensor that is worth several drives: one of these moves 1 MiB in less than the time between two requests."""
+"""Bytes. Tensors of at least this size are split over all directories.
+
+Smaller ones are not worth several drives: one drive moves 1 MiB in less than the time between two requests.
+"""
 
 
 def pieces(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[tuple[TensorPart, torch.Tensor]]:
-    """The parts with what each holds of the bytes of a contiguous tensor."""
+    """Yield each part, with a view of the bytes of a contiguous tensor that belong to it."""
     start = 0
     for part in parts:
         all_of_it = start == 0 and part.nbytes == tensor.nbytes
@@ -173,10 +203,17 @@ def pieces(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[tuple[
 
 
 def shares(nbytes: int, weights: Sequence[float]) -> list[int]:
-    """The length of the contiguous part for each directory, in order; they sum to ``nbytes``, and some may be 0.
+    """Split ``nbytes`` into one contiguous part for each directory, in proportion to the weights.
 
-    Each ends at a multiple of ALIGNMENT but the last that is not empty. They differ from the exact proportions by less than
-    ALIGNMENT on either end.
+    Each part ends at a multiple of ALIGNMENT, except the last one that is not empty. Both ends of a part differ from the exact
+    proportion by less than ALIGNMENT.
+
+    Args:
+        nbytes: Bytes to split.
+        weights: Weight of each directory.
+
+    Returns:
+        Bytes of each part, in order. They sum to ``nbytes``; some may be 0.
     """
     total = math.fsum(weights)
     bounds = [0]
@@ -188,5 +225,5 @@ def shares(nbytes: int, weights: Sequence[float]) -> list[int]:
 
 
 def emptiest(used: Sequence[int], weights: Sequence[float]) -> int:
-    """The index of the directory that holds the least for its weight; the first of equals."""
+    """Return the index of the directory with the fewest used bytes relative to its weight; the first of several equal ones."""
     return min(range(len(used)), key=lambda index: used[index] / weights[index])

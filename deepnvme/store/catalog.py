@@ -1,4 +1,4 @@
-"""What a store's names hold, and what they are about to hold."""
+"""The names in a store: the tensor that each one holds, and the one that a put under way will make it hold."""
 
 from __future__ import annotations
 
@@ -22,39 +22,48 @@ if TYPE_CHECKING:
 
 
 class Catalog:
-    """Names, and the space that their tensors take. Not thread-safe.
+    """The names in a store, their tensors, and the space these take. Not thread-safe.
 
-    Where tensors persist, a put writes to new space, and what was there before stays until it has ended well; and what the last
-    commit refers to, until the next.
+    In a store that persists, a put writes to new space. The tensor that the name held before is kept until the put has ended
+    well. A tensor that the last commit refers to is kept until the next commit.
 
-    A flush that fails says nothing of what is on the drive: the kernel lets go of what it could not write, reports it once, and
-    goes on as if it had written it. What was put since the last flush that ended well is damaged then, until it is put again.
+    A flush that fails leaves it unknown what is on the drive: the kernel drops the pages that it could not write, reports the
+    error once, and then goes on as if it had written them. So all tensors put since the last successful flush are damaged until
+    they are put again.
 
-    Ctrl-C may end any method anywhere. Each thing is changed in one step of the interpreter, in an order in which what was begun
-    is gone on with, or undone, when the operation that it belongs to is settled; the space follows (:class:`StoreAllocator`).
+    Ctrl-C may interrupt any method at any point. Each change is one step of the interpreter, and the steps are in such an order
+    that settling the operation completes or undoes what it had begun. The space is repaired by :class:`StoreAllocator`.
     """
 
     def __init__(self, files: Sequence[DataFile], persist: bool) -> None:
         self.entries: dict[str, CatalogEntry] = {}
         self.space = StoreAllocator(files, self._held)
         self._persist = persist
-        self._referred: frozenset[TensorVersion] = frozenset()  # what a manifest on the drive may refer to, named here or not
-        self._flushing: frozenset[TensorVersion] = frozenset()  # what the last flush was to flush
-        self._flushed: frozenset[TensorVersion] = frozenset()  # what it has, or one before
+        self._referred: frozenset[TensorVersion] = frozenset()  # what a manifest on the drive may refer to, even if no entry does
+        self._flushing: frozenset[TensorVersion] = frozenset()  # what the last flush had to flush
+        self._flushed: frozenset[TensorVersion] = frozenset()  # what that flush, or one before, has flushed
 
     def restore(self, name: str, stored: StoredTensor) -> None:
-        """Take a name over from a manifest. Raises ValueError for what cannot be."""
+        """Add a name and its tensor from a manifest.
+
+        Raises:
+            ValueError: If the manifest's entry is not valid.
+        """
         entry = CatalogEntry(name)
         entry.version = TensorVersion.restored(stored)
         self.space.claim(entry.version.parts)
         self.entries[name] = entry
 
     def restored(self) -> None:
-        """All names have been taken over."""
+        """Call when all names of the manifest are restored: their tensors count as flushed and committed."""
         self._referred = self._flushed = frozenset(self.snapshot().values())
 
     def entry(self, name: str) -> CatalogEntry:
-        """Raises KeyError."""
+        """Return the entry of a name.
+
+        Raises:
+            KeyError: If the store has no such name. The message suggests similar ones.
+        """
         entry = self.entries.get(name)
         if entry is None:
             close = difflib.get_close_matches(name, list(self.entries)[:10_000], n=3) if isinstance(name, str) else []
@@ -63,7 +72,12 @@ class Catalog:
         return entry
 
     def readable(self, names: Sequence[str]) -> list[CatalogEntry]:
-        """The entries. Raises KeyError, and OSError for a damaged one."""
+        """Return the entries of the names, all of which must be readable.
+
+        Raises:
+            KeyError: If the store has no such name.
+            OSError: If a tensor is damaged.
+        """
         entries = [self.entry(name) for name in names]
         for entry in entries:
             if entry.damage is not None:
@@ -72,7 +86,7 @@ class Catalog:
         return entries
 
     def conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
-        """What has to end before the names are read, or before they are written."""
+        """Return the operations that must end before the names can be read or, with ``writing``, written."""
         entries = [entry for entry in map(self.entries.get, names) if entry is not None]
         before = {entry.put for entry in entries}
         if writing:
@@ -81,7 +95,7 @@ class Catalog:
         return {operation for operation in before if operation is not None and not operation.settled}
 
     def remove(self, name: str) -> int:
-        """Return the bytes that it had. Raises KeyError."""
+        """Remove a name and free its space. Return the bytes of its tensor. Raises KeyError."""
         version = self.entry(name).newest
         self.space.begin_change()
         del self.entries[name]
@@ -89,7 +103,7 @@ class Catalog:
         self.space.end_change()
         return version.info.nbytes
 
-    # Putting.
+    # Puts.
 
     def begin_put(
         self,
@@ -98,9 +112,22 @@ class Catalog:
         checksums: Sequence[tuple[int, ...] | None],
         operation: Operation,
     ) -> tuple[list[CatalogEntry], list[TensorVersion]]:
-        """What the names are to hold: in place where that can be, else in new space.
+        """Allocate space for tensors and enter them under their names, as an operation under way.
 
-        Raises FilesTooSmall with nothing changed. If interrupted, :meth:`end_put` undoes what was begun.
+        A tensor is put in the space of the old one where that is possible: if the store does not persist, and the size is the
+        same. If this is interrupted, :meth:`end_put` undoes what was begun.
+
+        Args:
+            names: Names to put.
+            tensors: The tensor for each name, dense.
+            checksums: For each tensor, the running CRC-32 values of its parts, or None.
+            operation: The put. Its ``subjects`` become the entries.
+
+        Returns:
+            The entry of each name, and the version that it will hold.
+
+        Raises:
+            FilesTooSmall: If files must grow first; nothing is changed then.
         """
         entries = [self.entries.get(name) or CatalogEntry(name) for name in names]
         found: list[TensorVersion | None] = []
@@ -141,7 +168,14 @@ class Catalog:
         return entries, versions
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
-        """``failures``: each with the entries that it is for. Called again where it was interrupted."""
+        """Complete a put whose transfers have ended, or undo it for the tensors that failed.
+
+        In a store that does not persist, tensors that failed are damaged instead. Called again if it was interrupted.
+
+        Args:
+            operation: The put.
+            failures: Each error, with the entries whose transfers failed with it.
+        """
         failed: dict[CatalogEntry, OSError] = {entry: error for error, subjects in reversed(failures) for entry in subjects}
         subjects: Sequence[CatalogEntry] = operation.subjects
         entries = [entry for entry in subjects if entry.put is operation and entry is self.entries.get(entry.name)]
@@ -168,15 +202,18 @@ class Catalog:
             self._release(coming)
         self.space.end_change()
 
-    # Committing.
+    # Commits.
 
     def snapshot(self) -> dict[str, TensorVersion]:
-        """What the names hold, without what is under way."""
+        """Return what each name holds, without the puts under way."""
         return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
     def begin_flush(self) -> dict[str, TensorVersion]:
-        """What is to be flushed, and then published; from here on a manifest may refer to it, too. Raises OSError if any of it is
-        damaged."""
+        """Return the versions to flush and then to publish in a manifest. From now on a manifest may refer to them too.
+
+        Raises:
+            OSError: If any tensor is damaged.
+        """
         damaged = [entry for entry in self.entries.values() if entry.damage is not None]
         if damaged:
             error = damaged[0].damage
@@ -191,7 +228,12 @@ class Catalog:
         return versions
 
     def end_flush(self, flush: Operation, failures: Sequence[Failure]) -> None:
-        """``failures``: each with the files, as indices, that it is for. Called again where it was interrupted."""
+        """Record what a flush has flushed, and mark what it failed to flush as damaged. Called again if it was interrupted.
+
+        Args:
+            flush: The operation of the flush.
+            failures: Each error, with the indices of the files whose flush failed with it.
+        """
         failed = {file: error for error, files in reversed(failures) for file in files}
         if failed:
             self._damage(failed)
@@ -200,7 +242,7 @@ class Catalog:
             self._flushed = self._flushing.difference(lost)
 
     def committed(self) -> None:
-        """The manifest says just what was flushed: what it said before can go."""
+        """Call when the manifest lists exactly what was flushed. Frees the space that only the previous manifest referred to."""
         gone = self._referred - self._flushed
         self.space.begin_change()
         self._referred = self._flushed
@@ -208,13 +250,16 @@ class Catalog:
         self.space.end_change()
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
-        """Nothing in these files that was not flushed before can be believed, nor what is being read from it."""
+        """Mark tensors as damaged that are in files that failed to flush, and were not flushed before.
+
+        Operations under way that read or write them fail.
+        """
         for entry in self.entries.values():
             for version in (entry.version, entry.coming):
                 error = None if version is None or version in self._flushed else _failure_of(version, failed)
                 if error is None:
                     continue
-                copy = OSError(error.errno, error.strerror, error.filename)  # without the frames that it comes through
+                copy = OSError(error.errno, error.strerror, error.filename)  # without the traceback and its frames
                 under_way = entry.gets
                 if version is entry.version:
                     entry.damage = copy
@@ -224,11 +269,12 @@ class Catalog:
                     operation.doubt = copy
 
     def _release(self, version: TensorVersion) -> None:
-        """Within a change of the space."""
+        """Free the space of a version, unless a manifest may refer to it. Call within a change of the space."""
         if version not in self._referred:
             self.space.give_back(version.parts)
 
     def _held(self) -> Iterator[Parts]:
+        """Yield the parts of every version that is in use."""
         for entry in self.entries.values():
             if entry.version is not None:
                 yield entry.version.parts
@@ -239,12 +285,12 @@ class Catalog:
 
 
 def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSError | None:
-    """The error of the first of its files that has one."""
+    """Return the error of the first of the version's files that has one, else None."""
     return next((failed[part.file] for part in version.parts if part.file in failed), None)
 
 
 def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
-    """Note a get of each. Entries that were got together share what they note."""
+    """Record an operation that reads the entries. Entries that were read together share the tuples that record it."""
     noted = {
         before: (*(other for other in before if not other.settled), operation) for before in {entry.gets for entry in entries}
     }
@@ -253,7 +299,7 @@ def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
 
 
 class CorruptTensor(OSError):
-    """What was read is not what was put (EBADMSG); the message names the tensor, the filename is its file's."""
+    """What was read is not what was put (EBADMSG). The message names the tensor; ``filename`` is the file with its bytes."""
 
 
 class TensorInfo(NamedTuple):
@@ -263,11 +309,11 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     nbytes: int
     checksum: int | None
-    """The CRC-32 of its bytes, if the store keeps checksums."""
+    """CRC-32 of the tensor's bytes, if the store keeps checksums."""
 
 
 class TensorVersion:
-    """What was put under a name once."""
+    """What one put has stored under a name: shape, dtype, checksums, and where the bytes are."""
 
     __slots__ = ("checksums", "info", "parts")
 
@@ -278,10 +324,19 @@ class TensorVersion:
         self.info = TensorInfo(tuple(shape), dtype, nbytes, crc)
         self.parts = parts
         self.checksums = checksums
-        """After each part."""
+        """Running CRC-32 values: of the first part, of the first two together, and so on. None if the store keeps none."""
 
     def verify(self, name: str, tensor: torch.Tensor, paths: Sequence[Path]) -> None:
-        """Raise CorruptTensor if the tensor, as it was read, does not have the checksums. ``paths``: of the store's files."""
+        """Check a tensor that was read against the checksums, if there are any.
+
+        Args:
+            name: Names the tensor in the error.
+            tensor: The tensor as it was read.
+            paths: Paths of the store's files.
+
+        Raises:
+            CorruptTensor: If a checksum differs.
+        """
         if self.checksums is None:
             return
         found = checksums(tensor, [part.nbytes for part in self.parts])
@@ -292,13 +347,17 @@ class TensorVersion:
                 raise CorruptTensor(errno.EBADMSG, text, str(paths[part.file]))
 
     def stored(self) -> StoredTensor:
-        """For a manifest."""
+        """Return the entry for a manifest."""
         parts = tuple((part.file, part.offset, part.nbytes) for part in self.parts)
         return StoredTensor(str(self.info.dtype).removeprefix("torch."), self.info.shape, parts, self.checksums)
 
     @classmethod
     def restored(cls, stored: StoredTensor) -> TensorVersion:
-        """From a manifest. Raises ValueError for what cannot have been put."""
+        """Return the version that a manifest's entry describes.
+
+        Raises:
+            ValueError: If the entry is not valid.
+        """
         dtype = dtype_named(stored.dtype)
         nbytes = math.prod(stored.shape) * dtype.itemsize
         parts = tuple(TensorPart(*part) for part in stored.parts)
@@ -308,24 +367,30 @@ class TensorVersion:
 
 
 class CatalogEntry:
-    """A name, and what is under way with it."""
+    """One name in a store: the tensor that it holds, and the operations under way with it."""
 
     __slots__ = ("coming", "damage", "gets", "name", "put", "version")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.version: TensorVersion | None = None
-        """What it holds, or will hold where a put cannot be undone. None until the first put of a persisted name has ended."""
+        """What the name holds, or will hold after a put that cannot be undone.
+
+        None until the first put of the name has ended, in a store that persists.
+        """
         self.coming: TensorVersion | None = None
-        """What a put under way will make it hold, where it can be undone."""
+        """What a put under way will make the name hold, if the put can be undone."""
         self.put: Operation | None = None
+        """The last put of the name."""
         self.gets: tuple[Operation, ...] = ()
+        """Operations that read the name. Settled ones are dropped when the next is recorded."""
         self.damage: OSError | None = None
-        """Why ``version`` cannot be believed: the error of its put, where that could not be undone, or of a flush."""
+        """Why ``version`` cannot be trusted: the error of a put that could not be undone, or of a flush."""
 
     @property
     def newest(self) -> TensorVersion:
+        """What the name holds when the put under way, if there is one, has ended well."""
         version = self.coming or self.version
         if version is None:
-            raise RuntimeError(f"{self.name!r} has no version")  # never: an entry lives from its first put on
+            raise RuntimeError(f"{self.name!r} has no version")  # cannot happen: an entry is made by its first put
         return version

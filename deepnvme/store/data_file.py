@@ -1,4 +1,4 @@
-"""A store's file in one of its directories: its space, the two ways to it, its lock, and its bytes as mapped memory."""
+"""A store's data file in one of its directories: opening, locking, growing and mapping it into memory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,29 @@ if TYPE_CHECKING:
 
 
 DATA_NAME = "deepnvme-store.data"
+"""Name of the data file in a store's directory."""
 _SMALLEST_STEP = 16 << 20
 _LARGEST_STEP = 1 << 30
 
 
 class DataFile:
-    """Opened and locked; made if missing, by the directory's owner. With ``read_only``, for one reader of several.
+    """A store's data file in one directory, open and locked.
 
-    The lock is the file's own, so that readers need nothing but to read: whoever owns the directory is kept out by them. Raises
-    StoreLocked, and OSError from opening. A child forked meanwhile does not share the lock.
+    The owner of the directory creates the file if it is missing. Readers only need to be able to read: the lock is on the data
+    file itself, and while readers have it, an owner cannot take it. A child forked meanwhile does not share the lock.
 
-    Space is preallocated in large steps: writes past the end of a file are slow (design, section 4), and a disk that is full is
-    known before a byte is written.
+    Space is preallocated in large steps, for two reasons: writes past the end of a file are slow (design, section 4), and a full
+    disk is known before a byte is written.
+
+    Args:
+        directory: The directory.
+        engine: Opens the file for transfers.
+        weight: The directory's weight in the distribution of tensors.
+        read_only: Open as one reader of several.
+
+    Raises:
+        StoreLocked: If the lock is taken.
+        OSError: If the file cannot be opened.
     """
 
     def __init__(self, directory: Path, engine: Engine, weight: float, read_only: bool = False) -> None:
@@ -46,9 +57,9 @@ class DataFile:
         self.path = directory / DATA_NAME
         self.weight = weight
         self.extents = ExtentMap()
-        self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate holds up growth alone
+        self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with naming(self.path):
-            self._file = io.FileIO(self.path, "r" if read_only else "a+")  # which closes itself, so that no lock outlives this
+            self._file = io.FileIO(self.path, "r" if read_only else "a+")  # closes itself, so that no lock outlives this object
         try:
             _inherited.note(self)
             self._lock(read_only)
@@ -56,20 +67,25 @@ class DataFile:
                 self.capacity = os.fstat(self.descriptor).st_size
             self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
         except BaseException:
-            with contextlib.suppress(OSError):  # it is closed in any case, and this is not what went wrong
+            with contextlib.suppress(OSError):  # it is closed even if close() fails, and the first error is what matters
                 self._file.close()
             raise
 
     @property
     def descriptor(self) -> int:
-        """For mappings, which work after the file has lost its name, too."""
+        """The file descriptor, for mappings. These also work after the file was unlinked."""
         return self._file.fileno()
 
     def grow_to(self, size: int, exactly: bool = False) -> None:
-        """Have ``size`` bytes preallocated, or more unless ``exactly``. Waits for the drive: not with the store's lock held.
+        """Preallocate the file up to ``size`` bytes. Blocks for the drive: do not call it with the store's lock held.
 
-        Raises OSError (ENOSPC) and leaves the file as it was; RuntimeError in a finalizer or signal handler that has interrupted
-        this thread's own growth of the file.
+        Args:
+            size: Bytes that the file must have at least.
+            exactly: Do not preallocate more than that.
+
+        Raises:
+            OSError: With ENOSPC if there is too little space. The file is as it was before.
+            RuntimeError: In a finalizer or signal handler that interrupted this thread's own growth of the file.
         """
         check_not_owned(self._growing)
         with self._growing:
@@ -84,18 +100,18 @@ class DataFile:
             self.capacity = wanted
 
     def trim(self, size: int) -> None:
-        """Give back what lies past ``size`` bytes."""
+        """Truncate the file to ``size`` bytes, if it is longer."""
         if size < self.capacity:
             with naming(self.path):
                 os.ftruncate(self.descriptor, size)
             self.capacity = size
 
     def free(self) -> int:
-        """Bytes that the file system has left for this user."""
+        """Return how many bytes the file system has free for this user."""
         return free_bytes(self.descriptor, str(self.directory))
 
     def remove(self) -> None:
-        """Unlink it, unless something else has its path by now. Transfers under way go on, into a file without a name."""
+        """Unlink the file, unless something else has its path by now. Transfers under way go on, into a file without a name."""
         if self._file.closed:
             return
         with contextlib.suppress(OSError):
@@ -103,17 +119,18 @@ class DataFile:
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Idempotent. Raises OSError, and is closed then, too."""
+        """Unlock and close the file. Idempotent. If it raises OSError, the file is closed all the same."""
         try:
             self.file.close()
         finally:
             unlock_and_close(self._file, self.path)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close what it inherited, or the lock would outlive the parent."""
+        """Close the inherited file in a forked child, where it would keep the lock after the parent has ended."""
         self._file.close()
 
     def _lock(self, read_only: bool) -> None:
+        """Lock the file, shared for a reader. Raises StoreLocked."""
         try:
             lock(self.descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
         except BlockingIOError:
@@ -127,16 +144,23 @@ _inherited = Inherited()
 
 
 def remove(directory: Path) -> None:
-    """Remove the data file that an owner has left in the directory, if there is one."""
+    """Remove the data file that an earlier owner has left in the directory, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(directory / DATA_NAME)
 
 
 def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.Tensor:
-    """Bytes that stand for those in the files, one part after the other: private, copied when written to.
+    """Return a tensor of bytes that maps parts of files, one after the other. Pages are private: copied when they are written to.
 
-    ``parts``: file, offset and length of each; all but the last are multiples of ALIGNMENT. The mapping goes with the last view
-    of the tensor, and needs no descriptor. Raises OSError.
+    The mapping is removed with the last view of the tensor, and needs no open descriptor.
+
+    Args:
+        parts: File, offset and length in bytes of each part. All but the last length, and all offsets, are multiples of
+            ALIGNMENT.
+        nbytes: Bytes of all parts.
+
+    Raises:
+        OSError: If a file cannot be mapped, or is too short (EBADMSG).
     """
     import torch
 
@@ -147,7 +171,7 @@ def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.
     for file, offset, length in parts:
         with naming(file.path):
             size = os.fstat(file.descriptor).st_size
-            if offset + length > size:  # a page past the end would end the process when it is touched
+            if offset + length > size:  # touching a page past the end of the file would end the process with SIGBUS
                 text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"
                 raise OSError(errno.EBADMSG, text)
             map_over(place, length, mmap.PROT_READ | mmap.PROT_WRITE, 0, file.descriptor, offset)

@@ -1,4 +1,4 @@
-"""Which bytes of one file are taken. No file is touched here."""
+"""Which bytes of one file are in use. This only keeps account; it does not touch the file."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from deepnvme.memory.alignment import ALIGNMENT
 
 
 class ExtentMap:
-    """The taken and the free extents of a file that can grow. Lengths and offsets are multiples of ALIGNMENT.
+    """The used and the free extents of one file, which can grow. Not thread-safe.
 
-    Space is taken where it fits best; neighbouring holes are one hole. Not thread-safe.
+    Lengths and offsets are multiples of ALIGNMENT. Allocation is best-fit; adjacent holes are merged.
     """
 
     def __init__(self) -> None:
         self._end = 0
-        self._holes: dict[int, int] = {}  # offset -> length; none reaches the end
+        self._holes: dict[int, int] = {}  # offset -> length; no hole reaches the end
         self._offsets: list[int] = []  # of the holes, ascending
         self._lengths: list[tuple[int, int]] = []  # (length, offset) of the holes, ascending
         self._free = 0
 
     @property
     def end(self) -> int:
-        """Where the last taken extent ends: the size that the file must have."""
+        """Where the last used extent ends, in bytes: the size that the file must have."""
         return self._end
 
     @property
     def used(self) -> int:
-        """Bytes taken."""
+        """Bytes in use."""
         return self._end - self._free
 
     def take(self, length: int) -> int:
-        """Take an extent, and return its offset: in the smallest hole that holds it, else past the end."""
+        """Allocate an extent of ``length`` bytes in the smallest hole that holds it, else past the end. Return its offset."""
         _check_length(length)
         place = bisect_left(self._lengths, (length, 0))
         if place == len(self._lengths):
@@ -43,10 +43,13 @@ class ExtentMap:
         return offset
 
     def take_run(self, lengths: Sequence[int]) -> list[int]:
-        """Take several extents, side by side unless that left much of the file unused; return their offsets.
+        """Allocate several extents, side by side unless the file already has much unused space. Return their offsets.
 
-        One hole may hold all, else they go past the end: reading them together in one request is worth some space. But where a
-        quarter of the file is holes, they are filled first, one extent at a time.
+        If one hole holds all of them, they go there, else past the end: reading them together in one request is worth some space.
+        But if more than a quarter of the file is holes, the holes are filled first, one extent at a time.
+
+        Args:
+            lengths: Bytes of each extent.
         """
         whole = sum(lengths)
         fits = bool(self._lengths) and self._lengths[-1][0] >= whole
@@ -62,7 +65,11 @@ class ExtentMap:
         return offsets
 
     def take_at(self, offset: int, length: int) -> None:
-        """Take just these bytes. Raises ValueError if any of them is taken."""
+        """Mark the ``length`` bytes at ``offset`` as used.
+
+        Raises:
+            ValueError: If any of them is already used, or the range is not aligned.
+        """
         _check_length(length)
         if offset < 0 or offset % ALIGNMENT:
             raise ValueError(f"an extent starts at a multiple of {ALIGNMENT}, got {offset}")
@@ -78,7 +85,11 @@ class ExtentMap:
         self._cut(hole, offset, length)
 
     def give_back(self, offset: int, length: int) -> None:
-        """Free bytes that were taken; a part of an extent, or several neighbours, will do. Raises ValueError if they are free."""
+        """Free bytes that are in use: a whole extent, a part of one, or several adjacent ones.
+
+        Raises:
+            ValueError: If any of the bytes is not in use, or the range is not aligned.
+        """
         _check_length(length)
         place = bisect_left(self._offsets, offset)
         before = self._offsets[place - 1] if place > 0 else None
@@ -100,11 +111,11 @@ class ExtentMap:
             self._add(start, stop - start)
 
     def holes(self) -> list[tuple[int, int]]:
-        """(offset, length) of each, ascending."""
+        """Return (offset, length) of each hole, ascending."""
         return [(offset, self._holes[offset]) for offset in self._offsets]
 
     def _cut(self, hole: int, offset: int, length: int) -> None:
-        """Take ``length`` bytes at ``offset`` out of the hole that starts at ``hole``."""
+        """Allocate the ``length`` bytes at ``offset`` in the hole that starts at ``hole``."""
         stop = hole + self._remove(hole)
         if offset > hole:
             self._add(hole, offset - hole)
@@ -112,12 +123,14 @@ class ExtentMap:
             self._add(offset + length, stop - offset - length)
 
     def _add(self, offset: int, length: int) -> None:
+        """Add a hole."""
         self._holes[offset] = length
         insort(self._offsets, offset)
         insort(self._lengths, (length, offset))
         self._free += length
 
     def _remove(self, offset: int) -> int:
+        """Remove the hole at ``offset``, and return its length."""
         length = self._holes.pop(offset)
         del self._offsets[bisect_left(self._offsets, offset)]
         del self._lengths[bisect_left(self._lengths, (length, offset))]
@@ -126,5 +139,6 @@ class ExtentMap:
 
 
 def _check_length(length: int) -> None:
+    """Raise ValueError unless the length is a positive multiple of ALIGNMENT."""
     if length <= 0 or length % ALIGNMENT:
         raise ValueError(f"an extent's length is a positive multiple of {ALIGNMENT}, got {length}")
