@@ -1,4 +1,7 @@
-"""A directory belongs to one owner at a time: a lock that the kernel releases when its holder dies, and that names the holder."""
+"""A lock that gives a directory one owner at a time.
+
+The kernel releases it when its holder dies, and the lock file names the holder.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +26,38 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 
 
 class StoreLocked(OSError):
-    """The directory has an owner, or is wanted by one and has readers (EBUSY); the message names the owner."""
+    """The directory has an owner, or is to have one while it still has readers (EBUSY). The message names the owner."""
 
     holder = "somebody"
-    """The owner, where this knows him."""
+    """The owner, as text, where it is known."""
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """Who holds a lock."""
+    """The process that holds a lock."""
 
     pid: int
     host: str
     started: str
-    """When the lock was taken: local time."""
+    """When the lock was taken, in local time."""
     command: str
+    """The process's command line, cut off after 1000 characters."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.started} ({self.command})"
 
 
 class DirectoryLock:
-    """A directory's lock, held from construction to :meth:`release`; the directory is made if it is missing.
+    """The lock of a directory, held from construction to :meth:`release`. The directory is created if it is missing.
 
-    Raises StoreLocked if another owner, of this process or any other, has it; OSError if the directory or the lock cannot be
-    made. A child forked meanwhile does not share it.
+    A child forked meanwhile does not share the lock.
+
+    Raises:
+        StoreLocked: If another owner, in this process or any other, has it.
+        OSError: If the directory or the lock cannot be created.
     """
 
-    _file: io.FileIO | None = None  # which closes itself, so that no lock outlives this
+    _file: io.FileIO | None = None  # closes itself, so that no lock outlives this object
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,12 +66,12 @@ class DirectoryLock:
         self._locked = False
         try:
             while not self._locked:
-                self._made += reversed([path for path in (directory, *directory.parents) if not path.exists()])  # before it is
+                self._made += reversed([path for path in (directory, *directory.parents) if not path.exists()])  # before mkdir
                 directory.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # the last owner had made the directory, and has removed it since
+                with contextlib.suppress(FileNotFoundError):  # the last owner had created the directory, and has removed it since
                     self._take()
         except BaseException:
-            if self._made and not self._locked:  # what was interrupted may have left a lock file in a directory that is to go
+            if self._made and not self._locked:  # an interruption may have left a lock file in a directory to be removed
                 with contextlib.suppress(OSError):
                     self.release()
                     self._take()
@@ -73,6 +80,7 @@ class DirectoryLock:
             raise
 
     def _take(self) -> None:
+        """Take the lock and write who has it into the lock file. Raises StoreLocked."""
         path = self.directory / LOCK_NAME
         while not self._locked:
             with naming(path):
@@ -86,33 +94,44 @@ class DirectoryLock:
             self._locked = _is(descriptor, path)
             if not self._locked:
                 with naming(path):
-                    self._file.close()  # its owner has just removed it
+                    self._file.close()  # the previous owner has just removed this lock file: try again
         with naming(path):
             _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
 
     @property
     def held(self) -> bool:
-        """Whether it has been neither released nor left to the parent of this process."""
+        """Whether the lock was neither released nor, in a forked child, left to the parent."""
         return self._locked and self._file is not None and not self._file.closed and os.getpid() == self._pid
 
     def intact(self) -> bool:
-        """Whether the lock is held, and the directory and the lock in it have been neither removed nor replaced. Raises OSError
-        where the system cannot tell."""
+        """Return whether the lock is held, and neither the directory nor the lock file was removed or replaced.
+
+        Raises:
+            OSError: If the system cannot tell.
+        """
         return self.held and self._file is not None and _is(self._file.fileno(), self.directory / LOCK_NAME)
 
     def check(self) -> None:
-        """Raise FileNotFoundError unless intact, and OSError where the system cannot tell."""
+        """Check that the lock is intact.
+
+        Raises:
+            FileNotFoundError: If it is not.
+            OSError: If the system cannot tell.
+        """
         if not self.intact():
             raise FileNotFoundError(
                 errno.ENOENT, "the store's directory, or the lock in it, was removed while in use", str(self.directory)
             )
 
     def release(self) -> None:
-        """Give the lock back and remove it, and the directory if this made it and it is empty. Idempotent; nothing in a child."""
+        """Release the lock and remove its file, and the directory if this lock created it and it is empty.
+
+        Idempotent. Does nothing in a forked child.
+        """
         if self._file is None or self._file.closed or os.getpid() != self._pid:
             return
         if self._locked:
-            # Unlinked while it is still held: whoever waits at the old file sees that it is not the directory's any more.
+            # Unlinked while the lock is still held, so that whoever locks the old file next sees that it is no longer in use.
             with contextlib.suppress(OSError):
                 if self.intact():
                     os.unlink(self.directory / LOCK_NAME)
@@ -124,25 +143,26 @@ class DirectoryLock:
             self.release()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close what it inherited, or the lock would outlive the parent."""
+        """Close the inherited lock file in a forked child, where it would keep the lock after the parent has ended."""
         if self._file is not None:
             self._file.close()
 
     def _remove_made(self) -> None:
+        """Remove the directories that this lock created, if they are empty."""
         for directory in reversed(self._made):
-            with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+            with contextlib.suppress(OSError):  # not empty: another process uses it by now
                 os.rmdir(directory)
 
 
 class Inherited:
-    """Objects with locks that a forked child is to close, or they would outlive its parent."""
+    """The objects whose locks a forked child must close, since the child would otherwise keep them after the parent has ended."""
 
     def __init__(self) -> None:
         self._alive: set[weakref.ref[Any]] = set()
         os.register_at_fork(after_in_child=self._leave_all_to_parent)
 
     def note(self, holder: Any) -> None:
-        """``holder`` has a method ``leave_to_parent``."""
+        """Add an object. In a forked child, its method ``leave_to_parent`` is called if it is still alive."""
         self._alive.add(weakref.ref(holder, self._alive.discard))
 
     def _leave_all_to_parent(self) -> None:
@@ -157,7 +177,10 @@ _inherited = Inherited()
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of a system call on a descriptor, or on a file that is to take this one's name, is raised as one of ``path``."""
+    """Raise any OSError of this block as one that names ``path``.
+
+    For system calls on a descriptor, or on a temporary file that is to be renamed to ``path``.
+    """
     try:
         yield
     except OSError as error:
@@ -165,7 +188,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int, kind: int, path: Path) -> None:
-    """Take a lock of this kind. Never blocks. Raises BlockingIOError if others have it, OSError where none can be had."""
+    """Take a lock on an open file. Never blocks.
+
+    Args:
+        descriptor: The file.
+        kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+        path: Names the file in the error.
+
+    Raises:
+        BlockingIOError: If others have the lock.
+        OSError: If the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -176,17 +209,17 @@ def lock(descriptor: int, kind: int, path: Path) -> None:
 
 
 def unlock_and_close(file: io.FileIO, path: Path) -> None:
-    """Idempotent. Raises OSError, and is closed then, too."""
+    """Unlock and close a file. Idempotent. If it raises OSError, the file is closed all the same."""
     with naming(path):
         try:
             if not file.closed:
-                fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # for a child, too, that was forked past Python and has it open
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # a child forked from C has the file open too, and would keep the lock
         finally:
             file.close()
 
 
 def locked(directory: Path) -> StoreLocked:
-    """The error that names a directory's owner, for those who have not tried to be that."""
+    """Return the error that names a directory's owner, for callers that have not tried to lock the directory themselves."""
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -198,6 +231,7 @@ def locked(directory: Path) -> StoreLocked:
 
 
 def _locked(directory: Path, descriptor: int) -> StoreLocked:
+    """Return the error that names the owner, as written in the open lock file."""
     owner = next(filter(None, _reads(descriptor)), None)
     named = str(owner) if owner is not None else "a process that has not said its name"
     if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
@@ -209,28 +243,31 @@ def _locked(directory: Path, descriptor: int) -> StoreLocked:
 
 
 def _reads(descriptor: int) -> Iterator[LockOwner | None]:
+    """Yield the lock file's owner each time it is read, or None if it is not written yet, for up to a second."""
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
         try:
             yield LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
         except (ValueError, TypeError):
-            yield None  # not, or half written
+            yield None  # not written yet, or only in part
             time.sleep(0.01)
 
 
 def _this_process() -> LockOwner:
+    """Return this process as the owner of a lock."""
     command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
     return LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
+    """Replace the lock file's contents."""
     os.ftruncate(descriptor, 0)
-    with contextlib.suppress(OSError):  # a full disk does not keep anybody from owning a directory, it keeps the name out
+    with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
         os.pwrite(descriptor, text, 0)
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Whether the path still leads to the open file. Raises OSError where the system cannot tell."""
+    """Return whether the path still refers to the open file. Raises OSError if the system cannot tell."""
     with naming(path):
         try:
             there = os.stat(path)

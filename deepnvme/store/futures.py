@@ -1,4 +1,4 @@
-"""What a store's operations leave: several transfers as one, and what becomes of them when somebody looks."""
+"""A store's operations and futures: several transfers as one, and what is done when somebody waits for them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from deepnvme.engine import Future
 Result = TypeVar("Result")
 Further = TypeVar("Further")
 Failure = tuple[OSError, Sequence[Any]]
-"""An error, and whose transfers it has ended."""
+"""An error, and what the transfers that failed with it were for."""
 _POLL_SECONDS = 0.001
 
 
 def check_not_owned(lock: threading.RLock) -> None:
-    """Raise RuntimeError if this thread holds the lock already: a finalizer or signal handler has interrupted a call of the
-    store."""
+    """Check that this thread does not hold the lock already.
+
+    Raises:
+        RuntimeError: If it does, which means that a finalizer or signal handler has interrupted a call of the store.
+    """
     if lock._is_owned():  # type: ignore[attr-defined]
         raise RuntimeError(
             "the store is in the midst of another call of this thread: a finalizer or a signal handler may not use it then;"
@@ -28,14 +31,17 @@ def check_not_owned(lock: threading.RLock) -> None:
 
 
 class Operation:
-    """The transfers of one call, each for some of its tensors, and what has to be done when all have ended.
+    """All transfers of one call of a store, and what to do when they have ended.
 
     The thread that starts the transfers holds the lock ``starting`` meanwhile, and sets ``complete`` when all are started. If an
-    exception (Ctrl-C, say) ends that early, ``starting`` is free and ``complete`` is not set: the operation has failed for all
-    its tensors.
+    exception (Ctrl-C, say) interrupts it before, ``starting`` is free and ``complete`` is not set: the operation has then failed
+    for all its tensors.
 
-    ``finish`` is called by whoever looks first, with the errors and what each was for; ``lock``, the store's, is held. It is
-    called again where it was interrupted. No thread waits behind.
+    No background thread is used: ``finish`` is called by the first thread that waits for the operation or looks at its result.
+
+    Args:
+        lock: The store's lock, held while ``finish`` is called.
+        finish: Called with the operation and its failures when all transfers have ended; again if it was interrupted.
     """
 
     def __init__(self, lock: threading.RLock, finish: Callable[[Operation, list[Failure]], None]) -> None:
@@ -46,31 +52,41 @@ class Operation:
         self._transfers: list[tuple[Future, Sequence[Any]]] = []
         self.complete = False
         self.reason: OSError | None = None
-        """Why it is not complete, if that was an error of the system."""
+        """Why not all transfers were started, if that was an OSError."""
         self.doubt: OSError | None = None
-        """Why it has failed for all its tensors although its transfers may have ended well. Set with the lock held."""
+        """Why the operation failed for all its tensors although its transfers may have ended well. Set with the lock held."""
         self.subjects: Sequence[Any] = ()
-        """What a failure of everything is to name."""
+        """What the operation is for (such as catalog entries), for failures that concern all of it."""
         self.error: OSError | None = None
-        """The first, once settled."""
+        """The first error, once settled."""
         self.seen = False
-        """Whether the error has been raised to somebody."""
+        """Whether the error was raised to a caller."""
 
     @property
     def settled(self) -> bool:
+        """Whether all transfers have ended and ``finish`` was called."""
         return self._finish is None
 
     def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
-        """Start a transfer from each row of the columns, and return them. ``subjects``: whose bytes each moves.
+        """Start one transfer for each row of the columns.
 
-        Where ``start`` is no Python code, each is noted as soon as it is started: there is no moment for Ctrl-C between the two.
+        If ``start`` is no Python code, each transfer is recorded in the same step that starts it, so that Ctrl-C cannot come in
+        between.
+
+        Args:
+            start: Starts a transfer; called with one value from each column.
+            columns: The arguments of all transfers, column by column.
+            subjects: What each transfer is for.
+
+        Returns:
+            The futures of the transfers.
         """
         before = len(self._transfers)
         self._transfers.extend(zip(map(start, *columns), subjects, strict=False))
         return [transfer for transfer, _ in self._transfers[before:]]
 
     def ended(self) -> bool:
-        """Whether all transfers have. Never blocks."""
+        """Return whether all transfers have ended. Never blocks."""
         if self.settled:
             return True
         if not self.complete and self.starting.locked():
@@ -79,13 +95,21 @@ class Operation:
         if not all(transfer.done() for transfer, _ in transfers):
             return False
         for transfer, _ in transfers:
-            transfer.exception()  # an engine's future lets go of its tensor when it is asked: leases wait for that
+            transfer.exception()  # an engine's future drops its tensor when it is asked; leases wait for that
         return True
 
     def settle(self, timeout: float | None = None) -> OSError | None:
-        """Wait until all transfers have ended, finish, and return the first error. TimeoutError after ``timeout`` seconds.
+        """Wait until all transfers have ended, then finish.
 
-        RuntimeError where this thread is in the midst of another call, as in a finalizer or a signal handler that uses the store.
+        Args:
+            timeout: Seconds to wait; None waits for as long as it takes.
+
+        Returns:
+            The first error, or None.
+
+        Raises:
+            TimeoutError: After ``timeout``. The transfers still go on.
+            RuntimeError: If this thread is in the middle of another call of the store, as in a finalizer or signal handler.
         """
         if not self.settled:
             check_not_owned(self._lock)
@@ -98,26 +122,28 @@ class Operation:
         return self.error
 
     def settle_ended(self) -> None:
-        """Finish one whose transfers have ended. With the lock held."""
+        """Finish an operation whose transfers have ended. Call with the lock held."""
         if not self.settled:
             self._end()
 
     def _wait_for_start(self, deadline: float | None) -> None:
+        """Wait until the thread that starts the transfers has started all, or was interrupted."""
         while not self.complete and self.starting.locked():
             if self._starter == threading.get_ident():
                 raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
             if deadline is None:
-                with self.starting:  # released at once: nobody can be interrupted while holding it for nothing
+                with self.starting:  # waits for the starting thread; released at once
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError("the transfers have not all been started")
             time.sleep(_POLL_SECONDS)
 
     def _end(self) -> None:
+        """Collect the errors of the transfers and call ``finish``."""
         failures: list[Failure] = []
         if not self.complete:
             failures.append((self.reason or OSError(errno.ECANCELED, "the call was interrupted"), self.subjects))
-            self.seen = True  # whoever made the call was told
+            self.seen = True  # the interrupted call has raised it
         if self.doubt is not None:
             failures.append((self.doubt, self.subjects))
         for transfer, tensors in self._transfers:
@@ -128,14 +154,19 @@ class Operation:
         if self._finish is not None:
             self._finish(self, failures)
         self._finish = None
-        self._transfers, self.subjects = [], ()  # which hold tensors
+        self._transfers, self.subjects = [], ()  # they keep tensors alive
 
 
 class StoreFuture(Generic[Result]):
-    """What a store has under way: like :class:`deepnvme.Future`, with a result of its own type.
+    """The result of a store operation under way. Like :class:`deepnvme.Future`, but with a result of its own type.
 
-    ``done`` says that the transfers have ended: memory that was put may change then. Looking at ``result`` or ``exception``
-    does what is left to do, such as verifying checksums, in the thread that looks.
+    When :meth:`done` is True, the transfers have ended, and tensors that were put may be changed. :meth:`result` and
+    :meth:`exception` also do the work that is left then, such as verifying checksums, in the calling thread.
+
+    Args:
+        operation: The transfers.
+        nbytes: Bytes of the tensors.
+        conclude: Called once, after the transfers have ended well. Returns the result, or raises OSError.
     """
 
     def __init__(self, operation: Operation, nbytes: int, conclude: Callable[[], Result]) -> None:
@@ -148,27 +179,38 @@ class StoreFuture(Generic[Result]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors asked for."""
+        """Bytes of the tensors that were asked for."""
         return self._nbytes
 
     def then(self, conclude: Callable[[Result], Further]) -> StoreFuture[Further]:
-        """A future of what ``conclude`` makes of the result, in the thread that looks; it may raise OSError."""
+        """Return a future of ``conclude(result)``.
+
+        ``conclude`` runs in the thread that asks for the result. It may raise OSError.
+        """
         return StoreFuture(self._operation, self._nbytes, lambda: conclude(self.result()))
 
     def done(self) -> bool:
-        """Whether the transfers have ended, well or not. Never blocks. RuntimeError in a forked child."""
+        """Return whether the transfers have ended, well or not. Never blocks. Raises RuntimeError in a forked child."""
         return self._conclude is None or self._operation.ended()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait, and return the result. Raises the OSError it ended with, or TimeoutError, after which it is still under way."""
+        """Wait, and return the result.
+
+        Args:
+            timeout: Seconds to wait; None waits for as long as it takes.
+
+        Raises:
+            OSError: The error that the operation ended with.
+            TimeoutError: After ``timeout``. The operation still goes on.
+        """
         error = self.exception(timeout)
         if error is not None:
             raise error
-        result: Result = self._result  # type: ignore[assignment]  # which may be None by its type
+        result: Result = self._result  # type: ignore[assignment]  # None may be a valid Result
         return result
 
     def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait like :meth:`result`, and return the error it ended with, or None."""
+        """Wait like :meth:`result`, and return the error that the operation ended with, or None."""
         error = self._operation.settle(timeout)
         with self._lock:
             if self._conclude is not None:

@@ -1,7 +1,8 @@
-"""What a persisted store knows of its tensors, as a file that is replaced as a whole or not at all.
+"""The file that lists a persisted store's tensors. It is always replaced as a whole.
 
-Two lines of JSON: what the file is, with the CRC-32 of the other line; and the tensors. It lies in the store's first directory.
-The others hold a membership each, a line of JSON that names that directory, so that none is taken for a store of its own.
+The manifest is two lines of JSON: the first says what the file is, and has the CRC-32 of the second; the second lists the
+tensors. It is in the store's first directory. Each of the other directories has a membership, one line of JSON that names the
+first directory, so that none of them is mistaken for a store of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from deepnvme._interrupts import defer_interrupts
 from .directory_lock import naming
 
 MANIFEST_NAME = "deepnvme-store.json"
+"""Name of the manifest in the store's first directory."""
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
+"""Name of the membership in each of the store's other directories."""
 _FORMAT = "deepnvme tensor store"
 _VERSION = 1
 
@@ -33,9 +36,9 @@ _LARGEST = 1 << 30
 _LONGEST_LINE = 64 << 10
 """Most bytes of a manifest's first line, and of a membership."""
 _LONGEST_NAME = 64 << 10
-"""Characters of a tensor's name, as it is in the file."""
-# What publish() writes, and nothing else: JSON of any kind could take thirty times the file's size, and minutes.
-_PLAIN = rf'"([^"\\\x00-\x1f]{{0,{_LONGEST_NAME}}})"'  # a pattern with escapes in it would take 60 bytes for each of them
+"""Most characters of a tensor's name, as it is written in the file."""
+# These match only what publish() writes: parsing arbitrary JSON could take thirty times the file's size in memory, and minutes.
+_PLAIN = rf'"([^"\\\x00-\x1f]{{0,{_LONGEST_NAME}}})"'  # matching escapes too would take 60 bytes of memory for each
 _BEGIN = re.compile(rf'\{{"store":{_PLAIN},"directories":([0-9]+),"tensors":\{{')
 _NAME = re.compile(_PLAIN)
 _TENSOR = re.compile(r':\["([a-z0-9_]+)",\[([0-9,]*)\],\[')
@@ -45,7 +48,7 @@ _END = "}}"
 
 
 class CorruptManifest(OSError):
-    """A manifest or a membership cannot be what was written (EBADMSG), or not by this version of the package."""
+    """A manifest or a membership is damaged (EBADMSG), or was not written by this version of the package."""
 
     def __init__(self, path: Path, why: str) -> None:
         text = f"this is not a whole manifest of a tensor store: {why}; restore it, or remove it with the data beside it"
@@ -54,37 +57,53 @@ class CorruptManifest(OSError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor."""
+    """One tensor in a manifest."""
 
     dtype: str
-    """As torch names it, without "torch."."""
+    """Name of the dtype in torch, without "torch."."""
     shape: tuple[int, ...]
     parts: tuple[tuple[int, int, int], ...]
-    """(directory, offset, length) of each, in the tensor's order; the directory as an index into the store's."""
+    """(directory, offset, length) of each part, in the order of the tensor's bytes.
+
+    The directory is an index into the store's directories; offset and length are in bytes.
+    """
     checksums: tuple[int, ...] | None
-    """The CRC-32 of the first part, of the first two, and so on."""
+    """Running CRC-32 values: of the first part, of the first two together, and so on. None if the store keeps none."""
 
 
 @dataclass(frozen=True)
 class StoreManifest:
+    """The contents of a manifest."""
+
     store: str
-    """The store's identity."""
+    """The store's unique identity."""
     directories: int
-    """How many the store has."""
+    """Number of the store's directories."""
     tensors: Mapping[str, StoredTensor]
+    """The tensors by name."""
 
 
 @dataclass(frozen=True)
 class StoreMembership:
+    """The contents of a membership."""
+
     store: str
+    """The store's unique identity."""
     index: int
-    """Of the directory that holds this, among the store's."""
+    """Index of the directory that this is in, among the store's directories."""
     first: str
-    """The directory with the manifest, when this was written."""
+    """The directory with the manifest, at the time when this was written."""
 
 
 def publish(directory: Path, manifest: StoreManifest) -> None:
-    """Replace the directory's manifest. After a crash at any point the old one is there, or the new one; both are whole."""
+    """Replace the directory's manifest, atomically and durably.
+
+    After a crash at any point, either the old manifest or the new one is there, and it is whole.
+
+    Raises:
+        ValueError: If the manifest or a tensor's name is too long.
+        OSError: From writing.
+    """
     # Names may hold surrogates, which ASCII JSON keeps.
     for name in manifest.tensors:
         check_length(name)
@@ -101,7 +120,12 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
 
 
 def load(directory: Path) -> StoreManifest | None:
-    """The directory's manifest, or None if it has none. Raises CorruptManifest, or OSError from reading."""
+    """Return the directory's manifest, or None if it has none.
+
+    Raises:
+        CorruptManifest: If it is damaged.
+        OSError: From reading.
+    """
     path = directory / MANIFEST_NAME
     try:
         data = _read_at_most(path, _LARGEST)
@@ -127,7 +151,12 @@ def join(directory: Path, membership: StoreMembership) -> None:
 
 
 def membership(directory: Path) -> StoreMembership | None:
-    """The directory's, or None if it has none. Raises CorruptManifest, or OSError from reading."""
+    """Return the directory's membership, or None if it has none.
+
+    Raises:
+        CorruptManifest: If it is damaged.
+        OSError: From reading.
+    """
     path = directory / MEMBERSHIP_NAME
     try:
         fields = _parsed(path, _read_at_most(path, _LONGEST_LINE))
@@ -139,7 +168,7 @@ def membership(directory: Path) -> StoreMembership | None:
 
 
 def remove(directory: Path) -> None:
-    """Remove the manifest, the membership and what an interrupted replacement has left, as far as they are there."""
+    """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
             with contextlib.suppress(FileNotFoundError), naming(directory / name):
@@ -147,7 +176,7 @@ def remove(directory: Path) -> None:
 
 
 def _manifest(text: str) -> StoreManifest:
-    """Raises ValueError saying what is wrong."""
+    """Parse the second line of a manifest. Raises ValueError that says what is wrong."""
     begin = _BEGIN.match(text)
     if begin is None:
         raise ValueError("its second line does not begin with a store's identity and its directories")
@@ -174,14 +203,29 @@ def _manifest(text: str) -> StoreManifest:
 
 
 def check_length(name: str) -> None:
-    """Raises ValueError for one that :func:`string_at` would not take."""
-    if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # two escapes of six for a character
+    """Check that a string is short enough for :func:`string_at` to read it from a manifest.
+
+    Raises:
+        ValueError: If it is too long.
+    """
+    if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # a character takes up to two escapes of 6
         text = f"what begins with {name[:40]!r} would have {len(json.dumps(name)) - 2} characters in the manifest"
         raise ValueError(f"{text}, and may have {_LONGEST_NAME}: choose something shorter")
 
 
 def string_at(text: str, at: int) -> tuple[str, int]:
-    """The string that begins there in JSON, and where it ends. Raises ValueError if none does, or one that is too long."""
+    """Read a JSON string from a manifest's second line.
+
+    Args:
+        text: The line.
+        at: Where the string begins, at its opening quote.
+
+    Returns:
+        The string, and the position after its closing quote.
+
+    Raises:
+        ValueError: If there is no string, or it is too long.
+    """
     plain = _NAME.match(text, at)
     if plain is not None:
         return plain[1], plain.end()
@@ -193,11 +237,12 @@ def string_at(text: str, at: int) -> tuple[str, int]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """Return the integers in a comma-separated list."""
     return tuple(map(int, text.split(","))) if text else ()
 
 
 def _read_at_most(path: Path, most: int) -> bytes:
-    """The file's bytes. Raises CorruptManifest if there are more than ``most``, or it is no regular file."""
+    """Return the file's bytes. Raises CorruptManifest if there are more than ``most``, or it is no regular file."""
     try:
         return read_regular(path, most)
     except UnfitFile as error:
@@ -205,6 +250,7 @@ def _read_at_most(path: Path, most: int) -> bytes:
 
 
 def _parsed(path: Path, line: bytes) -> dict[str, Any]:
+    """Return the JSON object in one line. Raises CorruptManifest."""
     if len(line) > _LONGEST_LINE:
         raise CorruptManifest(path, f"its first line has {len(line)} bytes, at most {_LONGEST_LINE} are allowed")
     try:
@@ -217,6 +263,7 @@ def _parsed(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def _replace(path: Path, data: bytes) -> None:
+    """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
     with naming(path):
         try:
@@ -230,10 +277,10 @@ def _replace(path: Path, data: bytes) -> None:
                 os.unlink(new)
             raise
     try:
-        with defer_interrupts():  # a descriptor that nobody knew of would stay open
+        with defer_interrupts():  # an exception between open and try would leave the descriptor open
             directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(directory)  # the name is the directory's data
+                os.fsync(directory)  # makes the new name durable
             finally:
                 os.close(directory)
     except OSError as error:
