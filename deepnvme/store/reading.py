@@ -1,4 +1,4 @@
-"""Many tensors from a store's files in few requests: neighbours are read together, into memory that they share."""
+"""Reading many tensors from a store's files in few requests: neighbours are read together, into shared memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ if TYPE_CHECKING:
     import torch
 
 _RUN = 16 << 20
-"""Bytes of a buffer that tensors are read into together, and that lives for as long as one of them."""
+"""Most bytes of a buffer that several tensors are read into. The buffer lives for as long as any of them."""
 
 
 def read_into(
     engine: Engine, files: Sequence[File], operation: Operation, entry: CatalogEntry, version: TensorVersion, target: torch.Tensor
 ) -> None:
-    """Start reading a tensor over ``target``, contiguous and of its size, and add the transfers to the operation."""
+    """Start reading a tensor into ``target``, and add the transfers to the operation.
+
+    Args:
+        engine: Reads the files.
+        files: The store's files.
+        operation: The get.
+        entry: The tensor's entry, for errors.
+        version: The tensor to read.
+        target: Contiguous tensor with the same number of bytes.
+    """
     for part, piece in pieces(version.parts, target):
         _submit(operation, engine, piece, files[part.file], part.offset, (entry,))
 
@@ -38,7 +47,18 @@ def read_new(
     entries: Sequence[CatalogEntry],
     versions: Sequence[TensorVersion],
 ) -> list[torch.Tensor]:
-    """Start reading tensors into new memory, and add the transfers to the operation; return the tensors."""
+    """Start reading tensors into new memory, and add the transfers to the operation.
+
+    Args:
+        engine: Reads the files.
+        files: The store's files.
+        operation: The get.
+        entries: The tensors' entries, for errors.
+        versions: The tensors to read.
+
+    Returns:
+        The tensors, in the same order, on the CPU. Their contents are undefined until the operation has ended.
+    """
     tensors: dict[int, torch.Tensor] = {}
     whole = []
     for index, version in enumerate(versions):
@@ -56,7 +76,7 @@ def read_new(
         subjects = [entries[index] for index in members]
         _submit(operation, engine, buffer.memory, files[first.file], first.offset, subjects)
         runs.append((buffer, first.offset, members))
-    for buffer, start, members in runs:  # while the drive is busy
+    for buffer, start, members in runs:  # now that all reads are started, so that the drive is busy meanwhile
         for index in members:
             version = versions[index]
             tensors[index] = buffer.tensor(version.parts[0].offset - start, version.info.dtype, version.info.shape)
@@ -66,7 +86,7 @@ def read_new(
 def _submit(
     operation: Operation, engine: Engine, memory: torch.Tensor, file: File, offset: int, entries: Sequence[CatalogEntry]
 ) -> None:
-    """Start one read, of these entries. Raises CorruptTensor where the file ends before: somebody has cut it off."""
+    """Start one read, for these entries. Raises CorruptTensor if the file ends before, which means that it was truncated."""
     try:
         operation.submit(without_python(engine.read), [memory], [file], [offset], subjects=[entries])
     except ValueError as error:
@@ -77,7 +97,15 @@ def _submit(
 
 
 def neighbours(parts: Sequence[TensorPart], limit: int = _RUN) -> Iterator[list[int]]:
-    """Indices of the parts by their place in the files, in runs without gaps of at most ``limit`` bytes, or of one part."""
+    """Group parts into runs that are contiguous in a file, so that one request can read each run.
+
+    Args:
+        parts: Parts of tensors.
+        limit: Most bytes of a run, unless it has only one part.
+
+    Yields:
+        Indices of the parts in one run, in the order of the file.
+    """
     run: list[int] = []
     start = end = 0
     before = -1
@@ -96,14 +124,24 @@ def neighbours(parts: Sequence[TensorPart], limit: int = _RUN) -> Iterator[list[
 
 
 class SharedBuffer:
-    """New memory that several tensors are read into; it lives for as long as one of them."""
+    """New memory that several tensors are read into. It lives for as long as any of them.
+
+    Args:
+        nbytes: Bytes; a multiple of ALIGNMENT.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.memory = empty_aligned(nbytes)
         self._seen: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor ``offset`` bytes into it, a multiple of ALIGNMENT."""
+        """Return a contiguous tensor in the buffer.
+
+        Args:
+            offset: Where the tensor begins: bytes from the start of the buffer, a multiple of ALIGNMENT.
+            dtype: Dtype of the tensor.
+            shape: Shape of the tensor.
+        """
         seen = self._seen.get(dtype)
         if seen is None:
             view = self.memory.view(dtype)
@@ -114,7 +152,7 @@ class SharedBuffer:
 
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = []
     stride = 1
     for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""The operations of a store, in their order: who goes on, who waits, and who is told what went wrong."""
+"""Orders the operations of a store: which may begin, which must wait, and which errors have not been reported yet."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .futures import Failure, Operation, check_not_owned
 Result = TypeVar("Result")
 
 _SWEPT_FROM = 64
-"""Operations that nobody has looked at, before those that have ended are let go."""
+"""Number of operations under way from which those that have ended are settled, although nobody has waited for them."""
 
 
 class OperationScheduler:
-    """Operations begin one at a time, with the lock held, and are under way together. Thread-safe.
+    """Begins a store's operations one at a time, with the store's lock held; several can be under way together. Thread-safe.
 
-    Nobody waits with the lock held: not for the drive, nor for memory, nor for another lock. It is only ever taken by ``with``
-    itself, which Ctrl-C cannot come in between. In a forked child every method raises RuntimeError.
+    Nothing blocks while the lock is held: neither on the drive, nor on memory, nor on another lock. The lock is only ever taken
+    by a ``with`` statement directly, so that Ctrl-C cannot come between taking it and entering the block. In a forked child every
+    method raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -32,22 +33,32 @@ class OperationScheduler:
 
     @property
     def lock(self) -> threading.RLock:
-        """To be taken by whoever is called from outside.
+        """The store's lock. Public methods of the store take it with ``with``.
 
-        Raises RuntimeError where this thread has it already: a finalizer or a signal handler, that uses the store in the midst of
-        a change which is half done.
+        Raises:
+            RuntimeError: If this thread holds the lock already: a finalizer or signal handler uses the store in the middle of a
+                change. Also in a forked child.
         """
         self._check_process()
         check_not_owned(self._lock)
         return self._lock
 
     def check_open(self) -> None:
-        """Raises ValueError once closed. With the lock held."""
+        """Check that the store is open. Call with the lock held.
+
+        Raises:
+            ValueError: If it is closed.
+        """
         if self._closed:
             raise ValueError("the store is closed")
 
     def after(self, conflicts: Callable[[], Iterable[Operation]], start: Callable[[], Result]) -> Result:
-        """``start()``, with the lock held, once there are no conflicts. Waits without the lock."""
+        """Call ``start`` once there are no conflicts, and return its result. Blocks until then, without holding the lock.
+
+        Args:
+            conflicts: Returns the operations that must end first. Called with the lock held.
+            start: Called with the lock held, if there are none.
+        """
         while True:
             with self.lock:
                 self.check_open()
@@ -60,7 +71,11 @@ class OperationScheduler:
                 operation.settle()
 
     def operation(self, finish: Callable[[Operation, list[Failure]], None] | None = None) -> Operation:
-        """One that is about to begin. ``finish`` is called in the end, with the lock held; again, where it was interrupted."""
+        """Return a new operation, to be passed to :meth:`begin`.
+
+        Args:
+            finish: Called when all its transfers have ended, with the lock held; again if it was interrupted.
+        """
 
         def end(operation: Operation, failures: list[Failure]) -> None:
             if finish is not None:
@@ -72,31 +87,31 @@ class OperationScheduler:
         return Operation(self._lock, end)
 
     def begin(self, operation: Operation) -> None:
-        """It is under way from here on. With the lock held."""
+        """Record that an operation is under way. Call with the lock held."""
         self.under_way.add(operation)
-        if len(self.under_way) > self._swept:  # futures that were dropped would keep their tensors
+        if len(self.under_way) > self._swept:  # operations whose futures were dropped would keep their tensors alive
             for other in [other for other in self.under_way if other is not operation and other.ended()]:
                 other.settle_ended()
             self._swept = max(_SWEPT_FROM, 2 * len(self.under_way))
 
     def settle_interrupted(self) -> None:
-        """Undo what was interrupted while it was being started, as far as its transfers have ended. Never blocks.
+        """Undo operations that were interrupted while they were being started, if their transfers have ended.
 
-        With the lock held.
+        Never blocks. Call with the lock held.
         """
         for operation in [operation for operation in self.under_way.copy() if not operation.complete]:
             if operation.ended():
                 operation.settle_ended()
 
     def wait_for_all(self) -> None:
-        """Until what is under way now has ended."""
+        """Wait until all operations that are under way now have ended."""
         with self.lock:
             under_way = list(self.under_way)
         for operation in under_way:
             operation.settle()
 
     def raise_unseen(self) -> None:
-        """Raise the first error that nobody was told of, and forget the others."""
+        """Raise the first error that no caller has seen, and forget the others."""
         unseen = [operation.error for operation in self._failed if not operation.seen]
         try:
             if unseen and unseen[0] is not None:
@@ -105,10 +120,11 @@ class OperationScheduler:
             self._failed = []
 
     def close(self) -> None:
-        """Nothing begins any more."""
+        """Let no more operations begin."""
         with self.lock:
             self._closed = True
 
     def _check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
         if os.getpid() != self._process:
             raise RuntimeError("the store is the parent process's: a forked child needs one of its own, in another directory")

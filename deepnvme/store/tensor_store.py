@@ -1,4 +1,4 @@
-"""Named tensors on drives."""
+"""The store: tensors under names, in preallocated files on one or several drives."""
 
 from __future__ import annotations
 
@@ -31,43 +31,51 @@ Result = TypeVar("Result")
 
 
 class TensorStore:
-    """Tensors under names, in few preallocated files in one or several directories.
+    """Tensors stored under names, in few preallocated files in one or several directories.
 
     >>> with deepnvme.swap.TensorStore("/mnt/nvme/swap") as store:
     ...     store.put("weights", tensor).result()
     ...     tensor = store.get("weights").result()
 
-    ``directories``: a path, several, or weights by path. Tensors of 4 MiB or more are split over all in proportion to the
-    weights, which are equal by default; smaller ones lie whole where there is least. Directories are made if missing. Each is
-    locked to one store, and what a dead process has left in it is removed.
+    Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for it. Reads of one
+    name are independent of each other, and so are all transfers of different names.
 
-    ``persist``: keep the files. What :meth:`commit` has published is there when the store is opened again, with the same
-    directories in any order, after a crash too; what was put, replaced or deleted since is not. Otherwise the files are removed
-    by :meth:`close`, when the store is dropped, and at exit.
+    If a put fails, a store that persists keeps what the name held before. In other stores the name is damaged: getting it raises
+    the error until it is put again or deleted. If :meth:`commit` fails to flush a file, what was put since the last commit is
+    damaged in the same way. If a directory is removed, its space stays in use until the store is closed, and the store works on;
+    only :meth:`commit` raises an error.
 
-    ``read_only``: what the last commit of a persisted store has published. Any number of such stores, in any number of processes,
-    may have the directories at a time, and no other; nothing is made there, nor need it be possible. Putting, deleting, reserving
-    and committing raise ``io.UnsupportedOperation``.
+    Tensors are written and read by direct I/O, so when a put has succeeded, the drive has accepted the data. Where the file
+    system has no direct I/O, or sectors larger than a page, tensors go through the page cache. If they cannot be written to the
+    drive later, :meth:`get` may return old bytes without an error, unless ``checksum`` is set or a :meth:`commit` has reported
+    it.
 
-    ``checksum``: keep the CRC-32 of each tensor, 0.4 s of one core for each GB, and verify it when it is got.
-    ``engine``, ``pool``: to share among stores; None for an engine of its own, and for the process's buffer pool.
+    Thread-safe, except in finalizers and signal handlers: if these run in the middle of another call of their thread, methods may
+    raise RuntimeError. In a forked child every method raises RuntimeError, and the end of the child leaves the files alone.
 
-    Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for that; reads of
-    one name, and all of different names, are independent. A put that fails leaves what a persisted store had under the name.
-    Elsewhere the name is damaged: getting it raises the error until it is put again, or deleted. So is what was put since the
-    last commit, where :meth:`commit` fails to flush it. A directory that is removed meanwhile keeps its space until the store
-    is closed, and the store works on; only :meth:`commit` raises.
+    Args:
+        directories: A path, several paths, or a mapping from path to weight. Tensors of 4 MiB or more are split over all
+            directories in proportion to the weights, which are equal by default. Smaller ones are stored whole, in the emptiest
+            directory. Directories are created if they are missing. Each is locked by one store, and files that a dead process has
+            left in it are removed.
+        persist: Keep the files. When the store is opened again, also after a crash, with the same directories in any order, it
+            has what the last :meth:`commit` has published, and not what was put, replaced or deleted since. Without ``persist``,
+            the files are removed by :meth:`close`, when the store is dropped, and at exit.
+        read_only: Open what the last commit of a persisted store has published. Any number of read-only stores, in any number of
+            processes, can have the directories open at a time, but no other store can. Nothing is created there, so no permission
+            to write is needed. Putting, deleting, reserving and committing raise ``io.UnsupportedOperation``.
+        checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.4 s of one core for each GB.
+        engine: An engine to share among stores; None for one of the store's own.
+        pool: A buffer pool to share among stores; None for the process's pool.
 
-    Raises StoreLocked naming the owner of a directory; FileExistsError for one with a persisted store, without ``persist``;
-    FileNotFoundError for one without, with ``read_only``;
-    CorruptManifest, and ValueError for directories that are not those of one store; OSError from making and opening files.
-
-    Tensors are written and read by direct I/O, so a put that succeeded was taken by the drive. Where the file system has no
-    direct I/O, or sectors larger than a page, they go through the page cache. If the drive then fails to take them later,
-    :meth:`get` may return old bytes without an error, unless ``checksum`` is set or a :meth:`commit` has reported it.
-
-    Thread-safe, but for finalizers and signal handlers: where they run in the midst of another call of their thread, methods may
-    raise RuntimeError. In a forked child every method does, and its end leaves the files alone.
+    Raises:
+        StoreLocked: If a directory has another owner, which the message names.
+        FileExistsError: Without ``persist``, if a directory has a persisted store.
+        FileNotFoundError: With ``read_only``, if a directory has no persisted store.
+        CorruptManifest: If the manifest is damaged.
+        ValueError: If the directories are not those of one store, none is given, one is given twice, or a weight is not positive
+            and finite.
+        OSError: From creating and opening files.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class TensorStore:
                 self._engine.close()
             raise
 
-    # What is there.
+    # Queries.
 
     def __contains__(self, name: object) -> bool:
         with self._turns.lock:
@@ -120,7 +128,7 @@ class TensorStore:
         return count
 
     def names(self) -> list[str]:
-        """In the order in which they were first put."""
+        """Return all names, in the order in which they were first put."""
         with self._turns.lock:
             self._turns.check_open()
             self._turns.settle_interrupted()
@@ -128,7 +136,11 @@ class TensorStore:
         return names
 
     def info(self, name: str) -> TensorInfo:
-        """What the name holds once all that is under way has ended well. Raises KeyError."""
+        """Return what the name holds when all that is under way has ended well. Does not read the tensor.
+
+        Raises:
+            KeyError: If the store has no such name.
+        """
         with self._turns.lock:
             self._turns.check_open()
             self._turns.settle_interrupted()
@@ -136,7 +148,7 @@ class TensorStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of all tensors."""
         with self._turns.lock:
             self._turns.check_open()
             self._turns.settle_interrupted()
@@ -145,7 +157,7 @@ class TensorStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the files."""
+        """Bytes of the store's files."""
         with self._turns.lock:
             self._turns.check_open()
             nbytes = sum(file.capacity for file in self._space.files)
@@ -154,22 +166,35 @@ class TensorStore:
     # Transfers.
 
     def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:
-        """Start storing a tensor, in place of what the name held; return at once. The future's result: bytes.
+        """Start storing a tensor under a name, in place of what the name held; return at once.
 
-        ``tensor``: on the CPU or a CUDA device, any dtype and shape; one that is not contiguous is copied first. Kept alive, and
-        not to be changed, until the future is done. A name of as many bytes is overwritten in place, where the store does not
-        persist: that is faster than new space. ``name``: any string.
+        If the store does not persist, and the name holds a tensor of the same number of bytes, it is overwritten in place. That
+        is faster than new space.
 
-        Raises TypeError for what is no dense tensor with data, OSError (ENOSPC) naming the directory if there is no room, and
-        leaves the name as it was then; what fails later is raised by ``Future.result``.
+        Args:
+            name: Any string.
+            tensor: On the CPU or a CUDA device, any dtype and shape. One that is not contiguous is copied first. Kept alive, and
+                not to be changed, until the future is done.
+
+        Returns:
+            A future. Its result is the number of bytes stored.
+
+        Raises:
+            TypeError: If ``tensor`` is no dense tensor with data, or ``name`` is no string.
+            OSError: With ENOSPC, naming the directory, if there is too little space. The name keeps what it held. Later errors
+                are raised by ``Future.result``.
         """
         return self.put_many({name: tensor})
 
     def put_many(self, tensors: Mapping[str, torch.Tensor]) -> StoreFuture[int]:
-        """Like :meth:`put` for each, with one future, in few requests.
+        """Start storing several tensors, like :meth:`put` for each, with one future and in few requests.
 
-        New names are laid side by side in the order given. Neighbours in the file that are neighbours in memory too are one
-        request; small ones are copied into leased buffers as they lie in the file. Blocks while 16 MiB of these are under way.
+        New names are stored side by side, in the order given. Tensors that are adjacent both in the file and in memory are
+        written in one request. Other small ones are copied into leased buffers, in the order of the file. Blocks while 16 MiB of
+        these are under way.
+
+        Args:
+            tensors: The tensors by name.
         """
         self._check_writable()
         names = list(tensors)
@@ -183,20 +208,41 @@ class TensorStore:
         return self._put(names, dense, addresses, crcs)
 
     def get(self, name: str, out: torch.Tensor | None = None) -> StoreFuture[torch.Tensor]:
-        """Start reading a tensor; return at once. The future's result: the tensor, in new memory on the CPU, or over ``out``.
+        """Start reading a tensor; return at once.
 
-        ``out``: contiguous, as many bytes, of any dtype and device, not to be touched until the future is done. Memory of a lease
-        is read in place. Raises KeyError, ValueError for another ``out``, and OSError for a damaged name; what fails later is
-        raised by ``Future.result``, CorruptTensor too.
+        Args:
+            name: The tensor's name.
+            out: Where to read it to: a contiguous tensor with the same number of bytes, of any dtype, on any device. Not to be
+                touched until the future is done. Memory of a lease is read in place. None for new memory on the CPU.
+
+        Returns:
+            A future. Its result is the tensor, which uses the memory of ``out`` if that is given.
+
+        Raises:
+            KeyError: If the store has no such name.
+            TypeError: If ``out`` is no tensor.
+            ValueError: If ``out`` is not contiguous, or has another number of bytes.
+            OSError: If the tensor is damaged; CorruptTensor if a file ends before it. Later errors, CorruptTensor among them, are
+                raised by ``Future.result``.
         """
         if out is None:
             return self._get([name], lambda tensors: tensors[name])
         return self._get_into(name, out)
 
     def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
-        """Like :meth:`get` for each, with one future, in few requests. Its result: the tensors by name, in the order given.
+        """Start reading several tensors, like :meth:`get` for each, with one future and in few requests.
 
-        Neighbours in the file share memory, of up to 16 MiB, which lives for as long as one of them.
+        Tensors that are adjacent in the file share memory, up to 16 MiB, which lives for as long as any of them.
+
+        Args:
+            names: Names of the tensors; repeated ones are read once.
+
+        Returns:
+            A future. Its result is the tensors by name, in the order given.
+
+        Raises:
+            TypeError: If ``names`` is a single string.
+            KeyError, OSError: As for :meth:`get`.
         """
         if isinstance(names, str):
             raise TypeError(f"get_many needs several names, got one, '{names}': use get")
@@ -204,7 +250,14 @@ class TensorStore:
         return self._get(wanted, lambda tensors: tensors)
 
     def delete(self, name: str) -> StoreFuture[int]:
-        """Remove a name, after all that is under way with it. The future's result: its bytes. Raises KeyError."""
+        """Remove a name. Blocks until all operations under way with the name have ended.
+
+        Returns:
+            A future that is already done. Its result is the number of bytes that the name held.
+
+        Raises:
+            KeyError: If the store has no such name.
+        """
 
         self._check_writable()
         nbytes = self._in_turn([name], lambda: self._catalogue.remove(name), writing=True)
@@ -213,22 +266,31 @@ class TensorStore:
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def map(self, name: str) -> torch.Tensor:
-        """The tensor as a private mapping of the files: a page is read when it is touched, and copied when it is written to.
+        """Return a tensor as a private mapping of the files: a page is read when it is touched, and copied when it is written to.
 
-        Valid until the name is next put or deleted. Waits for a put under way. The pages come through the page cache, one after
-        the other: to read all of a tensor, :meth:`get` is faster. Raises KeyError, and OSError for a damaged name.
+        Valid until the name is next put or deleted. Blocks until a put under way has ended. The pages come through the page
+        cache, one after the other; to read all of a tensor, :meth:`get` is faster. ``OffloadedOptimizer.state_dict`` maps its
+        store's files in the same way.
 
-        ``OffloadedOptimizer.state_dict`` maps its store's files in the same way. The store's lock keeps other stores
-        from it; a process that ignores that and cuts it off, or a drive that fails to read a page, ends this process with SIGBUS
-        when the page is touched. :meth:`get` raises OSError instead.
+        If the drive fails to read a page, this process ends with SIGBUS when the page is touched; :meth:`get` raises OSError
+        instead. The same happens if a file is truncated. The store's lock keeps other stores from doing so, but not processes
+        that ignore the lock.
+
+        Raises:
+            KeyError: If the store has no such name.
+            OSError: If the tensor is damaged.
         """
         info = self.info(name)
         return self.map_ranges([(name, 0, info.nbytes)]).view(info.dtype).view(info.shape)
 
     def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        """Bytes of several tensors, each (name, first byte, count), as one tensor of bytes, mapped like :meth:`map`.
+        """Return ranges of bytes of several tensors as one tensor of bytes, mapped like :meth:`map`.
 
-        First bytes are multiples of 4096, and so are all counts but the last. SIGBUS, as there, where the drive fails.
+        As with :meth:`map`, the process ends with SIGBUS if the drive fails to read a page when it is touched.
+
+        Args:
+            ranges: (name, first byte, count) of each range. First bytes are multiples of 4096, and so are all counts but the
+                last.
         """
 
         names = [name for name, _, _ in ranges]
@@ -255,10 +317,13 @@ class TensorStore:
         return mapped
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for ``nbytes`` bytes of tensors in all, those that are there included; each takes whole pages of 4096 bytes.
+        """Preallocate space for ``nbytes`` bytes of tensors in all, including those already stored.
 
-        Blocks while the files grow; other calls of the store go on meanwhile. Raises OSError (ENOSPC) naming the directory, the
-        bytes wanted and those free.
+        Each tensor takes whole pages of 4096 bytes. Blocks while the files grow; other calls of the store go on meanwhile.
+
+        Raises:
+            ValueError: If ``nbytes`` is negative.
+            OSError: With ENOSPC, naming the directory, the bytes wanted and the bytes free.
         """
         self._check_writable()
         if nbytes < 0:
@@ -274,19 +339,25 @@ class TensorStore:
             operation.complete = True
         operation.settle()
 
-    # Ending.
+    # Committing and closing.
 
     def commit(self) -> None:
-        """Make what has been put, replaced and deleted so far what the directories hold from now on, whatever happens.
+        """Make all puts, replacements and deletions so far durable.
 
-        Waits for what is under way. Raises the first error of a put that nobody was told of, and OSError from writing the
-        manifest: the last commit stands then, or this one. ValueError for a store that does not persist, and for so many tensors
-        that the manifest would have more than 1 GiB: the last commit stands then.
+        From now on, opening the store again gives this state, whatever happens.
 
-        Raises OSError, too, where a file cannot be flushed (fsync): the last commit stands then. What was put since into that
-        file may be lost, whatever its puts said; the system does not say which, and a second fsync would succeed. These names
-        are damaged: getting or mapping one raises the error, and so does the next commit, until each is put again or deleted.
-        What was got from them between the loss and this error may have been wrong; with ``checksum`` it raised CorruptTensor.
+        Blocks until all operations under way have ended, then flushes the files and replaces the manifest.
+
+        If flushing a file (fsync) fails, what was put into the file since the last commit may be lost, even if its puts
+        succeeded. The system does not say which tensors are lost, and a second fsync would succeed. So these names are damaged:
+        getting or mapping one raises the error, and so does the next commit, until each is put again or deleted. What was got
+        from them between the loss and this error may have been wrong; with ``checksum``, getting it raised CorruptTensor.
+
+        Raises:
+            ValueError: If the store does not persist, or has so many tensors that the manifest would exceed 1 GiB. The last
+                commit stands then.
+            OSError: The first error of a put that no caller has seen, or an error of flushing a file: the last commit stands
+                then. Or an error of writing the manifest: then either the last commit stands, or this one.
         """
         self._check_writable()
         if not self._persist:
@@ -296,7 +367,7 @@ class TensorStore:
         flush = self._turns.operation(self._catalogue.end_flush)
         with operation.starting, flush.starting:  # the next commit waits for both
             versions = self._turns.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
-            # An operation, so that an error that the kernel tells only once is heeded, even if Ctrl-C ends this call before.
+            # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C interrupts this.
             files = [(file,) for file in range(len(self._handles))]
             flush.submit(without_python(self._engine.fsync), self._handles, subjects=files)
             flush.complete = True
@@ -311,14 +382,17 @@ class TensorStore:
         operation.settle()
 
     def close(self) -> None:
-        """Wait for what is under way, remove the files unless they persist, and unlock the directories. Idempotent.
+        """Wait for all operations under way, remove the files unless they persist, and unlock the directories. Idempotent.
 
-        What was not committed goes. Raises the first error that nobody was told of, when all is done. Ctrl-C interrupts the
-        waiting: call it again then. Leaving ``with`` does it too; after an exception there, without raising another.
+        What was not committed is lost. Ctrl-C interrupts the waiting; call this again then. Leaving a ``with`` block closes the
+        store too; if an exception leaves the block, an OSError from closing is not raised.
+
+        Raises:
+            OSError: The first error that no caller has seen, after everything else is done.
         """
         self._turns.close()
         self._turns.wait_for_all()
-        with self._closing:  # who closes it at the same time waits, and finds it closed
+        with self._closing:  # a thread that closes the store at the same time waits here, and finds it closed
             if not self._directories.left:
                 try:
                     if self._persist and not self._read_only:
@@ -327,7 +401,7 @@ class TensorStore:
                     self._directories.leave()
                     self._end_engine()
                 self._turns.raise_unseen()
-            self._end_engine()  # where Ctrl-C came before that was done
+            self._end_engine()  # in case Ctrl-C interrupted an earlier call before this
 
     def __enter__(self) -> TensorStore:
         with self._turns.lock:
@@ -342,17 +416,19 @@ class TensorStore:
                 raise
 
     def _check_writable(self) -> None:
+        """Raise io.UnsupportedOperation if the store is read-only."""
         if self._read_only:
             raise io.UnsupportedOperation("the store was opened to be read only: open it with persist=True to change it")
 
     def _end_engine(self) -> None:
+        """Close the engine if it is the store's own. Idempotent."""
         if self._own_engine:
             self._engine.close()
 
-    # Each call begins with the lock held, and goes on without it.
+    # Each operation begins with the lock held, and goes on without it.
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
-        """``start()``, with the lock held, once nothing is under way that it conflicts with."""
+        """Call ``start`` with the lock held, once no operation is under way that it conflicts with. Return its result."""
         return self._turns.after(lambda: self._conflicts(names, writing), start)
 
     def _with_room(self, start: Callable[[], Result]) -> Result:
@@ -369,9 +445,10 @@ class TensorStore:
                 file.grow_to(size)
 
     def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
+        """Return the operations that must end before the names can be read or written."""
         conflicts = self._catalogue.conflicts(names, writing)
         flush = self._flush
-        if flush is not None and not flush.settled and flush.ended():  # it may have damaged them
+        if flush is not None and not flush.settled and flush.ended():  # settling it may mark tensors as damaged
             conflicts.add(flush)
         return conflicts
 
@@ -382,6 +459,7 @@ class TensorStore:
         addresses: Sequence[int],
         checksums: Sequence[tuple[int, ...] | None],
     ) -> StoreFuture[int]:
+        """Start a put of dense tensors, whose addresses on the host are known (0 for tensors on devices)."""
         operation = self._turns.operation(self._catalogue.end_put)
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
@@ -394,9 +472,9 @@ class TensorStore:
                 pool = buffer_pool() if self._pool is None else self._pool
                 writing = Writing(self._engine, pool, self._handles, operation)
                 writing.start([version.parts for version in versions], tensors, addresses, entries)
-            except BaseException as error:  # some may have been started, but none counts as put
+            except BaseException as error:  # some transfers may have been started, but no tensor counts as put
                 if isinstance(error, OSError):
-                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without the frames it came through
+                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without traceback and frames
                 else:
                     operation.reason = OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
                 raise
@@ -405,6 +483,7 @@ class TensorStore:
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
+        """Start reading tensors into new memory. The future's result is what ``choose`` returns for the tensors by name."""
         operation = self._turns.operation()
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
@@ -426,6 +505,7 @@ class TensorStore:
         return StoreFuture(operation, sum(version.info.nbytes for version in versions), conclude)
 
     def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
+        """Start reading a tensor into ``out``."""
         operation = self._turns.operation()
 
         def begin() -> tuple[CatalogEntry, TensorVersion, torch.Tensor]:
@@ -449,9 +529,11 @@ class TensorStore:
         return StoreFuture(operation, version.info.nbytes, conclude)
 
     def _commits_under_way(self) -> list[Operation]:
+        """Return the operations of the last commit that are not settled."""
         return [each for each in (self._flush, self._committing) if each is not None and not each.settled]
 
     def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, TensorVersion]:
+        """Begin the two operations of a commit. Return the versions to flush and publish. Called with the lock held."""
         self._turns.raise_unseen()
         versions = self._catalogue.begin_flush()
         self._turns.begin(operation)
@@ -462,6 +544,7 @@ class TensorStore:
     # Opening.
 
     def _restore(self) -> None:
+        """Take over the tensors of the manifest, if there is one."""
         known = self._directories.known
         for name, stored in known.tensors.items() if known is not None else ():
             try:

@@ -1,4 +1,4 @@
-"""A store's directories: locked, with a file open in each, and the manifest that says which of them belong together."""
+"""A store's directories: locking them, opening a data file in each, and finding the manifest that says which belong together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ from .directory_lock import DirectoryLock
 from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
 
 Directory = str | os.PathLike[str]
+"""A directory's path."""
 
 
 def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
-    """By absolute path. Raises ValueError for none, one given twice, or a weight that is none."""
+    """Return the weight of each directory, by absolute path.
+
+    Args:
+        directories: A path, several paths, or a mapping from path to weight. Without a mapping, all weights are 1.
+
+    Raises:
+        ValueError: If no directory is given, one is given twice, or a weight is not positive and finite.
+    """
     if isinstance(directories, str | os.PathLike):
         directories = [directories]
     given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
@@ -42,11 +50,22 @@ def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory,
 
 
 class Volumes:
-    """Taken from construction to :meth:`leave`, which happens at exit at the latest, and when this is dropped.
+    """The directories of a store, locked from construction to :meth:`leave`.
 
-    What a dead owner left is removed, unless it persists: then ``known`` is its manifest. ``files`` are in the order of the store
-    that was found, else as given. With ``read_only`` nothing is made, removed or owned. Raises as
-    :class:`deepnvme.swap.TensorStore` does.
+    :meth:`leave` is also called when the object is dropped, and at the interpreter's exit at the latest.
+
+    Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
+    removed or owned. Raises the errors of :class:`deepnvme.swap.TensorStore`.
+
+    Attributes:
+        known: The manifest that was found, or None.
+        files: The data file of each directory, in the order of the store that was found, else in the order given.
+
+    Args:
+        weights: Weight of each directory, by absolute path.
+        persist: Keep the files, and open a persisted store if there is one.
+        engine: Opens the data files for transfers.
+        read_only: Open a persisted store for reading.
     """
 
     def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
@@ -67,24 +86,33 @@ class Volumes:
         return self._taken.left
 
     def leave(self) -> None:
-        """Close and unlock everything; remove what was not published. Idempotent, also where it was interrupted.
+        """Close and unlock everything, and remove files that were not published.
 
-        Raises the first OSError from closing, when all is done.
+        Idempotent, and completes the work if it was interrupted before.
+
+        Raises:
+            OSError: The first error from closing, after everything else is done.
         """
         self._taken.leave()
 
     def publish(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Have the manifest say this, durably. Raises OSError, FileNotFoundError where a directory was removed."""
+        """Replace the manifest by one with these tensors, durably.
+
+        Raises:
+            FileNotFoundError: If a directory was removed.
+            OSError: From writing.
+        """
         for owner in self._owners:
             owner.check()
         self._published.append(True)
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
-        """The error that says so of the manifest."""
+        """Return the error that says that the manifest is damaged, and why."""
         return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
 
     def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> StoreManifest | None:
+        """Lock the directories as their owner, and open the data files. Return the manifest that was found, or None."""
         for directory in weights:
             self._owners.append(DirectoryLock(directory))
         known = self._recognise(list(weights), persist)
@@ -97,7 +125,10 @@ class Volumes:
         return known
 
     def _find(self, weights: Mapping[Path, float], engine: Engine) -> StoreManifest:
-        """The manifest is looked at when all files are locked: nobody replaces it any more."""
+        """Open the data files for reading. Return the manifest.
+
+        The manifest is read only after all data files are locked, when no other process can replace it any more.
+        """
         self._published.append(True)
         for directory, weight in weights.items():
             try:
@@ -113,6 +144,7 @@ class Volumes:
         return known
 
     def _recognise(self, directories: Sequence[Path], persist: bool) -> StoreManifest | None:
+        """Return the manifest in the directories, or None after removing what a dead owner left there."""
         known, order = find_store(directories)
         self._owners[:] = [self._owners[index] for index in order]
         if known is None:
@@ -125,6 +157,7 @@ class Volumes:
         return known
 
     def _join(self) -> None:
+        """Write the membership of each directory but the first."""
         first = str(self._owners[0].directory)
         for index, owner in enumerate(self._owners[1:], 1):
             manifest.join(owner.directory, StoreMembership(self._identity, index, first))
@@ -132,6 +165,7 @@ class Volumes:
 
 @contextlib.contextmanager
 def _noted(errors: list[OSError]) -> Iterator[None]:
+    """Add an OSError of this block to the list instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -142,22 +176,25 @@ _all_taken: dict[int, _Taken] = {}
 
 
 class _Taken:
-    """What a Directories has to close and to remove. It is in ``_all_taken``, so that a garbage collection that finds the
-    Directories does not find these files and close them first, until the Directories are left or dropped.
+    """The files and locks of a :class:`Volumes`, to be closed and removed.
 
-    Ctrl-C in a finalizer ends that, and is lost. So what happens when they are dropped is a call of ``dict.pop`` alone, which is
-    not interrupted; and what ``__del__`` does not come to then, closes itself and so unlocks the directories.
+    It is in ``_all_taken``. So a garbage collection that finds the ``Volumes`` does not also find these files and close them
+    first, before the ``Volumes`` is left or dropped.
+
+    An exception by which Ctrl-C interrupts a finalizer is lost, with the rest of the finalizer's work. So dropping the
+    ``Volumes`` only calls ``dict.pop``, which cannot be interrupted. What ``__del__`` does not finish then closes itself, and so
+    unlocks the directories.
     """
 
     left = True
-    """Whether :meth:`leave` has done everything, or there is nothing yet."""
+    """Whether :meth:`leave` has done everything, or there is nothing to do yet."""
 
     def __init__(self, directories: Volumes) -> None:
         self.owners: list[DirectoryLock] = []
         self.files: list[DataFile] = []
-        self.published: list[bool] = []  # empty until a manifest is
+        self.published: list[bool] = []  # empty until a manifest is published
         self.fresh = False
-        """Whether there was no store in the directories, which may have files of one that was just begun then."""
+        """Whether there was no store in the directories, so that data files there belong to one that was just begun."""
         self._process = os.getpid()
         self._dropped = weakref.ref(directories, functools.partial(_all_taken.pop, id(self)))
         _all_taken[id(self)] = self
@@ -168,7 +205,7 @@ class _Taken:
         if self.left:
             return
         errors: list[OSError] = []
-        if os.getpid() == self._process:  # in a forked child all is the parent's
+        if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
             self._leave(errors)
         self.left = True
         _all_taken.pop(id(self), None)
@@ -176,7 +213,8 @@ class _Taken:
             raise errors[0]
 
     def _leave(self, errors: list[OSError]) -> None:
-        for owner, file in zip(self.owners, self.files, strict=False):  # as many, unless taking them failed half-way
+        """Remove, close and unlock everything. Add the errors to the list."""
+        for owner, file in zip(self.owners, self.files, strict=False):  # of equal length unless opening failed half-way
             if not self.published:
                 file.remove()
                 with _noted(errors):
@@ -200,15 +238,25 @@ class _Taken:
 
 @atexit.register
 def _leave_all() -> None:
+    """Leave all directories at the interpreter's exit."""
     for taken in list(_all_taken.values()):
         with contextlib.suppress(OSError):
             taken.leave()
 
 
 def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:
-    """The store's manifest and the order of its directories, as indices into those given; None if they hold no store.
+    """Find the store that the directories belong to.
 
-    Raises ValueError if they are not the directories of one store, all of them and no other; OSError from reading.
+    Args:
+        directories: Absolute paths.
+
+    Returns:
+        The store's manifest, and its directories in order, as indices into those given. The manifest is None if they hold no
+        store.
+
+    Raises:
+        ValueError: If they are not all the directories of one store, and only those.
+        OSError: From reading.
     """
     manifests = {index: manifest for index, directory in enumerate(directories) if (manifest := load(directory)) is not None}
     members = {index: member for index, directory in enumerate(directories) if (member := membership(directory)) is not None}
@@ -218,7 +266,7 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
                 raise ValueError(
                     f"'{directories[index]}' belongs to the store whose manifest is in '{member.first}': give all its directories"
                 )
-        return None, list(range(len(directories)))  # memberships of a store that never committed mean nothing
+        return None, list(range(len(directories)))  # memberships without a manifest are of a store that never committed: ignored
     first = next(iter(manifests))
     if len(manifests) > 1:
         listed = ", ".join(f"'{directories[index]}'" for index in manifests)

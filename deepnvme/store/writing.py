@@ -1,4 +1,4 @@
-"""Many tensors to a store's files in few requests: neighbours go together, small ones through leased buffers."""
+"""Writing many tensors to a store's files in few requests: neighbours together, small tensors through leased buffers."""
 
 from __future__ import annotations
 
@@ -22,34 +22,44 @@ if TYPE_CHECKING:
     import torch
 
 GATHERED_BELOW = 512 << 10
-"""Bytes of a request that is not worth copying together with others."""
+"""Bytes. Smaller requests are copied into a buffer together with others; for larger ones the copy is not worth it."""
 _CHUNK = 4 << 20
 _CHUNKS = 4
-"""Bytes, and how many chunks: a drive is busy with three while the fourth is filled."""
+"""Number of leased chunks of ``_CHUNK`` bytes: a drive is kept busy with three while the fourth is filled."""
 
 _zero_page = ctypes.create_string_buffer(ALIGNMENT)
 _ZEROS = ctypes.addressof(_zero_page)
 
 
 class _Columns(NamedTuple):
-    """Tensors that lie in one extent each, in the order of the files."""
+    """Tensors that each lie in one extent, in the order of the files, as one list for each property."""
 
     parts: list[TensorPart]
     tensors: list[torch.Tensor]
     subjects: list[Any]
+    """What failures of the operation name, such as catalog entries."""
     addresses: list[int]
-    """0 for a device's."""
+    """Addresses on the host; 0 for tensors on devices."""
     sizes: list[int]
+    """Bytes of each tensor."""
 
     def of(self, indices: Sequence[int]) -> _Columns:
+        """Return the columns of the tensors with these indices."""
         columns: list[list[Any]] = [[column[index] for index in indices] for column in self]
         return _Columns(*columns)
 
 
 class Writing:
-    """Tensors on their way to the files of a store.
+    """Writes tensors to a store's files.
 
-    What is done for each of ten thousand tensors has to take less time than the drive does: most is done a column at a time.
+    Ten thousand tensors have to be prepared in less time than the drive takes to write them. So most work is done a column at a
+    time, not a tensor at a time.
+
+    Args:
+        engine: Writes the files.
+        pool: Leases buffers for small tensors.
+        files: The store's files.
+        operation: The put, to which the transfers are added.
     """
 
     def __init__(self, engine: Engine, pool: BufferPool, files: Sequence[File], operation: Operation) -> None:
@@ -58,7 +68,7 @@ class Writing:
         self._files = files
         self._operation = operation
         self._slots: list[_Slot] = []
-        self._next = 0  # of the slots, to be filled again: the one that was filled first
+        self._next = 0  # index of the slot to fill again next: the one that was filled first
 
     def start(
         self,
@@ -67,11 +77,17 @@ class Writing:
         addresses: Sequence[int],
         subjects: Sequence[Any],
     ) -> None:
-        """Start writing each of the tensors, contiguous, to its parts, and add the transfers to the operation.
+        """Start writing tensors to their parts, and add the transfers to the operation.
 
-        Tensors that are neighbours in the file and in memory are one request. Other small ones are copied into leased buffers as
-        they lie in the file; where the pool has none to spare, each is a request of its own. Blocks while four buffers are under
-        way. ``addresses``: the tensors' on the host, 0 for a device's; ``subjects``: what the operation's failures are to name.
+        Tensors that are adjacent both in the file and in memory are written in one request. Other small ones are copied into
+        leased buffers, in the order of the file; if the pool has no buffer free, each is a request of its own. Blocks while four
+        buffers are under way.
+
+        Args:
+            places: The parts of each tensor.
+            tensors: Contiguous tensors.
+            addresses: Address of each tensor on the host, 0 for tensors on devices.
+            subjects: What the operation's failures are to name for each tensor.
         """
         whole = [index for index, parts in enumerate(places) if len(parts) == 1]
         if len(whole) < len(places):
@@ -95,22 +111,25 @@ class Writing:
             raise
 
     def _release(self) -> None:
+        """Release the leased buffers when the writes from them have ended."""
         for slot in self._slots:
             if slot.lease is not None:
                 slot.lease.release(after=slot.sent)
 
     def _write(self, tensor: torch.Tensor, part: TensorPart, subjects: Sequence[Any]) -> None:
+        """Start writing one tensor to one part."""
         self._write_all([tensor], [part], [subjects])
 
     def _write_all(
         self, tensors: Sequence[torch.Tensor], parts: Sequence[TensorPart], subjects: Iterable[Sequence[Any]]
     ) -> Transfers:
+        """Start writing tensors, each to one part. Return the transfers."""
         files = [self._files[part.file] for part in parts]
         offsets = [part.offset for part in parts]
         return Transfers(self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects))
 
     def _write_large(self, columns: _Columns) -> _Columns:
-        """Write what is not small, neighbours in the file and in memory together; return what is."""
+        """Start writing large tensors, and adjacent ones that are large together. Return the small ones that are left."""
         parts, tensors, subjects, addresses, sizes = columns
         joined = _joined(columns)
         if not joined and max(sizes, default=0) < GATHERED_BELOW and 0 not in addresses:
@@ -127,7 +146,7 @@ class Writing:
         return columns.of(small)
 
     def _gather(self, columns: _Columns) -> None:
-        """Leased chunks in turn: each is filled, written, and filled again when that has ended."""
+        """Copy small tensors into leased chunks and write these. A chunk is filled again when the write from it has ended."""
         parts, tensors, subjects, addresses, sizes = columns
         lengths = list(map(padded, sizes))
         ends = list(itertools.accumulate(lengths))
@@ -155,10 +174,13 @@ class Writing:
             begin = end
 
     def _free_slot(self, size: int) -> _Slot | None:
-        """Waits for nobody but the drive: who else holds buffers may wait for this thread."""
+        """Return a chunk that can be filled, or None if the pool has no buffer free.
+
+        Blocks only for the drive, never for the pool: other threads that hold buffers may be waiting for this one.
+        """
         if len(self._slots) < _CHUNKS:
             slot = _Slot()
-            self._slots.append(slot)  # so that what it comes to lease is released
+            self._slots.append(slot)  # before leasing, so that the lease is released even if this is interrupted
             slot.lease = self._pool.try_lease(size)
             if slot.lease is not None:
                 return slot
@@ -172,7 +194,7 @@ class Writing:
 
 
 def _joined(columns: _Columns) -> set[int]:
-    """Indices of tensors whose bytes follow those of the one before, in the file and in memory."""
+    """Return the indices of tensors whose bytes follow those of the tensor before, both in the file and in memory."""
     parts, tensors, _, addresses, sizes = columns
     following = list(map(operator.add, addresses, sizes))
     candidates = [index for index in range(1, len(parts)) if addresses[index] == following[index - 1]]
@@ -186,7 +208,7 @@ def _joined(columns: _Columns) -> set[int]:
 
 
 def _span(first: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The memory from a tensor's beginning on."""
+    """Return ``nbytes`` bytes of memory from the beginning of a tensor on, as one tensor."""
     import torch
 
     storage = first.untyped_storage()
@@ -195,7 +217,10 @@ def _span(first: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int]) -> None:
-    """Copy tensors side by side to the address ``base``, each with zeros up to its length: nobody else's bytes."""
+    """Copy tensors side by side to the address ``base``, each followed by zeros up to its padded length.
+
+    The zeros keep old contents of the buffer from being written to the file.
+    """
     begins = list(itertools.accumulate(lengths[:-1], initial=base))
     destinations = begins + list(map(operator.add, begins, sizes))
     rests = list(map(operator.sub, lengths, sizes))
@@ -203,21 +228,23 @@ def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int])
 
 
 class Transfers:
-    """Several futures as one, as far as a lease asks."""
+    """Several futures as one, for releasing a lease after all of them."""
 
     def __init__(self, futures: Sequence[Future]) -> None:
         self._futures = futures
 
     def done(self) -> bool:
+        """Return whether all have ended. Never blocks."""
         return all(future.done() for future in self._futures)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until all have ended. Return the first error, or None."""
         errors = [future.exception(timeout) for future in self._futures]
         return next((error for error in errors if error is not None), None)
 
 
 class _Slot:
-    """A leased chunk, and what is being written from it."""
+    """A leased chunk of memory, and the transfers that write from it."""
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
