@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 Backend = Literal["auto", "io_uring", "libaio", "threads"]
+"""Names of the I/O backends; ``"auto"`` for the first that the kernel accepts."""
 FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
+"""Modes of :meth:`Engine.open`."""
 
 
 @runtime_checkable

@@ -56,9 +56,11 @@ class _Lingering:
         self._until = time.monotonic() + _LINGER_SECONDS
 
     def done(self) -> bool:
+        """Return whether no tensor is left, or the time is over."""
         return self._holder() is None or time.monotonic() >= self._until
 
     def exception(self, timeout: float | None = None) -> None:
+        """Return None; it has no errors."""
         return None
 
 
@@ -390,6 +392,7 @@ def _forget(after: Ending | None) -> None:
 
 
 def _no_bytes() -> torch.Tensor:
+    """Return the buffer of a lease of 0 bytes."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -428,11 +431,12 @@ def buffer_pool() -> BufferPool:
 
 
 def set_buffer_budget(nbytes: int) -> None:
-    """Set the budget of the process's pool: see :meth:`BufferPool.set_budget`."""
+    """Set the budget of the process's pool, in bytes: see :meth:`BufferPool.set_budget`."""
     buffer_pool().set_budget(nbytes)
 
 
 def _after_fork() -> None:
+    """Give a forked child a pool of its own, and locks that no thread of the parent holds."""
     global _pool, _pool_lock, _generation
     _generation += 1
     _pool_lock = threading.Lock()

@@ -55,7 +55,7 @@ class Catalog:
         self.entries[name] = entry
 
     def restored(self) -> None:
-        """Call when all names of the manifest are restored: their tensors count as flushed and committed."""
+        """Mark the restored tensors as flushed and committed. Call when all names of the manifest are restored."""
         self._referred = self._flushed = frozenset(self.snapshot().values())
 
     def entry(self, name: str) -> CatalogEntry:
@@ -242,7 +242,7 @@ class Catalog:
             self._flushed = self._flushing.difference(lost)
 
     def committed(self) -> None:
-        """Call when the manifest lists exactly what was flushed. Frees the space that only the previous manifest referred to."""
+        """Free the space that only the previous manifest referred to. Call when the manifest lists exactly what was flushed."""
         gone = self._referred - self._flushed
         self.space.begin_change()
         self._referred = self._flushed

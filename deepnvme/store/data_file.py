@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DATA_NAME = "deepnvme-store.data"
 """Name of the data file in a store's directory."""
+# Bytes. A data file that must grow doubles, within these limits, if that takes at most half of the free space.
 _SMALLEST_STEP = 16 << 20
 _LARGEST_STEP = 1 << 30
 

@@ -166,6 +166,7 @@ class Inherited:
         self._alive.add(weakref.ref(holder, self._alive.discard))
 
     def _leave_all_to_parent(self) -> None:
+        """Close all locks, in a forked child."""
         for reference in self._alive.copy():
             holder = reference()
             if holder is not None:

@@ -166,7 +166,8 @@ class StoreFuture(Generic[Result]):
     Args:
         operation: The transfers.
         nbytes: Bytes of the tensors.
-        conclude: Called once, after the transfers have ended well. Returns the result, or raises OSError.
+        conclude: Returns the result, or raises OSError. Called by the first thread that asks for the result, if the transfers
+            have ended well; again if it was interrupted.
     """
 
     def __init__(self, operation: Operation, nbytes: int, conclude: Callable[[], Result]) -> None:

@@ -432,9 +432,10 @@ class TensorStore:
         return self._turns.after(lambda: self._conflicts(names, writing), start)
 
     def _with_room(self, start: Callable[[], Result]) -> Result:
-        """Call ``start`` again after growing the files it found too small. The store's lock is not held while a file grows.
+        """Call ``start``, and again after growing the files that it found too small. Return its result.
 
-        There is no bound on the tries in theory: each time other threads may allocate what has grown before this one does.
+        The store's lock is not held while a file grows. In theory the number of tries has no bound: each time, other threads may
+        allocate the new space first.
         """
         while True:
             try:
