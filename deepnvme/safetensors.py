@@ -1,9 +1,9 @@
-"""Safetensors files, written and read at the speed of the drive; without the package of that name.
+"""Save and load safetensors files at the speed of the drive, without the ``safetensors`` package.
 
     from deepnvme.safetensors import load_file, save_file
 
-The functions, and every byte of the files, are those of ``safetensors.torch``. Not here is what does not move whole files:
-``save``, ``load`` and ``safe_open``; that of safetensors reads what these functions write.
+The functions have the interface of ``safetensors.torch`` and write the same bytes. ``save``, ``load`` and ``safe_open`` are not
+here, because they do not move whole files. Those of the ``safetensors`` package read the files written here.
 """
 
 from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model, save_sharded

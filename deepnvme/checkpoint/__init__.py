@@ -1,4 +1,4 @@
-"""Checkpoints: ordinary files, written and read at the speed of the drive."""
+"""Checkpoints as ordinary files (.pt, safetensors, torch.distributed.checkpoint), written and read at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ _LATER = {
     "NVMeReader": "dcp.reader",
     "NVMeWriter": "dcp.writer",
 }
-"""Names whose modules import this one, or torch.distributed.checkpoint, half a second that the others do without."""
+"""Names imported on first use: their modules import this one, or torch.distributed.checkpoint, which takes half a second."""
 
 __getattr__ = from_modules(__name__, _LATER)

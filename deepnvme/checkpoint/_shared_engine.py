@@ -1,4 +1,4 @@
-"""The engine that saving and loading share."""
+"""The I/O engine that all saving and loading in this process uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepnvme.engine import Engine
 
 
 def shared_engine() -> Engine:
-    """This process's; a forked child has one of its own."""
+    """Return this process's engine, created on first use. A forked child gets an engine of its own."""
     return _engine_of(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Saves that go on behind their caller: one after the other, in one thread, which the interpreter's exit waits for."""
+"""Save in the background: one thread writes the saves one after the other, and interpreter exit waits for it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from .staging import Cancelled, Snapshot
 
 
 class SaveFuture:
-    """A save under way, made by :func:`async_save`; like :class:`deepnvme.Future`.
+    """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
-    A failure that nobody has seen, by ``result`` or ``exception``, is raised by the next save of this process, in place of that,
-    and written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
+    An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save, which then does not
+    run. If there is no next save, the error is written to stderr at exit. Thread-safe. In a forked child every method raises
+    RuntimeError.
     """
 
     def __init__(self, destination: Destination, snapshot: Snapshot) -> None:
@@ -44,28 +45,42 @@ class SaveFuture:
 
     @property
     def path(self) -> Path:
-        """Of the file, absolute and without symbolic links."""
+        """Path of the file: absolute, with symbolic links resolved."""
         return self._path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._snapshot.nbytes
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until what is saved may change: it is copied, or the save has failed. Raises TimeoutError after ``timeout`` s."""
+        """Wait until the saved tensors may be changed, because they are copied or the save has failed.
+
+        Args:
+            timeout: Seconds. None waits without a limit.
+
+        Raises:
+            TimeoutError: If the tensors are not copied after ``timeout`` seconds. The save continues.
+        """
         self._wait(self._snapshot.staged, timeout, "staged")
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Never blocks."""
+        """Return whether the save has ended, successfully or not. Never blocks."""
         self._check()
         return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until the file is there, on stable storage unless without ``fsync``, and return its bytes.
+        """Wait until the file is published and return its size in bytes.
 
-        ``timeout``: seconds; None waits for as long as it takes. Raises what the save ended with, or TimeoutError, after which
-        it is still under way. Ctrl-C interrupts the waiting, not the save.
+        The file is then on stable storage, unless the save was started with ``fsync=False``. Ctrl-C interrupts the wait, not
+        the save.
+
+        Args:
+            timeout: Seconds. None waits without a limit.
+
+        Raises:
+            TimeoutError: If the save has not ended after ``timeout`` seconds. It continues.
+            Exception: The error that the save failed with.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -73,7 +88,11 @@ class SaveFuture:
         return self.nbytes
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait like :meth:`result`, and return what the save ended with, or None."""
+        """Wait like :meth:`result` and return the error that the save failed with, or None if it succeeded.
+
+        Raises:
+            TimeoutError: If the save has not ended after ``timeout`` seconds. It continues.
+        """
         self._wait(self._ended, timeout, "saved")
         _saves.seen(self)
         return self._error
@@ -100,40 +119,41 @@ class SaveFuture:
 
 
 class _Saves:
-    """Those of this process, in the order of their calls: the one that was called last has the last word on a path."""
+    """The background saves of this process, written in the order of their calls: the last call for a path wins."""
 
-    # The main thread may be interrupted at any point, and may not leave the lock taken then: it is one that `with` takes and
-    # gives back in C, and nobody waits with it held. Condition and Event of threading have such points in their own code.
+    # Ctrl-C can interrupt the main thread at any point, and must not leave the lock taken. So this is a plain Lock, which `with`
+    # acquires and releases in C, and no thread waits while holding it. threading.Condition and Event can be interrupted in their
+    # own Python code.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: deque[SaveFuture] = deque()
         self._unseen: deque[SaveFuture] = deque()
         self._thread: threading.Thread | None = None
-        """Ends when there is nothing to save. The interpreter waits for it at exit, as it is no daemon."""
+        """Ends when there is nothing left to save. Interpreter exit waits for it, because it is not a daemon thread."""
 
     def add(self, save: SaveFuture, max_in_flight: int) -> None:
-        """Wait until fewer than so many are under way, and begin."""
+        """Queue a save, starting the thread if needed. Waits until fewer than ``max_in_flight`` saves are queued or running."""
         while True:
             with self._lock:
                 first = self._under_way[0] if len(self._under_way) >= max_in_flight else None
                 if first is None:
-                    with defer_interrupts():  # or a thread could be left in the midst of its beginning
+                    with defer_interrupts():  # Ctrl-C must not leave a half-started thread
                         if self._thread is None:
                             thread = threading.Thread(target=self._work, name="deepnvme-saves")
-                            thread.start()  # which waits for the lock
+                            thread.start()  # its first step is to acquire the lock
                             self._thread = thread
                         self._under_way.append(save)
                     return
             first._ended.wait()
 
     def wait_for(self, path: Path) -> None:
-        """Until none to this path is under way."""
+        """Wait until no save to this path is queued or running."""
         while (save := self._first(lambda save: save.path == path)) is not None:
             save._ended.wait()
 
     def wait_until_gone(self, save: SaveFuture) -> None:
-        """Wait until this save has ended, if it is under way."""
+        """Wait until this save has ended, if it is queued or running."""
         if self._first(lambda other: other is save) is not None:
             save._ended.wait()
 
@@ -143,12 +163,12 @@ class _Saves:
         return first
 
     def seen(self, save: SaveFuture) -> None:
-        """Note that the caller has been told of this save's error: it is not raised by a later save."""
+        """Record that the caller has seen this save's error, so that no later save raises it."""
         with self._lock, contextlib.suppress(ValueError):
             self._unseen.remove(save)
 
     def unseen(self) -> SaveFuture | None:
-        """The first that has failed and not been looked at."""
+        """Return the first failed save whose error nobody has seen, or None."""
         with self._lock:
             return self._unseen[0] if self._unseen else None
 
@@ -162,7 +182,7 @@ class _Saves:
             save._run()
             error = save._error
             if error is not None:
-                clear_frames(error)  # they refer to the state, which may go
+                clear_frames(error)  # its frames would keep the saved tensors alive
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -175,7 +195,7 @@ _saves = _Saves()
 
 
 def _report_unseen() -> None:
-    """At exit, whose status cannot be changed any more."""
+    """Write unseen errors to stderr at exit, when the exit status can no longer be changed."""
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
         message = "".join(traceback.format_exception_only(save._error)).strip()
@@ -183,7 +203,7 @@ def _report_unseen() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: they are the parent's."""
+    """Start without saves in a forked child: those in progress belong to the parent."""
     global _saves
     _saves = _Saves()
 
@@ -193,17 +213,17 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def raise_unseen() -> None:
-    """The failure of a save that nobody has looked at: what every save begins with."""
+    """Raise the error of an earlier background save if nobody has seen it. Every save calls this first."""
     failed = _saves.unseen()
     if failed is not None and failed._error is not None:
         try:
             raise failed._error
         finally:
-            _saves.seen(failed)  # now, so that Ctrl-C before leaves it to the next
+            _saves.seen(failed)  # only now: after a Ctrl-C before this point the next save still raises the error
 
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:
-    """Those under way to this path, which would replace the file of one that is not in the background."""
+    """Wait for the background saves to this path, which would otherwise replace the file of a later blocking save."""
     _saves.wait_for(Path(os.path.realpath(path)))
 
 
@@ -211,10 +231,25 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
 def start(
     destination: Destination, image: FileImage, pool: BufferPool | None, lazy: bool, max_in_flight: int
 ) -> SaveFuture:
-    """Stage the image, and write and publish it in the background."""
+    """Stage the image, then write and publish it in the background.
+
+    Args:
+        destination: Where the file is published.
+        image: Bytes of the file.
+        pool: Pool of the pinned memory that the image is copied into. None is the process's pool.
+        lazy: Let the background thread copy the whole image, and return at once.
+        max_in_flight: Most saves queued or running. Waits for one to end if there are as many.
+
+    Returns:
+        The future of the save, when what fits into the pool's free memory is copied.
+
+    Raises:
+        ValueError: If ``max_in_flight`` is less than 1.
+        OutOfBuffers: If the pool's budget is too small, or held by this thread.
+    """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
-    shared_engine()  # now, if it cannot be made
+    shared_engine()  # here, so that the caller gets the error if the engine cannot be created
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
     save = SaveFuture(destination, snapshot)
     try:
@@ -232,7 +267,10 @@ def start(
 
 
 def refuse_group() -> NoReturn:
-    """Its ranks would meet in their threads, beside whatever training has them meet for, in an order of its own on each."""
+    """Raise ValueError: a background save cannot be made by the ranks of a process group.
+
+    The ranks would run collectives in their background threads, beside those of training, and each rank in an order of its own.
+    """
     raise ValueError(
         "the ranks of a group save together and at once, not behind training: use save(..., group=...), or"
         " torch.distributed.checkpoint.async_save(..., storage_writer=deepnvme.NVMeWriter(path))"
@@ -252,24 +290,39 @@ def async_save(
     max_in_flight: int = 2,
     group: None = None,
 ) -> SaveFuture:
-    """Save ``obj`` to ``path`` like :func:`save`, in the background. Returns when its bytes are copied, as they are now.
+    """Save ``obj`` to ``path`` like :func:`save`, but in the background. Returns when its bytes, as they are now, are copied.
 
-    They are copied into pinned memory leased from ``pool``, by default the process's, and written while the caller goes on.
-    **Tensors may change when this returns, if the pool has memory for the whole file, and otherwise after**
-    ``future.wait_staged()``: the thread that writes then copies the rest, as memory is given back. ``lazy``: it copies all,
-    and this returns at once. CUDA tensors are saved as the current stream, on this thread, leaves them.
+    The bytes are copied into pinned memory leased from ``pool`` and written while the caller continues. **The tensors may be
+    changed when this returns if the pool has memory for the whole file. Otherwise they may be changed after**
+    ``future.wait_staged()``: the writing thread copies the rest as memory becomes free. CUDA tensors are saved as the current
+    stream of this thread leaves them.
 
-    The pool keeps its memory for the next save. Pinning it, 0.3 s for each GB, holds up the first. ``checksum`` is computed here,
-    0.4 s for each GB.
+    The pool keeps its memory for the next save. The first save also has to pin it, which takes 0.3 s per GB.
 
-    Saves are written one after the other, in the order of their calls. ``max_in_flight``: at most so many are under way; this
-    waits for one to end. The interpreter's exit waits for all. Ctrl-C before this returns leaves nothing behind; or, where it
-    comes when all is done but to return, the save goes on like any other.
+    Saves are written one after the other, in the order of their calls. Interpreter exit waits for all of them. Ctrl-C before
+    this returns leaves nothing behind, except when it comes after all work is done: then the save continues like any other.
 
-    Raises, before anything is created, what pickling raises; the failure of an earlier save that nobody has looked at;
-    OutOfBuffers if the pool's budget is too small, or held by this thread, for which the save would wait. (What this thread
-    leases later is to be released before it waits for the future.) All other errors are the future's: see :class:`SaveFuture`.
-    ValueError for a ``group``, which only :func:`save` has.
+    Args:
+        obj: Any object that pickles.
+        path: Path of the file. A relative path is resolved now.
+        fsync: As for :func:`save`.
+        checksum: As for :func:`save`. The checksums are computed before this returns, 0.4 s per GB.
+        pickle_module: As for :func:`save`.
+        pickle_protocol: As for :func:`save`.
+        pool: Pool of the pinned memory. None is the process's pool.
+        lazy: Let the background thread copy everything, and return at once.
+        max_in_flight: Most saves queued or running. If there are as many, this waits for one to end.
+        group: Not supported. Only :func:`save` has it.
+
+    Returns:
+        The future of the save. Errors not listed below are raised by its ``result``.
+
+    Raises:
+        Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that nobody
+            has seen.
+        OutOfBuffers: If the pool's budget is too small, or is held by this thread, so that the save would wait for it forever.
+            (Leases that this thread takes later must be released before it waits for the future.)
+        ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
     """
     if group is not None:
         refuse_group()
