@@ -1,4 +1,8 @@
-"""What is read from a file by its name, more than once, is to be of one file: others publish new ones under that name."""
+"""Detect that a file was replaced while it was being read.
+
+Loading opens a path more than once, and other processes may publish a new file under it meanwhile. What is loaded must come
+from one file.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,19 @@ from deepnvme._files import naming_file
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Version = tuple[int, ...]
-"""Equal as long as nobody replaces the file or writes into it."""
+"""Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""
 
 
 def read_consistently(path: Path, load: Callable[[], T]) -> T:
-    """What ``load`` returns, or raises, of a file that was not replaced meanwhile: called again until then. Errors name it."""
+    """Call ``load`` until the file was not replaced during the call, and return its result.
+
+    Args:
+        path: The file that ``load`` reads. Its OSErrors that name no file are made to name this one.
+        load: Reads the file. Called again after a replacement, also if it raised.
+
+    Raises:
+        Exception: What ``load`` raised, if the file was not replaced during that call.
+    """
     while True:
         version = version_of(path)
         try:
@@ -29,13 +41,20 @@ def read_consistently(path: Path, load: Callable[[], T]) -> T:
         else:
             if not _replaced(path, version):
                 return loaded
-            del loaded  # the memory is for the next one
+            del loaded  # frees the memory for the next attempt
 
 
 @contextlib.contextmanager
 def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[None]:
-    """For who cannot begin again: raises OSError (ESTALE) saying that ``what`` was replaced if any of the files was, in place of
-    what was raised meanwhile."""
+    """Raise OSError (ESTALE) after the block if one of the files was replaced during it, for callers that cannot start again.
+
+    Args:
+        versions: The files with their versions from before the block, see :func:`version_of`.
+        what: What was replaced, for the message: "the checkpoint".
+
+    Raises:
+        OSError: ESTALE, if a file was replaced. An exception of the block becomes its cause.
+    """
     try:
         yield
     except Exception as error:
@@ -51,12 +70,13 @@ def _refuse_replaced(versions: Mapping[Path, Version], what: str, cause: Excepti
 
 
 def version_of(path: Path) -> Version:
+    """Return the current version of a file. Raises OSError if there is no such file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _replaced(path: Path, version: Version) -> bool:
-    """By another file; one that has been removed was not."""
+    """Return whether the path now has another version. A file that was removed was not replaced."""
     try:
         return version_of(path) != version
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Something that happens once, and that threads wait for."""
+"""An event that happens once, and that threads can wait for."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections import deque
 
 
 class Latch:
-    """Like ``threading.Event``, but set once, and safe from Ctrl-C: a wait that is interrupted, at whatever point, leaves no lock
-    taken that others need. Thread-safe."""
+    """Like ``threading.Event``, but it can only be set once, and it is safe from Ctrl-C.
+
+    A wait that is interrupted at any point leaves no lock taken that other threads need. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._is_set = False
         self._waiting: deque[threading.Lock] = deque()
-        """A lock for each that waits, taken by itself: it has it a second time when that was released."""
+        """One lock for each waiting thread, which acquires it twice: the second acquire returns when :meth:`set` releases it."""
 
     def is_set(self) -> bool:
+        """Return whether :meth:`set` was called. Never blocks."""
         return self._is_set
 
     def set(self) -> None:
-        """Let all go on who wait. Idempotent; after one that was interrupted, the next does what it has left."""
+        """Wake all waiting threads. Idempotent: if a call was interrupted, the next one wakes the remaining threads."""
         self._is_set = True
         while True:
             try:
@@ -30,14 +33,21 @@ class Latch:
             waiting.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set, after waiting for that: ``timeout`` seconds, or for as long as it takes."""
+        """Wait until the latch is set.
+
+        Args:
+            timeout: Seconds. None waits without a limit.
+
+        Returns:
+            Whether the latch is set. False only after a timeout.
+        """
         if not self._is_set:
             mine = threading.Lock()
             mine.acquire()
             self._waiting.append(mine)
-            if not self._is_set:  # or this one came too late to be let go
+            if not self._is_set:  # it may have been set, and the waiting threads woken, before this lock was in the list
                 mine.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
-            if not self._is_set:  # whoever polls would leave a lock each time
+            if not self._is_set:  # timed out: polling would otherwise leave a lock in the list each time
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(mine)
         return self._is_set

@@ -1,4 +1,4 @@
-"""What ``torch.load`` loads, read at the speed of the drive."""
+"""Load .pt files at the speed of the drive, with the results of ``torch.load``."""
 
 from __future__ import annotations
 
@@ -51,29 +51,45 @@ def load(
     progress: Wanted = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load what ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
+    """Load a file that ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
-    The arguments are those of ``torch.load``, by their names and in their order, with its defaults (``weights_only``: also by the
-    environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD), so that ``torch.load = deepnvme.load``
-    works. What is no path, a file object, is left to ``torch.load``, and so are files of the older formats, with deflated
-    records, and TorchScript archives. A path that ends in .safetensors is loaded as :func:`deepnvme.safetensors.load_file` does.
+    The arguments of ``torch.load`` have the same names, order and defaults, so ``torch.load = deepnvme.load`` works. A path
+    that ends in .safetensors is loaded as by :func:`deepnvme.safetensors.load_file`. Left to ``torch.load`` are file objects,
+    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, and TorchScript archives.
 
-    ``keys``: of a mapping, only these entries, and only their bytes are read; all are where unpickling looks at tensors (sparse
-    ones, classes of others). ``checksum``: verify the CRC-32 of each tensor
-    that has one; files that are left to ``torch.load`` are read for it once more. ``progress``: True for a bar on stderr, where
-    that is a terminal, or a function that is called with the bytes read and those wanted.
+    Storages are read by direct I/O: on the CPU into memory of their own, on a CUDA device through pinned buffers. For any other
+    device each storage is read into CPU memory and copied from there, one at a time. Files are mapped only with ``mmap=True``,
+    which is left to ``torch.load``: if a mapped file is truncated, or the drive fails to read it, the process ends (SIGBUS).
 
-    Storages are read by direct I/O into memory of their own, on the CPU, or through pinned buffers onto a CUDA device; for
-    other devices into memory of the CPU, one at a time. Nothing is mapped, but with ``mmap=True``, which is left to
-    ``torch.load``: whoever truncates a file that is mapped, or a drive that fails to read it, ends the process (SIGBUS).
+    Memory beyond the object: 16 MiB leased from ``pool``. If a class defined outside torch, or a function given as
+    ``map_location``, may look at tensors while the object is being made, all of them are first read into CPU memory. Those for
+    a CUDA device are copied from there, and take as much CPU memory besides.
 
-    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Where a class of others, or a function as
-    ``map_location``, may look at tensors while the object is made, all of them are read into memory of the CPU before, and what
-    goes to a CUDA device is copied from there: then as much as that besides.
+    Args:
+        f: Path, or a file object.
+        map_location: As for ``torch.load``. For a safetensors file it must be a device.
+        pickle_module: As for ``torch.load``.
+        weights_only: As for ``torch.load``. The default also follows the environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD and
+            TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.
+        mmap: As for ``torch.load``. None is the default that torch is configured with.
+        keys: If the file holds a mapping, load only these entries, and read only their bytes. All bytes are read if unpickling
+            looks at tensors (sparse tensors, classes defined outside torch).
+        checksum: Verify the CRC-32 of each tensor that has one. Files that are left to ``torch.load`` are read one more time
+            for this.
+        pool: Pool of the pinned buffers. None is the process's pool.
+        progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes read, bytes to
+            read).
+        **pickle_load_args: As for ``torch.load``.
 
-    Raises CorruptCheckpoint naming the storage with the bytes expected and found; KeyError for a key that is not there;
-    UnpicklingError for what ``weights_only`` refuses; ValueError for ``checksum`` with ``mmap`` or a file object; RuntimeError
-    for arguments that torch refuses; OSError; OutOfBuffers.
+    Raises:
+        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found.
+        KeyError: If the file does not have one of ``keys``.
+        TypeError: If ``keys`` is given and the file holds no mapping.
+        UnpicklingError: If the file holds what ``weights_only`` does not allow.
+        ValueError: If ``checksum`` is combined with ``mmap`` or a file object.
+        RuntimeError: If torch refuses the arguments.
+        OSError: If the file cannot be opened or read.
+        OutOfBuffers: If the pool's budget does not allow the buffers.
     """
     options: dict[str, Any] = {
         "map_location": map_location,
@@ -110,8 +126,14 @@ _TRUE = ("1", "y", "yes", "true")
 
 
 def resolve_weights_only(weights_only: bool | None, pickle_module: Any = None) -> bool:
-    """Whether to unpickle with ``weights_only``, decided as torch.load does from this argument, ``pickle_module`` and the
-    environment. Raises RuntimeError where these contradict each other.
+    """Return whether to unpickle with ``weights_only``, decided as ``torch.load`` does.
+
+    Args:
+        weights_only: The argument as given. None leaves the decision to ``pickle_module`` and the environment.
+        pickle_module: The argument as given. None is torch's own module.
+
+    Raises:
+        RuntimeError: If the arguments and the environment contradict each other.
     """
     always, never = (
         os.environ.get(f"TORCH_FORCE_{what}_LOAD", "").lower() in _TRUE for what in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")
@@ -125,7 +147,7 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any = None) -
 
 
 def _mapped_by_default() -> bool:
-    """What ``torch.utils.serialization.config`` says, which torch has from 2.7 on."""
+    """Return torch's configured default of ``mmap``: ``torch.utils.serialization.config``, which torch has since 2.7."""
     try:
         from torch.utils.serialization import config
     except ImportError:
@@ -152,7 +174,7 @@ def _load(
     pool: BufferPool,
     progress: Progress | None,
 ) -> Any:
-    """The whole object; of storages that only other ``keys`` refer to, nothing was read."""
+    """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
     found = contents(path) if is_zip(path) else None
@@ -160,7 +182,7 @@ def _load(
         check_pickle(path, found)
 
     locate = options["map_location"]
-    asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # a function, by torch.load's rule
+    asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # anything else torch.load calls as a function
 
     def by_torch() -> Any:
         plain = None if found is None or found.stored else refuse_compressed(path, found)
@@ -197,7 +219,7 @@ def _load(
             now.filled = dict(read_before)
         whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
         if not now.blind:
-            _check_sizes(path, found, [*now.placed, *read_before])  # a tensor that is larger than its storage makes that grow
+            _check_sizes(path, found, [*now.placed, *read_before])  # torch grows a storage that is smaller than its tensor
             if now.placed:
                 fill(now.placed, progress)
             return whole
@@ -208,7 +230,7 @@ def _load(
 def _refuse_damaged(
     path: str | os.PathLike[str], found: ArchiveContents | None, plain: bool | None, safe: bool, error: Exception
 ) -> None:
-    """Raise CorruptCheckpoint if the file is why torch could not load it."""
+    """Raise CorruptCheckpoint if torch could not load the file because the file is damaged."""
     if found is not None:
         refuse_damaged(path, found, error, plain)
         return
@@ -222,7 +244,10 @@ def _any(offset: int) -> bool:
 
 
 def _offsets_of(path: str | os.PathLike[str], found: ArchiveContents, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
-    """Of the storages that these entries refer to, without reading any: for pickles that look at none."""
+    """Return the offsets of the storages that these entries use, without reading any storage.
+
+    Only for pickles that look at no storage's contents while they are unpickled.
+    """
     with unread(path, found) as now:
         chosen = _chosen(now.load(**{**options, "map_location": "cpu"}), keys)
         module = options["pickle_module"]
@@ -231,6 +256,7 @@ def _offsets_of(path: str | os.PathLike[str], found: ArchiveContents, keys: list
 
 
 def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
+    """Return the entries of ``whole`` with these keys."""
     if not isinstance(whole, Mapping):
         raise TypeError(f"keys choose entries of a mapping, and the file holds a {type(whole).__name__}: load it whole")
     missing = [key for key in keys if key not in whole]
@@ -240,7 +266,7 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
 
 
 def _check_sizes(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
-    """That the pickle and the records agree."""
+    """Raise CorruptCheckpoint if a storage's size in the pickle and in its record differ."""
     for offset, storage in placed:
         record = found.holding(offset)
         if record is None or record.nbytes != storage.nbytes():
@@ -248,6 +274,7 @@ def _check_sizes(path: str | os.PathLike[str], found: ArchiveContents, placed: I
 
 
 def _verify(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
+    """Raise WrongChecksum if the bytes of a storage do not match the checksum of its record."""
     for offset, storage in placed:
         record = found.holding(offset)
         if record is not None and record.crc32:

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: one file for each step, of which the newest are kept."""
+"""Keep the newest checkpoints of a training run in a directory, one file per step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,27 @@ _IN_FLIGHT = 2
 
 
 class CheckpointManager:
-    """The checkpoints of a run, in a directory: for each step an ordinary .pt file, ``step-00000100.pt`` and so on.
+    """The checkpoints of a training run: a directory with one ordinary .pt file per step, named ``step-00000100.pt`` and so on.
 
     >>> manager = deepnvme.CheckpointManager("/mnt/nvme/run", keep=3)
     >>> manager.save(step, model.state_dict(), asynchronous=True)
     >>> model.load_state_dict(manager.load())
 
-    ``directory``: made if it is missing. ``keep``: at least 1; the checkpoints of so many highest steps are kept.
+    If ``keep`` checkpoints exist when a save begins, the one of the lowest step is given up: the new checkpoint is written over
+    its blocks, which is faster than writing into new blocks. So at least ``keep - 1`` whole checkpoints exist at any time, also
+    after a kill or a power cut. With ``keep=1`` the old checkpoint stays until the new one is complete. A checkpoint that any
+    process has open or mapped, or that has another name (``ln step-00000100.pt best.pt``), is removed instead of being written
+    over.
 
-    When a save begins and ``keep`` are there, that of the lowest step is given up: the new one is written over its blocks,
-    which is faster than into new ones. So at any time, after any kill or power cut, ``keep - 1`` whole ones are there at least.
-    With ``keep=1`` the old one stays until the new one is there. One that anybody has open or mapped, or that has another
-    name (``ln step-00000100.pt best.pt``), is not written over but removed.
+    A file with such a name is always whole, and nothing else is recorded. So several processes may save into one directory at
+    the same time, and others may load from it. Thread-safe.
 
-    What has such a name is whole, and nothing else is recorded: several processes may save into one directory at a time, and
-    others load from it. Thread-safe.
+    Args:
+        directory: Created if it is missing.
+        keep: How many checkpoints are kept, those of the highest steps. At least 1.
+
+    Raises:
+        ValueError: If ``keep`` is less than 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -59,18 +65,18 @@ class CheckpointManager:
             sync_directory(made.parent)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be. Raises ValueError for a negative one."""
+        """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"a step must not be negative, got {step}")
         return self.directory / f"step-{step:08}.pt"
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, ascending."""
+        """Return the steps of the existing checkpoints, ascending."""
         return sorted(int(found[1]) for name in os.listdir(self.directory) if (found := _NAME.fullmatch(name)))
 
     def latest(self) -> int | None:
-        """The highest step, or None where there is no checkpoint."""
+        """Return the highest step that has a checkpoint, or None if there is none."""
         return max(self.steps(), default=None)
 
     @overload
@@ -95,11 +101,27 @@ class CheckpointManager:
         lazy: bool = False,
         group: ProcessGroup | None = None,
     ) -> SaveFuture | None:
-        """Save ``obj`` as the checkpoint of ``step``, in place of one that is there; then remove those of the lowest other steps
-        that are too many.
+        """Save ``obj`` as the checkpoint of ``step``, then remove the checkpoints of the lowest other steps beyond ``keep``.
 
-        Blocks like :func:`deepnvme.save`, with a ``group`` too; or, ``asynchronous``, returns like :func:`deepnvme.async_save`,
-        with two in flight at most. The options and errors are theirs; an OSError from the removal says that the new one is saved.
+        Replaces an existing checkpoint of the same step. Blocks like :func:`deepnvme.save`. With ``asynchronous=True`` it
+        returns like :func:`deepnvme.async_save`, with at most two saves in flight.
+
+        Args:
+            step: Training step, not negative.
+            obj: Any object that pickles.
+            asynchronous: Save in the background.
+            fsync: As for :func:`deepnvme.save`.
+            checksum: As for :func:`deepnvme.save`.
+            pool: As for :func:`deepnvme.save`.
+            lazy: As for :func:`deepnvme.async_save`. No effect unless ``asynchronous``.
+            group: As for :func:`deepnvme.save`. Not with ``asynchronous``.
+
+        Returns:
+            The future of the save if ``asynchronous``, otherwise None.
+
+        Raises:
+            OSError: From saving. If a surplus checkpoint cannot be removed, the message says that the new one is saved.
+            Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.
         """
         destination = _Step(self.path(step), fsync, self, step)
 
@@ -115,9 +137,15 @@ class CheckpointManager:
         return start(destination, make(None), pool, lazy, _IN_FLIGHT)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
-        """Load the checkpoint of a step, by default the latest, with the options of :func:`deepnvme.load`.
+        """Load the checkpoint of a step, by default the latest.
 
-        Raises FileNotFoundError where it is not there, and what :func:`deepnvme.load` raises.
+        Args:
+            step: Training step. None is the highest that has a checkpoint.
+            **options: Options of :func:`deepnvme.load`.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+            Exception: Any error of :func:`deepnvme.load`.
         """
         chosen = self.latest() if step is None else step
         if chosen is None or not self.path(chosen).exists():
@@ -126,14 +154,17 @@ class CheckpointManager:
             raise FileNotFoundError(errno.ENOENT, f"{wanted}; there are those of: {there}", str(self.directory))
         return load(self.path(chosen), **options)
 
-    # Whatever other threads and processes do: who lists the steps late finds fewer than keep and gives none up, and who listed
-    # them early finds that the one he has chosen is gone, and takes no other.
+    # This is safe from other threads and processes that save into the directory. A save that lists the steps after another has
+    # given one up finds fewer than keep, and gives none up. A save that listed them before finds that its choice is gone, and
+    # chooses no other.
 
     def _given_up(self, step: int) -> Path | None:
+        """Return the checkpoint whose blocks the save of ``step`` may write over, or None."""
         others = [other for other in self.steps() if other != step]
         return self.path(others[0]) if len(others) >= self.keep > 1 else None
 
     def _remove_surplus(self, step: int) -> None:
+        """Remove the checkpoints of the lowest steps other than ``step`` that are beyond ``keep``."""
         steps = self.steps()
         for other in [other for other in steps if other != step][: max(len(steps) - self.keep, 0)]:
             try:
@@ -145,6 +176,8 @@ class CheckpointManager:
 
 @dataclass(frozen=True)
 class _Step(Destination):
+    """The file of one step, which recycles a surplus checkpoint and removes the others."""
+
     manager: CheckpointManager
     step: int
 
