@@ -1,4 +1,4 @@
-"""One file written by all ranks of a process group at the same time, each its part; published once, when all have synced."""
+"""Save one file with all ranks of a process group: each writes its part, and the file is published when all have synced."""
 
 from __future__ import annotations
 
@@ -29,19 +29,28 @@ Result = TypeVar("Result")
 
 
 class _Description(NamedTuple):
-    """What one rank tells the others of its image."""
+    """What one rank tells the others about its image."""
 
     digest: str
+    """Hash of everything but the tensors' bytes."""
     nbytes: int
+    """Size of the file in bytes."""
     held: list[int]
-    """Bytes, of each DTensor."""
+    """Bytes that this rank has of each DTensor."""
 
 
 class CollectiveSteps:
-    """A group that does things step by step: each step together, and only if all have done the one before."""
+    """Run steps on all ranks of a group, each step together and only if all ranks have completed the one before.
+
+    Args:
+        group: Process group of ``torch.distributed``.
+        what: What the ranks are doing, for messages: "saving 'model.pt'".
+
+    Raises:
+        ValueError: If this process is not in the group.
+    """
 
     def __init__(self, group: ProcessGroup, what: str) -> None:
-        """``what`` they do, for messages: "saving" something. Raises ValueError for a process that is not of the group."""
         import torch.distributed as dist
 
         self._group = group
@@ -52,10 +61,17 @@ class CollectiveSteps:
             raise ValueError(f"{what}: this process is not of the group given: only those that are may call this")
 
     def all(self, step: Callable[[], Result], undo: Callable[[], object] = lambda: None) -> list[Result]:
-        """Run ``step`` on every rank and return what each returned. Collective; blocks.
+        """Run ``step`` on every rank and return the results of all ranks, in rank order. Collective. Blocks.
 
-        If one fails, every rank calls ``undo`` (which must not raise), and raises once all have: its own error, or RuntimeError
-        naming the ranks that failed and why.
+        If a step fails on any rank, every rank calls ``undo``, and raises after all have called it.
+
+        Args:
+            step: Its result must pickle.
+            undo: Called if a rank failed. Must not raise.
+
+        Raises:
+            RuntimeError: On ranks whose own step succeeded, naming the ranks that failed and why.
+            BaseException: On ranks that failed: their own error.
         """
         import torch.distributed as dist
 
@@ -63,7 +79,7 @@ class CollectiveSteps:
         error: BaseException | None = None
         try:
             result = step()
-        except BaseException as caught:  # the others wait, whatever it is
+        except BaseException as caught:  # of any kind: the other ranks are waiting for this one
             error = caught
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, (result, None if error is None else f"{type(error).__name__}: {error}"), self._group)
@@ -71,7 +87,7 @@ class CollectiveSteps:
         if not failed:
             return [result for result, _ in outcomes]
         undo()
-        with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be waited for; the first error matters more
+        with contextlib.suppress(RuntimeError):  # a dead rank cannot be waited for, and the first error matters more
             dist.all_gather_object([None] * self.size, None, self._group)
         raise error if error is not None else RuntimeError(f"{self._what}: {failed}")
 
@@ -83,11 +99,22 @@ def save_together(
     progress: Progress | None,
     group: ProcessGroup,
 ) -> None:
-    """Write the image that each rank makes; rank 0 begins and publishes the file. Collective; blocks.
+    """Write the image that each rank makes into one file, which rank 0 creates and publishes. Collective. Blocks.
 
-    Raises, on all ranks, what any step raises on one; ValueError naming the ranks whose images differ, or if they do not hold
-    each byte of a DTensor once. Nothing is published then, and what was begun is removed before any rank raises, unless the error
-    is that of what follows (``Destination.end``), and says so.
+    On an error nothing is published, and the temporary file is removed before any rank raises. The exception is an error of
+    ``Destination.end``, which follows publication and says so.
+
+    Args:
+        destination: Where rank 0 publishes the file.
+        make: Returns this rank's image of the object.
+        pool: Pool of the buffers. None is the process's pool.
+        progress: Called with (bytes written, bytes to write) of this rank.
+        group: Process group of ``torch.distributed``.
+
+    Raises:
+        ValueError: On all ranks, if their images differ, naming the ranks; or if they do not hold each byte of a DTensor once.
+        RuntimeError: If another rank failed.
+        Exception: Whatever a step raises on this rank.
     """
     path = destination.path
     ranks = CollectiveSteps(group, f"saving '{path}'")
@@ -137,11 +164,11 @@ def save_together(
         ranks.all(write_part, discard)
         ranks.all(publish, discard)
     finally:
-        discard()  # idempotent: nothing to do after success; after an interrupt the temporary file goes
+        discard()  # does nothing after success; after an interrupt it removes the temporary file
 
 
 def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
-    """That all have images of the same object, and together the whole."""
+    """Raise ValueError unless all ranks have images of the same object and together hold every byte of its DTensors once."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank, (digest, nbytes, _) in enumerate(described):
         holders.setdefault((digest, nbytes), []).append(rank)
@@ -160,7 +187,7 @@ def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
 
 
 def _held(image: FileImage) -> list[int]:
-    """Bytes that are here of each DTensor."""
+    """Return the bytes that this rank has of each DTensor."""
     ends = [last for _, last in image.spread]
     held = [0] * len(ends)
     for first, last in image.held:
@@ -169,7 +196,7 @@ def _held(image: FileImage) -> list[int]:
 
 
 def _share(image: FileImage, rank: int, size: int) -> list[Part]:
-    """One rank's part of what all hold."""
+    """Return the ranges that this rank writes of what all ranks hold."""
     offsets, lengths, at = array("Q"), array("Q"), 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
         if at < first:

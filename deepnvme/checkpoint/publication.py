@@ -1,4 +1,4 @@
-"""A file that appears under its name whole, or not at all."""
+"""Write a file so that it appears under its name whole or not at all: a temporary file, renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -18,36 +18,41 @@ from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
 
 SUFFIX = ".deepnvme-tmp"
-"""Of files that are being written. A lock tells those from what a dead process has left."""
+"""Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""
 _LONGEST_NAME = 255 - len(SUFFIX) - 10
-"""Bytes of the final name that the temporary one repeats: a name has 255."""
+"""Bytes of the final name that the temporary name repeats: a name may have 255 bytes."""
 
 
 class Publication:
-    """A temporary file beside ``path``, preallocated, that :meth:`publish` gives its name.
+    """A preallocated temporary file in the directory of ``path``, which :meth:`publish` renames to ``path``.
 
     >>> with Publication(path, nbytes, engine) as new:
     ...     engine.write(tensor, new.file).result()
     ...     new.publish()
 
-    Nothing is done before ``with`` is entered. Leaving it unpublished removes the temporary file. What dead processes have left
-    in the directory is removed at the start.
+    Nothing is created before ``with`` is entered. Leaving ``with`` without :meth:`publish` removes the temporary file. Entering
+    it also removes the temporary files that dead processes have left in the directory.
 
-    ``recycle``: a file of the same directory that becomes the temporary one, and whose blocks are written over: its name is gone
-    from the start. It is only removed where it has another name, where anybody has it open or mapped, where that cannot be
-    told, or where it may not be written to; and left alone where it is no regular file or may not be renamed. A ``path`` that
-    is a symbolic link stays one.
+    Entering ``with`` raises OSError naming ``path``: IsADirectoryError; FileNotFoundError or PermissionError from the
+    directory; or ENOSPC with the bytes needed and the bytes free. An OSError that names the temporary file names ``path`` when
+    it leaves ``with``.
 
-    ``one_of_many``: whoever publishes many files of a directory calls :func:`remove_leftovers` before the first and
-    :func:`sync_directory` after the last; both look at all of it.
-
-    ``with`` raises OSError naming ``path``: IsADirectoryError, FileNotFoundError or PermissionError from its directory, and
-    ENOSPC with the bytes wanted and those free. An OSError that names the temporary file names ``path`` when it leaves ``with``.
+    Args:
+        path: Final path. If it is a symbolic link, the link stays and its target is replaced.
+        nbytes: Size of the file in bytes.
+        engine: Engine that opens and flushes the file.
+        fsync: Flush the file before the rename, and the directory after it.
+        recycle: A file in the same directory that becomes the temporary file, so that its blocks are written over. It loses its
+            name when ``with`` is entered. It is removed instead, and a new file made, if it has another name, if any process
+            has it open or mapped, if that cannot be determined, or if it may not be written to. It is left alone if it is no
+            regular file or may not be renamed.
+        one_of_many: For callers that publish many files into a directory: they call :func:`remove_leftovers` before the first
+            and :func:`sync_directory` after the last, because each of these handles the whole directory.
     """
 
-    # Ctrl-C may come after any call and at the beginning of any function. So descriptors are held by objects that close them
-    # when they are dropped, from the call that opens them on; and they are opened in __enter__, from which `with` goes on to its
-    # block without another look for signals, and not in __init__, after which there is one.
+    # Ctrl-C may come after any call and at the beginning of any function. So descriptors belong, from the call that opens them,
+    # to objects that close them when they are dropped. And they are opened in __enter__, not in __init__: the interpreter checks
+    # for signals after __init__, but not between __enter__ and the block of `with`.
 
     def __init__(
         self,
@@ -71,20 +76,20 @@ class Publication:
 
     @property
     def temporary(self) -> Path:
-        """The temporary file. ValueError before :meth:`begin`."""
+        """Path of the temporary file. Raises ValueError before :meth:`begin`."""
         if self._locked is None:
             raise ValueError(f"the publication of '{self._name}' has not begun")
         return Path(self._locked.name)
 
     @property
     def file(self) -> File:
-        """The temporary file, to be written to. ValueError before :meth:`begin`."""
+        """The temporary file, open for writing. Raises ValueError before :meth:`begin`."""
         if self._file is None:
             raise ValueError(f"the publication of '{self._name}' has not begun")
         return self._file
 
     def begin(self) -> None:
-        """Make the temporary file: what entering ``with`` does. After an error there is none."""
+        """Create the temporary file; entering ``with`` calls this. After an error there is no temporary file."""
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         if self.path.exists() and not self.path.is_file():
@@ -106,16 +111,19 @@ class Publication:
             raise
 
     def publish(self) -> None:
-        """Give the file its name, in place of what has it now; flushed before and after, unless without ``fsync``. Blocks.
+        """Rename the temporary file to its final path, replacing the file that has it. Blocks.
 
-        Raises the OSError of what failed: the old file, or none, has the name then. Only where the message says that the new file
-        is in place, it is: its directory could not be flushed, so that the old one may be there again after a power cut; or what
-        locked it could not be closed.
+        With ``fsync`` the file is flushed before the rename, and the directory after it.
+
+        Raises:
+            OSError: From the step that failed. The path then still refers to the old file or to none, unless the message says
+                that the new file is in place. In that case either the directory could not be flushed, so that a power cut may
+                bring the old file back, or the new file could not be unlocked and closed.
         """
         try:
             if self._fsync:
                 self._engine.fsync(self.file).result()
-            self.file.close()  # where some file systems first say that they could not write
+            self.file.close()  # some file systems report failed writes only here
             os.replace(self.temporary, self.path)
         except OSError as error:
             name_the_final_file(error, str(self.temporary), self._name)
@@ -134,14 +142,14 @@ class Publication:
         if self._locked is not None and not self._locked.closed:
             with contextlib.suppress(OSError):
                 os.unlink(self._locked.name)
-            with contextlib.suppress(OSError):  # of bytes that nobody wants any more
+            with contextlib.suppress(OSError):  # a failed write no longer matters
                 self._close()
 
     def __enter__(self) -> Publication:
         try:
             self.begin()
             return self
-        except BaseException:  # Ctrl-C after it has begun
+        except BaseException:  # Ctrl-C after begin() has created the file
             self.discard()
             raise
 
@@ -154,7 +162,7 @@ class Publication:
         if self._file is not None:
             self._file.close()
         if self._locked is not None and not self._locked.closed:
-            fcntl.flock(self._locked, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open still, as long as it lives
+            fcntl.flock(self._locked, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has it open too
             self._locked.close()
 
     def _set_size(self, descriptor: int) -> None:
@@ -165,17 +173,20 @@ class Publication:
 
 
 def name_the_final_file(error: OSError, temporary: str, path: str) -> None:
-    """Have an error that names the temporary file name the one that it was to become: the other is gone, and told nobody."""
+    """Make an error that names the temporary file name the final path.
+
+    The temporary file is gone by then, and its name would tell the user nothing.
+    """
     if error.filename == temporary:
         error.filename = path
         del error.filename2
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what processes that are dead were writing in the directory."""
+    """Remove the temporary files that dead processes have left in the directory."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another's to remove, or gone by now
+            with contextlib.suppress(OSError):  # in use, not ours to remove, or already gone
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
                     _remove_leftover(entry.path)
 
@@ -188,9 +199,9 @@ def _remove_leftover(name: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names in it on stable storage. Raises OSError naming it."""
+    """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
     try:
-        with defer_interrupts():  # no object closes a directory's descriptor when it is dropped
+        with defer_interrupts():  # no object would close the descriptor after a Ctrl-C
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
@@ -201,15 +212,15 @@ def sync_directory(directory: Path) -> None:
 
 
 def _start(path: Path) -> io.FileIO:
-    """A locked temporary file for ``path``."""
+    """Create and return a locked temporary file for ``path``."""
     while True:
         file = io.FileIO(_temporary_name(path), "x+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Before it was locked, another may have taken it for a dead process's.
+            # Before it was locked, another process may have removed it as a leftover.
             if _is(file.fileno(), file.name):
                 with contextlib.suppress(OSError):
-                    os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # whose owner may be another
+                    os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
                 return file
         except BaseException:
             with contextlib.suppress(OSError):
@@ -220,7 +231,7 @@ def _start(path: Path) -> io.FileIO:
 
 
 def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
-    """The same, of a file that was there; None where a new one has to be made."""
+    """Return ``recycle`` as a locked temporary file for ``path``, or None if a new file has to be created."""
     temporary = _temporary_name(path)
     try:
         if not stat.S_ISREG(os.lstat(recycle).st_mode):
@@ -230,7 +241,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         return None
     try:
         file = io.FileIO(temporary, "r+")
-    except FileNotFoundError:  # another has taken it for a dead process's
+    except FileNotFoundError:  # another process has removed it as a leftover
         return None
     except PermissionError:
         os.unlink(temporary)
@@ -238,7 +249,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         if _is(file.fileno(), temporary):
-            if durably:  # or a power cut could leave its old name to what is going to be written
+            if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
                 sync_directory(path.parent)
             if _is_ours_alone(file.fileno()):
                 return file
@@ -258,11 +269,12 @@ def _temporary_name(path: Path) -> str:
 
 
 def _is_ours_alone(descriptor: int) -> bool:
-    """Whether the file has one name, and nobody else has it open or mapped. False where the file system cannot tell."""
+    """Return whether the file has one name and no other process or mapping uses it. False if the file system cannot tell."""
     try:
-        # Who opens it meanwhile has this process sent a signal: SIGIO, which would end it, or one that is ignored by default.
+        # If another process opens the file during the lease, this one gets a signal. The default, SIGIO, would end it; SIGURG is
+        # ignored by default.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-        # Granted only where there is no other descriptor, whether a process has it or a mapping.
+        # A write lease is granted only if nothing else has the file open, neither a descriptor nor a mapping.
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:

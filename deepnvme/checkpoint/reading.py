@@ -1,4 +1,4 @@
-"""Storages read from a file: large ones straight into place, small neighbours together."""
+"""Read byte ranges of a file: large ones directly into their memory, small neighbours together through leased chunks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from .storage_placement import PlacedStorage
 
 _CHUNKS = 4
 _GAP = 64 << 10
-"""Bytes between two pieces that are read with them rather than skipped."""
+"""Most bytes between two pieces that are read along with them instead of being skipped."""
 
 
 class ByteRange(Protocol):
-    """Bytes of a file that somebody wants; fewer than CHUNK - PAGE of them."""
+    """A range of bytes to read from a file. It must have fewer than CHUNK - PAGE bytes."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Bytes from the start of the file."""
+        ...
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        ...
 
 
 P = TypeVar("P", bound=ByteRange)
@@ -49,7 +53,19 @@ def read(
     pool: BufferPool,
     progress: Progress | None = None,
 ) -> None:
-    """Fill the storages from the file. Blocks, with at most 16 MiB leased. Raises the first OSError when all has ended."""
+    """Fill storages with their bytes from a file. Blocks. Leases at most 16 MiB at a time.
+
+    Args:
+        placed: The storages and their offsets, on the CPU or CUDA devices.
+        path: The file.
+        engine: Engine that does the transfers.
+        pool: Pool of the chunks that small storages are read through.
+        progress: Called with (bytes read, bytes to read).
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the last byte of a storage.
+        OSError: The first error, after all started transfers have ended.
+    """
     ended = counting(progress, sum(each.nbytes for each in placed))
     together: list[PlacedStorage] = []
     with engine.open(os.fspath(path), "r") as file:
@@ -60,7 +76,7 @@ def read(
                     together.append(each)
                 else:
                     if each.storage.device.type == "cpu":
-                        give_pages(each.storage.data_ptr(), each.nbytes)  # while the drive reads those before
+                        give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier storages
                     alone.append(started(engine, bytes_of(each.storage), file, each.offset))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
                 scatter([each.storage.data_ptr() for each in run], run, chunk, begin)
@@ -70,11 +86,21 @@ def read(
                 ended(future.nbytes)
         finally:
             for future in alone:
-                future.exception()  # the storages may go now, and nothing may be read into them then
+                future.exception()  # the storages may be freed after this returns
 
 
 def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
-    """A read. Raises CorruptCheckpoint where the file ends before: somebody has cut it off since it was looked at."""
+    """Start reading from a file and return the future of the read.
+
+    Args:
+        engine: Engine that does the transfer.
+        memory: Contiguous tensor to fill.
+        file: File to read.
+        offset: Bytes from the start of the file.
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the range does: it was truncated since its directory was read.
+    """
     try:
         return engine.read(memory, file, offset)
     except ValueError as error:
@@ -84,9 +110,24 @@ def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Fu
 
 
 def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool) -> Iterator[tuple[list[P], torch.Tensor, int]]:
-    """Read the pieces, neighbours together: yields some of them at a time, in the order of the file, with the chunk of the file
-    that they lie in and its offset. A chunk's memory is used again when the next is asked for. At most 16 MiB are leased. Raises
-    the first OSError when all has ended."""
+    """Read pieces of a file, neighbours together, and yield groups of them in the order of the file.
+
+    At most 16 MiB are leased at a time.
+
+    Args:
+        pieces: The ranges to read, in any order. They may overlap.
+        file: File to read.
+        engine: Engine that does the transfers.
+        pool: Pool of the chunks.
+
+    Yields:
+        (pieces, chunk, begin): a group of pieces, the bytes of the file that they are in, and the offset of these bytes in the
+        file. The chunk's memory is reused when the next group is requested.
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the last byte of a piece.
+        OSError: The first error, after all started transfers have ended.
+    """
     size = file.size()
     waiting: deque[_Chunk[P]] = deque()
     try:
@@ -110,7 +151,14 @@ def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool)
 
 
 def scatter(addresses: Iterable[int], pieces: Sequence[ByteRange], chunk: torch.Tensor, begin: int) -> None:
-    """Copy pieces from the chunk of the file that begins at ``begin`` to the addresses."""
+    """Copy pieces of a file from a chunk of it to addresses in host memory. Blocks.
+
+    Args:
+        addresses: Where each piece is copied to. Not checked.
+        pieces: Ranges of the file that are wholly in the chunk.
+        chunk: Bytes of the file.
+        begin: Offset of the chunk in the file.
+    """
     base = chunk.data_ptr() - begin
     copy_many(
         array("Q", addresses),
@@ -120,7 +168,7 @@ def scatter(addresses: Iterable[int], pieces: Sequence[ByteRange], chunk: torch.
 
 
 class _Chunk(Generic[P]):
-    """One that is being read."""
+    """A chunk of the file that is being read, with the pieces in it."""
 
     def __init__(self, lease: Lease, future: Future, begin: int, run: list[P]) -> None:
         self.lease = lease
@@ -129,12 +177,16 @@ class _Chunk(Generic[P]):
         self._run = run
 
     def wait(self) -> tuple[list[P], torch.Tensor, int]:
+        """Wait until the chunk is read, and return (pieces, chunk, begin)."""
         self.future.result()
         return self._run, self.lease.buffer, self._begin
 
 
 def _runs(pieces: Iterable[P]) -> Iterator[tuple[list[P], int, int]]:
-    """In the order of the file, as many at a time as lie near each other and fit into a chunk, from a byte to an end."""
+    """Yield groups of pieces in the order of the file, each with the range [begin, end) to read for it.
+
+    A group's pieces are near each other and fit into one chunk. The ranges are page-aligned.
+    """
     run: list[P] = []
     begin = end = 0
     for each in sorted(pieces, key=lambda each: each.offset):

@@ -1,4 +1,4 @@
-"""Safetensors files: what :mod:`deepnvme.safetensors` has."""
+"""Save and load safetensors files: the functions of :mod:`deepnvme.safetensors`."""
 
 from __future__ import annotations
 
@@ -47,16 +47,29 @@ def save_file(
     pool: BufferPool | None = None,
     progress: Wanted = None,
 ) -> None:
-    """Save tensors, contiguous and dense, on the CPU or CUDA devices, none overlapping another. Blocks.
+    """Save tensors to a safetensors file. Blocks.
 
-    As :func:`deepnvme.save`: the file appears under its name when it is whole, and memory beyond the tensors is 16 MiB leased
-    from ``pool``. The order of ``metadata`` is kept (that of safetensors is drawn by lot).
+    The file appears under its name when it is whole, as with :func:`deepnvme.save`. Conjugate and negative views are saved with
+    their own values; safetensors saves the values of the tensors that they view. Memory beyond the tensors: 16 MiB leased from
+    ``pool``.
 
-    Conjugate and negative views are saved with the values that they have; safetensors saves those of what they are views of.
+    Args:
+        tensors: By name: contiguous, dense tensors on the CPU or CUDA devices, none overlapping another.
+        filename: Path of the file.
+        metadata: Strings by name. Their order is kept, while safetensors writes them in random order.
+        fsync: As for :func:`deepnvme.save`.
+        pool: As for :func:`deepnvme.save`.
+        progress: As for :func:`deepnvme.save`.
 
-    Raises ValueError for what is not contiguous or not dense, KeyError for dtypes that the format has not, NotImplementedError (a
-    RuntimeError) for the meta device, RuntimeError for tensors that share memory, TypeError for names and metadata that are not
-    strings, all before anything is created; OSError; OutOfBuffers.
+    Raises:
+        ValueError: If a tensor is not contiguous or not dense. This and the errors up to TypeError come before anything is
+            created.
+        KeyError: If the format does not have a tensor's dtype.
+        NotImplementedError: (A RuntimeError.) If a tensor is on the meta device.
+        RuntimeError: If tensors share memory.
+        TypeError: If a name or the metadata are not strings.
+        OSError: From writing, naming the file.
+        OutOfBuffers: If the pool's budget does not allow the buffers.
     """
     check_savable(tensors)
     header, names = make_header(tensors, metadata)
@@ -77,12 +90,22 @@ def load_file(
     pool: BufferPool | None = None,
     progress: Wanted = None,
 ) -> dict[str, torch.Tensor]:
-    """Load a file, or all shards of ``model.safetensors.index.json``: each tensor in memory of its own. Blocks.
+    """Load a safetensors file, or all shards of a ``model.safetensors.index.json``. Blocks.
 
-    ``device``: the number of a CUDA device is one, too. ``backend`` is safetensors', and of no effect. ``progress``: as of
-    :func:`deepnvme.load`, of each file.
+    Args:
+        filename: Path of the file or of the index.
+        device: Where the tensors are loaded to. A number is that of a CUDA device.
+        backend: Accepted as by safetensors; has no effect.
+        pool: As for :func:`deepnvme.load`.
+        progress: As for :func:`deepnvme.load`, for each file.
 
-    Raises CorruptCheckpoint naming the tensor with the bytes expected and found; OSError; OutOfBuffers.
+    Returns:
+        The tensors by name, each in memory of its own.
+
+    Raises:
+        CorruptCheckpoint: If a file is damaged. Names the tensor with the bytes expected and found.
+        OSError: If a file cannot be opened or read.
+        OutOfBuffers: If the pool's budget does not allow the buffers.
     """
     not_a_directory(filename)
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -105,11 +128,23 @@ def save_model(
     pool: BufferPool | None = None,
     progress: Wanted = None,
 ) -> None:
-    """Save the ``state_dict`` of a model. Of names that stand for one tensor (tied weights) the first is saved that has all of
-    its storage, and the metadata have the others: ``{"other": "first"}``, unless they have that name already. Blocks.
+    """Save the ``state_dict`` of a model to a safetensors file. Blocks.
 
-    ``force_contiguous``: of tensors that are not contiguous a copy is saved, which takes memory; without, ValueError for them.
-    Raises RuntimeError for parts of a larger storage that is under no name; and as :func:`save_file`.
+    If several names stand for one tensor (tied weights), only the first name that covers the whole storage is saved. The others
+    are recorded in the metadata as ``{"other": "first"}``, unless the metadata already have that name.
+
+    Args:
+        model: The model.
+        filename: As for :func:`save_file`.
+        metadata: As for :func:`save_file`.
+        force_contiguous: Save copies of tensors that are not contiguous, which takes memory. If False they raise ValueError.
+        fsync: As for :func:`deepnvme.save`.
+        pool: As for :func:`deepnvme.save`.
+        progress: As for :func:`deepnvme.save`.
+
+    Raises:
+        RuntimeError: If tensors share parts of a larger storage that no name covers as a whole.
+        Exception: Any error of :func:`save_file`.
     """
     tensors = dict(model.state_dict())
     kept_for = left_out(tensors)
@@ -134,11 +169,25 @@ def load_model(
     pool: BufferPool | None = None,
     progress: Wanted = None,
 ) -> tuple[set[str], list[str]]:
-    """Load a file, or shards by their index, into a model. Returns the names of the model that nothing was loaded for, and those
-    of the file that are not the model's; a name that is tied to one of the file is neither. Blocks.
+    """Load a safetensors file, or shards by their index, into a model. Blocks.
 
-    ``device``: where the tensors are loaded to, before they are copied into the model's. Raises RuntimeError for shapes that
-    differ, and, if ``strict``, for names of either kind, when the others have been loaded; and as :func:`load_file`.
+    Args:
+        model: The model whose tensors are overwritten.
+        filename: As for :func:`load_file`.
+        strict: Raise if names are missing or unexpected.
+        device: Where the tensors are loaded to before they are copied into the model's.
+        backend: As for :func:`load_file`.
+        pool: As for :func:`load_file`.
+        progress: As for :func:`load_file`.
+
+    Returns:
+        (missing, unexpected): the names of the model that nothing was loaded for, and the names of the file that the model does
+        not have. A name that is tied to a name in the file is neither.
+
+    Raises:
+        RuntimeError: If shapes differ; or, with ``strict``, if names are missing or unexpected. The other tensors are loaded by
+            then.
+        Exception: Any error of :func:`load_file`.
     """
     loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress)
     kept_for = left_out(model.state_dict(), preferred=loaded)
@@ -167,6 +216,7 @@ def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress 
 
 
 def _storage(entry: TensorEntry, device: torch.device) -> torch.UntypedStorage:
+    """Return a new storage for a tensor of the file. On the CPU it suits direct reads, if the tensor's offset suits its dtype."""
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)
     return torch.UntypedStorage(entry.nbytes, device=device)  # type: ignore[no-untyped-call]
@@ -182,14 +232,27 @@ def save_sharded(
     fsync: bool = True,
     pool: BufferPool | None = None,
 ) -> list[Path]:
-    """Save tensors to ``model-00001-of-00003.safetensors`` and so on, and ``model.safetensors.index.json``; or, where one file
-    takes all, to ``model.safetensors`` alone. Returns the paths. Blocks.
+    """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.
 
-    ``max_shard_size``: bytes, or as "5GB" (5 * 10**9) or "5GiB"; a tensor larger than that has a shard of its own. They are
-    filled in the order of ``tensors``. ``directory`` is made where missing.
+    The files are ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``; a single file is
+    ``model.safetensors``. Each file appears when it is whole, the index last. Saving over existing shards of the same number is
+    not atomic as a whole: use a new directory.
 
-    Each file appears when it is whole, the index last; saving over shards of the same number that are there is not atomic as a
-    whole: use a new directory. Raises as :func:`save_file`.
+    Args:
+        tensors: As for :func:`save_file`. The shards are filled in this order.
+        directory: Created if it is missing.
+        metadata: As for :func:`save_file`, for each shard.
+        max_shard_size: Bytes, or a string such as "5GB" (5 * 10**9 bytes) or "5GiB". A larger tensor gets a shard of its own.
+        name: First part of the file names.
+        fsync: As for :func:`deepnvme.save`.
+        pool: As for :func:`deepnvme.save`.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ValueError: If ``max_shard_size`` is no positive size.
+        Exception: Any error of :func:`save_file`.
     """
     check_savable(tensors)
     shards = _split(tensors, _bytes(max_shard_size))
@@ -212,6 +275,7 @@ def save_sharded(
 
 
 def _publish_text(text: str, path: Path, fsync: bool, pool: BufferPool | None) -> None:
+    """Write a small text file so that it appears whole."""
     image, engine = FileImage(), shared_engine()
     image.add_text(text.encode())
     with Publication(path, image.nbytes, engine, fsync=fsync) as new:
@@ -220,6 +284,7 @@ def _publish_text(text: str, path: Path, fsync: bool, pool: BufferPool | None) -
 
 
 def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
+    """Return the names of each shard, filled in order up to ``most`` bytes."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -232,6 +297,7 @@ def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
 
 
 def _bytes(size: int | str) -> int:
+    """Return a size as bytes. Raises ValueError for anything but a positive size."""
     matched: Any = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?)B", size.upper()) if isinstance(size, str) else None
     if isinstance(size, str) and (matched is None or matched[2] not in _UNITS):
         raise ValueError(f'max_shard_size must be bytes, or as "5GB" or "5GiB", got {size!r}')

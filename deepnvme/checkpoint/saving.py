@@ -1,4 +1,4 @@
-"""An object saved as an ordinary .pt file, at the speed of the drive."""
+"""Save any object as an ordinary .pt file, at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -41,28 +41,46 @@ def save(
     progress: Wanted = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Save ``obj`` to the file ``f`` as ``torch.save`` does; any ``torch.load`` reads it, with ``mmap=True`` too. Blocks.
+    """Save ``obj`` to the file ``f`` like ``torch.save``. Blocks.
 
-    The file appears under its name when it is whole: at any error, kill or power cut the name has the old file or the new one.
+    Any ``torch.load`` reads the file, also with ``mmap=True``. The file appears under its name when it is whole: after any
+    error, kill or power cut the name refers to the old file or to the new one.
 
-    The arguments are those of ``torch.save``, by their names and in their order, so that ``torch.save = deepnvme.save`` works.
-    What is no path, a file object, is left to ``torch.save``, and so are the older format and a file without the record of the
-    byte order.
+    The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. Left to
+    ``torch.save`` are file objects, the format before torch 1.6, and files without the byte order record.
 
-    ``fsync``: have it on stable storage before that. Without, a power cut can leave less than a whole file.
-    ``checksum``: write the CRC-32 of each tensor, 0.4 s of one core for each GB, for :func:`verify` and ``unzip -t``; 0 stands
-    there otherwise. ``progress``: True for a bar on stderr, where that is a terminal, or a function that is called
-    with the bytes written and those of the file.
+    With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the rank's
+    shard. The ranks write one ordinary file together, each the same number of bytes. It has the whole tensor for a DTensor, and
+    CUDA devices are numbered in the order in which they occur in the object. The ranks compare the structure of their objects,
+    the sizes and the values that are not tensors, but not the bytes of tensors. If one rank fails, all raise: the failed rank
+    its own error, the others RuntimeError naming it. See docs/checkpoints.md for file systems shared by several machines.
 
-    ``group``: of torch.distributed; collective. All ranks hold the same object, of a DTensor each its shard, and write the file
-    together, each as many bytes as another: an ordinary file, with the whole tensor for a DTensor, and with CUDA devices numbered
-    as they come. Compared are the objects' structure, sizes and what is no tensor; not the tensors' bytes. A rank that fails
-    makes all raise: itself its error, the others RuntimeError naming it; ValueError where the objects differ, or for a DTensor
-    that is Partial. See docs/checkpoints.md for file systems that several machines share.
+    Memory beyond the object: 16 MiB leased from ``pool``.
 
-    Memory beyond the object: 16 MiB leased from ``pool``, by default the process's. Raises what pickling raises, before anything
-    is created; OSError naming the file, ENOSPC before a byte is written; OutOfBuffers; before all, the failure of an earlier
-    :func:`async_save` that nobody has looked at.
+    Args:
+        obj: Any object that pickles.
+        f: Path, or a file object.
+        pickle_module: As for ``torch.save``.
+        pickle_protocol: As for ``torch.save``.
+        _use_new_zipfile_serialization: As for ``torch.save``. False is left to ``torch.save``.
+        _disable_byteorder_record: As for ``torch.save``. True is left to ``torch.save``.
+        fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a whole
+            file.
+        checksum: Write the CRC-32 of each tensor, for :func:`verify` and ``unzip -t``. Takes 0.4 s of one core per GB.
+            Otherwise the file has 0 in its place.
+        pool: Pool of the pinned buffers. None is the process's pool.
+        progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes written, bytes of
+            the file).
+        group: Process group of ``torch.distributed`` whose ranks write the file together.
+
+    Raises:
+        Exception: Whatever pickling raises, before anything is created; or, first of all, the error of an earlier
+            :func:`async_save` that nobody has seen.
+        OSError: From writing, naming the file. ENOSPC is raised before a byte is written.
+        OutOfBuffers: If the pool's budget does not allow the buffers.
+        ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with DTensors;
+            or if ``checksum`` or ``group`` is given for what is left to ``torch.save``.
+        RuntimeError: If another rank failed.
     """
     in_its_way = _use_new_zipfile_serialization and not _disable_byteorder_record
     if not (in_its_way and isinstance(f, (str, bytes, os.PathLike))):
@@ -87,7 +105,15 @@ def save_to(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Write and publish the image that ``make`` makes, after those under way to the same path. Blocks."""
+    """Write and publish an image, after the background saves to the same path have ended. Blocks.
+
+    Args:
+        destination: Where the file is published.
+        make: Returns the image. Its argument is None, or, if a group saves together, what makes every rank pickle alike.
+        pool: Pool of the pinned buffers. None is the process's pool.
+        progress: Called with (bytes written, bytes to write).
+        group: Process group whose ranks write the file together.
+    """
     if group is not None:
         save_together(destination, lambda: make(Across()), pool, progress, group)
         return

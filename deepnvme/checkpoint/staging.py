@@ -1,4 +1,4 @@
-"""A file's image as it is now: copied chunk by chunk into leased memory, and written from there by another thread."""
+"""A snapshot of a file image: one thread copies it into leased memory, chunk by chunk, and another writes it from there."""
 
 from __future__ import annotations
 
@@ -19,51 +19,60 @@ from .kept_errors import clearing_frames
 from .latch import Latch
 
 _LARGEST = 32 << 20
-"""Bytes of a chunk: enough for two threads to copy, few beside a state."""
+"""Most bytes of a chunk: enough for two threads to share the copying, few compared with a model's state."""
 
 
 class Cancelled(Exception):
-    """Nobody wants the snapshot any more."""
+    """The snapshot was cancelled before it was written."""
 
 
 class Snapshot:
-    """What is staged goes through a queue, in the order of the file, so that writing begins with the first chunk.
+    """A file image as it is now, copied by one thread and written by another.
 
-    One thread calls ``ensure_memory``, and ``stage`` or ``leave``, once; another ``write``, which stages what the first has
-    left, and in any case ``close``. After ``cancel``, by the first, ``write`` raises Cancelled.
+    The copied chunks pass through a queue in the order of the file, so that writing begins with the first chunk.
+
+    The first thread calls :meth:`ensure_memory` and then :meth:`stage` or :meth:`leave`, once. It may call :meth:`cancel`. The
+    second thread calls :meth:`write`, which also copies what the first has left, and always :meth:`close`. After
+    :meth:`cancel`, ``write`` raises Cancelled.
+
+    Args:
+        image: Bytes of the file. Not used any more once ``staged`` is set.
+        pool: Pool of the memory that the image is copied into.
     """
 
     def __init__(self, image: FileImage, pool: BufferPool) -> None:
         image.fence()
         self.nbytes = image.nbytes
         self.staged = Latch()
-        """Set when the image is not looked at any more."""
+        """Set when the image is not used any more, so that its tensors may change."""
         self._image: FileImage | None = image
         self._pool = pool
         self._chunk = min(_LARGEST, max(CHUNK, pool.budget // 4 // PAGE * PAGE))
         self._at = 0
-        """The first byte that is not staged."""
+        """Offset of the first byte that is not copied yet."""
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._left = False
-        """Whether the first thread is known to have done its part."""
+        """Whether the writing thread has seen that the first thread is done."""
         self._stopped = False
         self._cancelled = False
 
     def ensure_memory(self) -> None:
-        """Raise OutOfBuffers where the memory for a first chunk is held by this thread, or can never be had: whoever writes would
-        wait for it, and this thread perhaps for him."""
-        with contextlib.suppress(TimeoutError):  # others hold it, and give it back
+        """Raise OutOfBuffers if the memory for the first chunk is held by this thread or can never be leased.
+
+        The writing thread would wait for that memory, and this thread possibly for the writing thread.
+        """
+        with contextlib.suppress(TimeoutError):  # held by others, who will release it
             self._pool.lease(self._size(self._at), timeout=0).release()
 
     @clearing_frames
     def stage(self) -> None:
-        """Copy as much as the pool has memory for now, and leave the rest. Blocks for as long as the copying takes."""
+        """Copy as much as the pool has memory for now, and leave the rest to :meth:`write`. Blocks while copying."""
         try:
             for lease in self._leases():
                 if self._stopped:
                     break
                 chunk = self._copied(lease)
-                self._chunks.put(chunk)  # only now there is who writes it, for whom the lease can wait
+                self._chunks.put(chunk)  # before the release, which waits for the chunk to be written or dropped
                 lease.release(after=chunk)
         except BaseException:
             self._cancelled = True
@@ -72,19 +81,28 @@ class Snapshot:
             self.leave()
 
     def leave(self) -> None:
-        """Have the rest staged by whoever writes."""
+        """Leave what is not copied yet to :meth:`write`."""
         if self._at == self.nbytes:
             self._let_go()
         self._chunks.put(None)
 
     def cancel(self) -> None:
-        """Have the rest neither staged nor written."""
+        """Let nothing more be copied or written."""
         self._cancelled = True
         self._chunks.put(None)
 
     def write(self, file: File, engine: Engine) -> None:
-        """Write all, as it is staged. Blocks. Raises Cancelled; OutOfBuffers; the first OSError, when all that was begun has
-        ended."""
+        """Write the chunks as they are copied, then copy and write what :meth:`stage` has left. Blocks.
+
+        Args:
+            file: File to write to.
+            engine: Engine that does the transfers.
+
+        Raises:
+            Cancelled: If :meth:`cancel` was called.
+            OutOfBuffers: If the pool's budget does not allow a chunk.
+            OSError: The first error of a transfer, after all started transfers have ended.
+        """
         under_way: deque[Future] = deque()
         try:
             for chunk in self._all():
@@ -101,7 +119,7 @@ class Snapshot:
                 future.exception()
 
     def close(self) -> None:
-        """Let go of everything, whatever has become of it. Waits for a thread that stages to notice."""
+        """Release the image and all chunks, whether or not they were written. Waits for a thread in :meth:`stage` to stop."""
         self._stopped = True
         while not self._left:
             chunk = self._next()
@@ -110,6 +128,7 @@ class Snapshot:
         self._let_go()
 
     def _all(self) -> Iterator[_Chunk]:
+        """Yield the staged chunks, then copy and yield the rest."""
         while (chunk := self._next()) is not None:
             yield chunk
         while self._at < self.nbytes and not self._cancelled:
@@ -119,8 +138,11 @@ class Snapshot:
             yield chunk
 
     def _leases(self) -> list[Lease]:
-        """For all, or what the pool has for now. Before the first is copied to, so that they are as many each time: memory that
-        was written meanwhile would serve again, now more and now less of it, and save after save would have some pinned."""
+        """Return leases for the whole image, or for as much of it as the pool has memory for now.
+
+        All are leased before the first is copied into, so that every save leases the same amount. Otherwise memory written
+        meanwhile would be reused, more of it or less each time, and save after save would pin some more.
+        """
         leases: list[Lease] = []
         at = self._at
         while at < self.nbytes and (lease := self._pool.try_lease(self._size(at))) is not None:
@@ -132,7 +154,7 @@ class Snapshot:
         return min(self._chunk, self.nbytes - at)
 
     def _copied(self, lease: Lease) -> _Chunk:
-        """The next bytes."""
+        """Copy the next bytes of the image into the lease and return them as a chunk."""
         assert self._image is not None
         self._image.copy(self._at, self._at + lease.nbytes, lease.buffer)
         chunk = _Chunk(self._at, lease.buffer)
@@ -140,17 +162,19 @@ class Snapshot:
         return chunk
 
     def _next(self) -> _Chunk | None:
+        """Return the next chunk from the queue, or None when the first thread is done."""
         chunk = None if self._left else self._chunks.get()
         self._left = chunk is None
         return chunk
 
     def _let_go(self) -> None:
+        """Drop the image and signal that its tensors may change."""
         self._image = None
         self.staged.set()
 
 
 class _Chunk:
-    """Bytes of the file, and what their lease is released after: that they are written, or never will be."""
+    """Copied bytes of the file. Their lease is released after the chunk is done: written, or known never to be."""
 
     def __init__(self, begin: int, buffer: torch.Tensor) -> None:
         self._begin = begin
@@ -158,15 +182,16 @@ class _Chunk:
         self._future: Future | None = None
 
     def write(self, file: File, engine: Engine) -> Future:
-        """Start that."""
+        """Start writing the chunk and return the future of the write."""
         assert self._buffer is not None
         try:
             self._future = engine.write(self._buffer, file, self._begin)
         finally:
-            self._buffer = None  # the transfer keeps it
+            self._buffer = None  # the transfer keeps the memory alive
         return self._future
 
     def give_up(self) -> None:
+        """Drop the bytes without writing them."""
         self._buffer = None
 
     def done(self) -> bool:

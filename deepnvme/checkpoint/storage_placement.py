@@ -1,11 +1,12 @@
-"""Storages of a file that is being unpickled: memory of their own, and where in the file their bytes are.
+"""Unpickle a .pt file without reading its storages: give each storage new memory, and note where in the file its bytes are.
 
-torch reads the file through :class:`StoragePlacement`, an ordinary file but for one thing: the bytes of a storage are not read,
-and only the address of the memory that torch has made for them is noted. What then moves the storage to its device is found in a
-registry that torch keeps for others to add to (``torch.serialization.register_package``): ours is asked before those of CPU and
-CUDA, knows the storage by that address, and gives new memory in its place, to be read into once all is unpickled.
+torch.load reads the file through :class:`StoragePlacement`. That is an ordinary file except for one thing: it does not read the
+bytes of a storage, and only notes the address of the memory that torch has allocated for them. Then torch asks the functions in
+its registry (``torch.serialization.register_package``) to move the storage to its device. The function registered here is asked
+before those for CPU and CUDA. It recognises the storage by its address, and returns new memory in its place, which is filled
+after everything is unpickled.
 
-Nothing is mapped: a page of a mapping that cannot be read, because others cut the file off or the drive fails, ends the process.
+Nothing is mapped: if a page of a mapping cannot be read, because the file was truncated or the drive fails, the process ends.
 """
 
 from __future__ import annotations
@@ -35,31 +36,34 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MapLocation = Any
-"""None, a device, its name, a mapping of names, or a function: as torch.load takes it."""
+"""A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
 _BEFORE_CPU = 5
-"""A priority: torch's own CPU has 10, and the lowest is asked first."""
+"""Priority in torch's registry, where the lowest is asked first. torch's own CPU function has 10."""
 
 
 class PlacedStorage(NamedTuple):
-    """A storage, and the byte of the file that its first one is to be."""
+    """A storage, and the offset in the file of the bytes to fill it with."""
 
     offset: int
+    """Bytes from the start of the file."""
     storage: torch.UntypedStorage
 
     @property
     def nbytes(self) -> int:
+        """Size of the storage in bytes."""
         return self.storage.nbytes()
 
 
 class Refusals:
-    """What was raised where a storage was to go: by the caller's function or for want of a device, and so not for the file."""
+    """Records exceptions that are not the file's fault: from the caller's ``map_location``, or for a missing device."""
 
     def __init__(self) -> None:
         self.refused: Exception | None = None
+        """The last such exception, or None."""
         self._inside = False
 
     def asking(self, function: MapLocation) -> MapLocation:
-        """The caller's function, for torch.load."""
+        """Wrap the caller's ``map_location`` function so that its exceptions are recorded."""
 
         def locate(storage: torch.UntypedStorage, location: str) -> Any:
             with self.noting():
@@ -68,6 +72,7 @@ class Refusals:
         return locate
 
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        """Move a storage to its device as torch would, recording a refusal. Return None when called from within itself."""
         if self._inside:
             return None
         self._inside = True
@@ -77,7 +82,7 @@ class Refusals:
             self._inside = False
 
     def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """To where torch has it."""
+        """Return the storage moved to where torch places this location. Records the error if there is no such device."""
         try:
             return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
         except Exception as error:
@@ -87,6 +92,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
+        """Record an exception of the block."""
         try:
             yield
         except Exception as error:
@@ -95,7 +101,7 @@ class Refusals:
 
 
 def _is_device(location: str) -> bool:
-    """Whether it is the name of one that some torch has: anything else comes of a damaged file."""
+    """Return whether this is the name of a device type that torch knows. Any other name comes from a damaged file."""
     try:
         torch.device(location)
     except (RuntimeError, TypeError):
@@ -104,7 +110,15 @@ def _is_device(location: str) -> bool:
 
 
 class StoragePlacement(io.RawIOBase):
-    """A file for torch.load whose storages' bytes are not read, and what is asked for each of them while it is unpickled."""
+    """A file object for torch.load that does not read the bytes of storages, and decides where each storage goes.
+
+    Args:
+        path: The file.
+        found: Its directory.
+        wanted: Returns whether the storage at an offset gets memory. Other storages get addresses without memory behind them,
+            by which they can be told apart.
+        fill: Reads storages from the file. Called for storages that are needed at once.
+    """
 
     def __init__(
         self,
@@ -113,8 +127,6 @@ class StoragePlacement(io.RawIOBase):
         wanted: Callable[[int], bool],
         fill: Callable[[Sequence[PlacedStorage]], None],
     ) -> None:
-        """``wanted``: whether the storage at an offset is to have memory; others get addresses without memory behind them, to be
-        told apart by. ``fill``: reads storages that have to be there at once."""
         self._path = path
         self._found = found
         self._wanted = wanted
@@ -126,29 +138,37 @@ class StoragePlacement(io.RawIOBase):
         self._next: tuple[int, int] | None = None
         """(offset, bytes) of the data of the storage whose header was read last."""
         self._noted = (0, 0, 0)
-        """(address of the memory that torch made for the last storage, its offset in the file, its bytes there)."""
+        """Of the last storage: the address of the memory that torch allocated, the offset in the file, and the bytes there."""
         self._last: torch.UntypedStorage | None = None
-        """That storage, kept so that nothing else can have its address."""
+        """The last storage, kept alive so that no other storage can get its address."""
         self._addresses: Any = None
-        """As many as the file has bytes, for the storages that are not wanted."""
+        """A range of addresses as long as the file, for the storages that are not wanted."""
         self.failed: OSError | None = None
-        """The first error of a read: raised through torch's reader it would be a RuntimeError."""
+        """The first error of a read. Kept because torch's reader would turn it into a RuntimeError."""
         self._refusals = Refusals()
         self._unclaimed = 0
-        """Storages left unread that torch has not asked where to place."""
+        """Number of storages that were not read and that torch has not asked to place."""
         self.placed: list[PlacedStorage] = []
+        """Storages that are still to be filled, with their offsets."""
         self.filled: dict[int, torch.UntypedStorage] | None = None
-        """By offset: memory that has been read before, for those that look at it while the file is unpickled."""
+        """Storages read in advance, by offset, for code that looks at them while the file is unpickled; or None."""
 
     @property
     def blind(self) -> bool:
-        """Whether storages stayed unread that torch has used in a way that is not known here: then nothing of what it made is to
-        be used."""
+        """Whether torch used unread storages without asking to place them. If so, the loaded object must not be used."""
         return self._unclaimed != 0
 
     def load(self, **options: Any) -> Any:
-        """``torch.load`` of the file. Raises what that raises; CorruptCheckpoint where the file is the reason; OSError from
-        reading."""
+        """Load the file with ``torch.load``.
+
+        Args:
+            **options: Arguments of ``torch.load``.
+
+        Raises:
+            CorruptCheckpoint: If torch cannot load the file because it is damaged.
+            OSError: If the file cannot be read.
+            Exception: Anything else that ``torch.load`` raises.
+        """
         try:
             return torch_load(self, mmap=False, **options)  # type: ignore[arg-type]
         except Exception as error:
@@ -157,27 +177,35 @@ class StoragePlacement(io.RawIOBase):
             if "resize storage that is not resizable" in str(error):
                 raise CorruptCheckpoint(self._path, "a tensor is larger than its storage") from error
             if error is not self._refusals.refused:
-                ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # others may be what is wrong
+                ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # other options may be the fault
                 refuse_damaged(self._path, self._found, error, None if ours else False)
             raise
 
-    # What torch's reader calls.
+    # Called by torch's reader.
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
+        """Return the position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position and return it, in bytes."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = base + offset
         return self._position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
+        """Fill the buffer from the file and return the number of bytes, but only note the address for a storage's data.
+
+        An error of a read is kept in ``failed``, and the read returns 0.
+        """
         view = memoryview(buffer)
         nbytes = len(view)
         if (self._position, nbytes) == self._next:
@@ -196,22 +224,30 @@ class StoragePlacement(io.RawIOBase):
         return count
 
     def close(self) -> None:
+        """Close the file and drop the last storage. Idempotent."""
         self._file.close()
         self._last = None
         super().close()
 
     def _data_behind(self, header: memoryview) -> tuple[int, int] | None:
-        """(offset, bytes) of a storage whose header has just been read; None for anything else, and where it leads out of the
-        file."""
+        """Return (offset, bytes) of the storage whose header has just been read.
+
+        None for any other header, and if the data would end past the end of the file.
+        """
         nbytes = self._nbytes.get(self._position, 0)
         if not nbytes or bytes(header[:4]) != b"PK\3\4":
             return None
         offset = data_of(header.tobytes(), self._position)
         return (offset, nbytes) if offset + nbytes <= self._size else None
 
-    # What torch asks for each storage that it has made.
+    # Called for each storage that torch has made.
 
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        """Return the storage to use in place of one that torch has just made, or None if torch should place it itself.
+
+        Raises:
+            CorruptCheckpoint: If the storage's size in the pickle is not that of its record.
+        """
         offset = self._offset_of_unread(storage)
         if offset is None:
             return None
@@ -222,12 +258,12 @@ class StoragePlacement(io.RawIOBase):
             found = self._read_before(offset, nbytes)
             return found if location == "cpu" else self._refusals.moved(found, location)
         if location.startswith("cuda"):
-            # An empty one goes torch's way, with its errors for devices that are not there.
+            # An empty storage is moved by torch, to get torch's errors for devices that do not exist.
             device = self._refusals.moved(_empty(0), location).device
             with self._refusals.noting():
                 made = _empty(nbytes, device)
         else:
-            own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has made will do
+            own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has allocated is good enough
             made = storage if own else memory_for(nbytes, offset)
             if location != "cpu":
                 self._fill([PlacedStorage(offset, made)])
@@ -236,8 +272,10 @@ class StoragePlacement(io.RawIOBase):
         return made
 
     def located_by(self, function: MapLocation) -> MapLocation:
-        """A function for torch.load that gives this one, which the caller wrote, memory that has been read before in place of
-        what torch has made; of storages that are not wanted it is not asked."""
+        """Wrap the caller's ``map_location`` function so that it gets storages with their bytes, read in advance.
+
+        It is not called for storages that are not wanted.
+        """
 
         def locate(storage: torch.UntypedStorage, location: str) -> Any:
             offset = self._offset_of_unread(storage)
@@ -250,15 +288,18 @@ class StoragePlacement(io.RawIOBase):
         return locate
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
-        """In the file, of a storage that was not wanted; None for any other."""
+        """Return the offset in the file of a storage that was not wanted, or None for any other storage."""
         if self._addresses is None or storage.device.type != "cpu" or not storage.nbytes():
             return None
         inside = storage.data_ptr() - self._addresses.data_ptr()
         return inside if 0 <= inside < self._size else None
 
     def _offset_of_unread(self, storage: torch.UntypedStorage) -> int | None:
-        """Of one that torch has just made. Raises CorruptCheckpoint where the pickle and the records do not agree: torch makes
-        the storage as large as the pickle says, whatever memory is behind it."""
+        """Return the offset in the file of a storage that torch has just made without its bytes, or None for any other.
+
+        Raises CorruptCheckpoint if the pickle and the record differ in size: torch makes the storage as large as the pickle
+        says, whatever memory is behind it.
+        """
         if storage.device.type != "cpu" or not storage.nbytes():
             return None
         address = storage.data_ptr()
@@ -275,12 +316,14 @@ class StoragePlacement(io.RawIOBase):
         return offset
 
     def _unread(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of addresses without memory, which stands for the bytes at this offset."""
         if self._addresses is None:
             self._addresses = address_range(self._size).untyped_storage()
         unread: torch.UntypedStorage = self._addresses[offset : offset + nbytes]
         return unread
 
     def _read_before(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return the storage that was read in advance from this offset. Raises CorruptCheckpoint if none of this size was."""
         found = (self.filled or {}).get(offset)
         if found is None or found.nbytes() != nbytes:
             raise wrong_size(self._path, self._found, offset, nbytes)
@@ -297,14 +340,14 @@ def placing(
     wanted: Callable[[int], bool],
     fill: Callable[[Sequence[PlacedStorage]], None],
 ) -> Iterator[StoragePlacement]:
-    """While this thread unpickles the file."""
+    """Use a :class:`StoragePlacement` for what this thread unpickles in the block. Its arguments are those of the class."""
     with StoragePlacement(path, found, wanted, fill) as now, _asking(now):
         yield now
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Refusals]:
-    """While torch loads a file in its own way, by this thread."""
+    """Record refusals while torch loads a file in its own way in the block, in this thread."""
     now = Refusals()
     with _asking(now):
         yield now
@@ -321,12 +364,21 @@ def _asking(now: StoragePlacement | Refusals) -> Iterator[None]:
 
 
 def unread(path: str | os.PathLike[str], found: ArchiveContents) -> contextlib.AbstractContextManager[StoragePlacement]:
-    """For an object whose storages are addresses only: :meth:`StoragePlacement.offset_of` says where in the file each is."""
+    """Unpickle the file without reading any storage: each gets addresses only.
+
+    Returns:
+        A context manager like :func:`placing`. :meth:`StoragePlacement.offset_of` tells where in the file each storage is.
+    """
     return placing(path, found, lambda offset: False, lambda placed: None)
 
 
 def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
-    """New memory, where a direct transfer from ``offset`` of a file needs no copy: as far behind a page's boundary as that."""
+    """Return new CPU memory into which a direct read from ``offset`` of a file needs no copy.
+
+    Args:
+        nbytes: Size in bytes. From DIRECT_FROM on the memory is mapped anonymously, with huge pages where the kernel has them.
+        offset: Bytes from the start of the file. The memory begins equally far behind a page boundary.
+    """
     if nbytes < DIRECT_FROM:
         return _empty(nbytes)
     inside = offset % PAGE
@@ -342,10 +394,11 @@ def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStor
 
 
 def _nobody(storage: Any) -> None:
-    """Storages are tagged by their own devices."""
+    """Return None, so that torch asks the next function for the location tag of a storage."""
 
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
+    """Place a storage with what this thread is loading with, or return None if that is plain torch."""
     now: StoragePlacement | Refusals | None = getattr(_asked, "placing", None)
     return None if now is None else now.place(storage, location)
 

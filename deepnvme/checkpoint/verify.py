@@ -1,4 +1,5 @@
-"""``python -m deepnvme.checkpoint.verify FILE...``, as ``deepnvme verify``. What is imported is the function of that name."""
+"""Run ``python -m deepnvme.checkpoint.verify FILE...``, which is ``deepnvme verify``. Importing this gives the function
+``verify``."""
 
 import sys
 
@@ -6,5 +7,5 @@ from .verifying import main, verify
 
 if __name__ == "__main__":
     main()
-else:  # an import makes what it finds here an attribute of the package, where the function is to stay
+else:  # importing this module would replace the package's attribute ``verify``, the function, by the module
     sys.modules[__name__] = verify  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Whether a file holds what was saved: its structure and, where they were kept, its checksums."""
+"""Check whether a file holds what was saved: its structure and, if it has them, its checksums."""
 
 from __future__ import annotations
 
@@ -46,33 +46,44 @@ _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6
 
 @dataclass(frozen=True)
 class Report:
-    """What a file holds."""
+    """The result of :func:`verify` for one path."""
 
     path: str
+    """Path that was verified, as given."""
     format: str
     """``"pt"`` or ``"safetensors"``."""
     tensors: int
-    """Storages of a .pt; tensors of safetensors."""
+    """Number of storages in a .pt file, or of tensors in a safetensors file."""
     nbytes: int
-    """Of those."""
+    """Bytes of these storages or tensors together."""
     checksums: int
-    """How many have one."""
+    """Number of storages that have a checksum."""
     problems: tuple[str, ...]
-    """What is wrong: of which storage, what was expected, what was found. Empty: nothing."""
+    """What is wrong: which storage, what was expected, what was found. Empty if nothing is wrong."""
     compressed: bool = False
-    """Whether records are deflated, as torch.save writes none and torch.load reads them."""
+    """Whether records are deflated. torch.save never writes such files, but torch.load reads them."""
 
     @property
     def ok(self) -> bool:
+        """Return whether nothing is wrong with the file."""
         return not self.problems
 
 
 def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> Report:
-    """Look at a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
+    """Check a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
-    The pickle and every storage that has a checksum are read, at the speed of the drive or that of CRC-32 on one core, whichever
-    is less, with at most 16 MiB leased from ``pool``; a file that somebody has compressed, through zlib. What is wrong is in the
-    report; raises OSError naming the file for what cannot be read.
+    Reads the pickle and every storage that has a checksum, at the speed of the drive or of CRC-32 on one core, whichever is
+    lower. At most 16 MiB are leased. A compressed file is read through zlib.
+
+    Args:
+        path: The file.
+        pool: Pool of the buffers. None is the process's pool.
+
+    Returns:
+        The report. A damaged file is not an error: the report lists what is wrong.
+
+    Raises:
+        OSError: If the file cannot be read. Names the file.
     """
     with naming_file(path):
         return _verified(path, buffer_pool() if pool is None else pool)
@@ -91,7 +102,7 @@ def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
         found = contents(path)
         if not found.stored:
             return _compressed(name, found)
-        with contextlib.suppress(WrongChecksum):  # found with the storages'; what such a pickle refers to says nothing
+        with contextlib.suppress(WrongChecksum):  # reported below with the storages'; such a pickle's references mean nothing
             check_pickle(path, found)
             with open(path, "rb") as file:
                 sizes = {record.key: record.nbytes for record in found.storages}
@@ -150,8 +161,11 @@ def _compressed(path: str, found: ArchiveContents) -> Report:
 def _compressed_pickle(
     archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: ArchiveContents
 ) -> tuple[list[str], bool]:
-    """What is to be known before anything is inflated as a whole: what is wrong with the pickle, by itself and by the directory;
-    and whether it is plain."""
+    """Check the pickle of a compressed archive before anything else of it is inflated.
+
+    Returns:
+        What is wrong with the pickle itself or between it and the directory, and whether the pickle is plain.
+    """
     entry = infos["data.pkl"]
     if entry.file_size > max(_LARGEST_INFLATED, _MOST_INFLATED * entry.compress_size):
         why = f"the pickle has {entry.file_size} bytes, deflated to {entry.compress_size}: no pickle of tensors is like that"
@@ -170,12 +184,18 @@ def _compressed_pickle(
 
 _LARGEST_INFLATED = 16 << 20
 _MOST_INFLATED = 100
-"""A deflated pickle is larger than so many bytes only where it is not larger than so many times what it takes in the file."""
+"""A deflated pickle of more than ``_LARGEST_INFLATED`` bytes may be at most this many times as large as its data in the file."""
 
 
 def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
-    """Whether the pickle is plain. Raises CorruptCheckpoint for an archive with deflated records whose pickle cannot be
-    read or asks for other storages than are there: before torch inflates all of it."""
+    """Check the pickle of an archive with deflated records, before torch inflates all of the archive.
+
+    Returns:
+        Whether the pickle is plain: unpickling it looks at no storage's contents.
+
+    Raises:
+        CorruptCheckpoint: If the pickle cannot be read, or refers to storages that the archive does not have.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -188,7 +208,7 @@ def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> b
 
 
 def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: bool) -> list[str]:
-    """Storages that the pickle refers to and the file has not, or not of that size."""
+    """Return messages for storages that the pickle refers to and the file lacks, or has with another size."""
     try:
         scan.load()
     except (OSError, MemoryError, zipfile.BadZipFile, zlib.error):
@@ -204,7 +224,7 @@ def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: 
 
 @clearing_frames
 def _checksum_problems(path: str | os.PathLike[str], found: ArchiveContents, pool: BufferPool) -> list[str]:
-    """Read all that has a checksum, some chunks ahead of what is computed."""
+    """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     problems = []
     engine = shared_engine()
     with engine.open(os.fspath(path), "r") as file:
@@ -238,8 +258,13 @@ def _checksum_problems(path: str | os.PathLike[str], found: ArchiveContents, poo
 
 
 def verify_records(path: str | os.PathLike[str]) -> None:
-    """Of any zip archive, deflated or not, the checksums of all records that have one. Blocks, and reads through the page cache,
-    as torch is about to do. Raises CorruptCheckpoint."""
+    """Verify all records that have a checksum of any zip archive, deflated or not. Blocks.
+
+    Reads through the page cache, because torch is about to read the file that way.
+
+    Raises:
+        CorruptCheckpoint: If the archive cannot be read or a checksum does not match.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -249,12 +274,11 @@ def verify_records(path: str | os.PathLike[str]) -> None:
 
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, *DAMAGE)
-"""What zipfile raises for archives that cannot be read: of a later version, encrypted, or damaged in ways that it does not look
-for."""
+"""What zipfile raises for archives that it cannot read: later versions, encrypted ones, and damage that it does not check for."""
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raises one of _DAMAGED where a record is not what its checksum says."""
+    """Read a record that has a checksum. Raises one of ``_DAMAGED`` if the checksum does not match."""
     if entry.CRC:
         with archive.open(entry) as record:
             while record.read(CHUNK):
@@ -262,7 +286,11 @@ def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """``deepnvme verify``. Exits with status 0 if all is well with every file, 1 if not, 2 if the arguments are wrong."""
+    """Run ``deepnvme verify``. Exits with status 0 if nothing is wrong with any file, 1 if something is, 2 for wrong arguments.
+
+    Args:
+        arguments: Command line without the program's name. None is that of the process.
+    """
     parser = argparse.ArgumentParser("deepnvme verify", description="Check the structure and the checksums of checkpoints.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="a .pt, .safetensors or .safetensors.index.json")
     well = True

@@ -1,4 +1,4 @@
-"""A file's image on its way to the drive: large pieces from where they are, small ones through leased buffers."""
+"""Write a file image to the drive: large pieces directly from their memory, small ones gathered into leased buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .formats.file_image import CHUNK, FileImage
 from .kept_errors import clearing_frames
 
 _CHUNKS = 4
-"""Leased at a time: a drive is busy with three while the fourth is filled."""
+"""Most buffers leased at a time. Three keep the drive busy while the fourth is filled."""
 
 
 @clearing_frames
@@ -29,9 +29,22 @@ def write(
     parts: Sequence[tuple[int, int]] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the image into the file, or only its parts from a byte to another; their ends that are no page's go through the
-    page cache. Blocks until that is done, with at most 16 MiB leased. Raises OutOfBuffers, and the first OSError when all that
-    was begun has ended."""
+    """Write a file image, or parts of it, into a file. Blocks until everything is written.
+
+    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache.
+
+    Args:
+        image: Bytes of the file.
+        file: File to write to.
+        engine: Engine that does the transfers.
+        pool: Pool of the buffers for small pieces.
+        parts: Ranges of the file to write, each (begin, end) in bytes. None is the whole file.
+        progress: Called with (bytes written, bytes to write).
+
+    Raises:
+        OutOfBuffers: If the pool's budget does not allow a buffer.
+        OSError: The first error of a transfer, after all started transfers have ended.
+    """
     if parts is None:
         parts = [(0, image.nbytes)]
     total = sum(end - begin for begin, end in parts)
@@ -46,7 +59,7 @@ def write(
                 if tensor is None:
                     tensor = chunks.memory(part.begin, part.end)
                     image.copy(part.begin, part.end, tensor)
-                # In one call, in which Ctrl-C cannot come between the start of the write and the note of it.
+                # One call starts the write and keeps its future: Ctrl-C cannot come between the two.
                 under_way.extend(zip([part.end - part.begin], map(start, [tensor], [file], [part.begin]), strict=True))
                 if part.tensor is None:
                     chunks.read_by(under_way[-1][1])
@@ -59,23 +72,26 @@ def write(
                 progress(written, total)
     finally:
         for _, future in under_way:
-            future.exception()  # nobody may go on to change what is still being read
+            future.exception()  # the caller may change the memory after this returns
         chunks.release()
 
 
 class _Chunks:
-    """Leased memory that is written from, and filled again when that is done."""
+    """Leased buffers to write from. A buffer is filled again when the writes from it have ended."""
 
     def __init__(self, pool: BufferPool, nbytes: int) -> None:
         self._pool = pool
         self._nbytes = nbytes
         self._leased: deque[tuple[Lease, list[Future]]] = deque()
-        """With the writes from each."""
+        """Each lease with the writes from it."""
         self._used = nbytes
-        """Bytes of the last one."""
+        """Bytes used of the last lease."""
 
     def memory(self, begin: int, end: int) -> torch.Tensor:
-        """For these bytes of the file: as far behind a page's boundary as they are there, so that they need no other copy."""
+        """Return memory for the bytes [begin, end) of the file.
+
+        Its offset within a page is that of ``begin`` in the file, so that direct I/O needs no further copy.
+        """
         start = self._used + (begin - self._used) % PAGE
         if not self._leased or start + end - begin > self._nbytes:
             self._leased.append((self._lease(), []))
@@ -84,16 +100,16 @@ class _Chunks:
         return self._leased[-1][0].buffer[start : self._used]
 
     def read_by(self, future: Future) -> None:
-        """Keep what was given last for this write."""
+        """Keep the memory that was returned last until this write has ended."""
         self._leased[-1][1].append(future)
 
     def release(self) -> None:
-        """All, when all writes have ended."""
+        """Release all leases. All writes must have ended."""
         for lease, _ in self._leased:
             lease.release()
 
     def _lease(self) -> Lease:
-        """Of the pool, or the first of ours that is written."""
+        """Return a new lease from the pool, or else the oldest of ours, after its writes have ended."""
         lease = self._pool.try_lease(self._nbytes) if len(self._leased) < _CHUNKS else None
         if lease is not None:
             return lease
