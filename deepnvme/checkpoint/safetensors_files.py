@@ -62,13 +62,12 @@ def save_file(
         progress: As for :func:`deepnvme.save`.
 
     Raises:
-        ValueError: If a tensor is not contiguous or not dense. This and the errors up to TypeError come before anything is
-            created.
+        ValueError: If a tensor is not contiguous or not dense.
         KeyError: If the format does not have a tensor's dtype.
-        NotImplementedError: (A RuntimeError.) If a tensor is on the meta device.
+        NotImplementedError: If a tensor is on the meta device. This is a RuntimeError too.
         RuntimeError: If tensors share memory.
         TypeError: If a name or the metadata are not strings.
-        OSError: From writing, naming the file.
+        OSError: From writing, naming the file. All errors above this one are raised before anything is created.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
     check_savable(tensors)

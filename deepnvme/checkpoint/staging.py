@@ -72,7 +72,7 @@ class Snapshot:
                 if self._stopped:
                     break
                 chunk = self._copied(lease)
-                self._chunks.put(chunk)  # before the release, which waits for the chunk to be written or dropped
+                self._chunks.put(chunk)  # before the release: from now on there is a thread that writes or drops it
                 lease.release(after=chunk)
         except BaseException:
             self._cancelled = True

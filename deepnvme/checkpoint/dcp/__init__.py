@@ -1,1 +1,1 @@
-"""Distributed checkpoints of ``torch.distributed.checkpoint``."""
+"""Distributed checkpoints: storage writers and readers for ``torch.distributed.checkpoint``."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints (safetensors) of ``torch.distributed.checkpoint``, written and read at the speed of the drive."""
+"""Hugging Face (safetensors) storage for ``torch.distributed.checkpoint``, written and read at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -26,14 +26,23 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 
 class NVMeHuggingFaceWriter(HuggingFaceStorageWriter):
-    """A ``HuggingFaceStorageWriter`` at the speed of the drive, with its arguments and its files.
+    """A drop-in replacement for torch's ``HuggingFaceStorageWriter``: the same arguments and files, at the speed of the drive.
 
-    Each file appears under its name whole, or an earlier one of that name stays; together they are not one checkpoint before the
-    index, or the consolidated files, are written. Memory and errors as for :class:`NVMeWriter`, and ValueError for two shards
-    of one tensor on a rank, which the format cannot hold.
+    Each file appears under its name when it is whole; until then an earlier file of that name stays. The files are not a
+    checkpoint until the index, or the consolidated files, are written. Memory and errors are as for :class:`NVMeWriter`. In
+    addition, ValueError is raised for two shards of one tensor on a rank, which the format cannot hold.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files. Called by ``dcp.save``. Blocks.
+
+        Args:
+            plan: What this rank saves.
+            planner: Provides the tensors.
+
+        Returns:
+            A completed future with the results of the writes.
+        """
         mapping = plan.storage_data.get("fqn_to_index_mapping")
         count = max(mapping.values()) if mapping else 1
         files = [
@@ -45,10 +54,22 @@ class NVMeHuggingFaceWriter(HuggingFaceStorageWriter):
 
 
 class NVMeHuggingFaceReader(HuggingFaceStorageReader):
-    """A ``HuggingFaceStorageReader`` at the speed of the drive: of any directory of safetensors files. It needs the package
-    safetensors for the metadata, as torch's does. Memory and errors as for :class:`NVMeReader`."""
+    """A drop-in replacement for torch's ``HuggingFaceStorageReader``, at the speed of the drive.
+
+    Reads any directory of safetensors files. Like torch's reader it needs the package ``safetensors`` for the metadata. Memory
+    and errors are as for :class:`NVMeReader`.
+    """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank loads. Called by ``dcp.load``. Blocks.
+
+        Args:
+            plan: What this rank loads.
+            planner: Provides the tensors to fill.
+
+        Returns:
+            A completed future.
+        """
         by_file: dict[str, list[ReadItem]] = {}
         for request in plan.items:
             by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
@@ -60,6 +81,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
 
 
 def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    """Read the parts of tensors that are requested from one file."""
     elements = elements_of_safetensors(path)
     try:
         wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]

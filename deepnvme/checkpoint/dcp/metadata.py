@@ -1,7 +1,7 @@
-"""The metadata of a distributed checkpoint: a pickle, of which nothing is made that could run code.
+"""Read the metadata of a distributed checkpoint, a pickle, without unpickling anything that could run code.
 
-Contract: ``torch.distributed.checkpoint.metadata`` and ``.filesystem``, whose writer pickles a ``Metadata``. What the classes
-there refer to, in the versions of torch since 2.0, is what is let in here. torch's own reader unpickles whatever there is.
+Contract: ``torch.distributed.checkpoint.metadata`` and ``.filesystem``, whose writer pickles a ``Metadata``. Allowed are the
+classes and functions that such pickles refer to, in all versions of torch since 2.0. torch's own reader unpickles anything.
 """
 
 from __future__ import annotations
@@ -36,21 +36,28 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # until torch 2.2
 }  # fmt: skip
-"""Classes with nothing but fields."""
+"""Classes that are allowed because they have fields and nothing else, by module."""
 _ENUMS = {
     "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
 }
 _LARGEST = 2 << 30
-"""Most bytes of a metadata file, enough for ten million parts. What is made of it takes up to 40 times as much memory."""
+"""Most bytes of a metadata file, enough for ten million parts. Unpickled, it takes up to 40 times as much memory."""
 
 
 def load_metadata(path: Path) -> Metadata:
-    """Read the file, with what torch's writer puts there, and what the user has let in by
-    ``torch.serialization.add_safe_globals``. Blocks.
+    """Read the metadata file of a distributed checkpoint. Blocks.
 
-    Raises UnpicklingError naming anything else; CorruptCheckpoint for a damaged file, one that would change a class of torch, or
-    one that leads out of its directory; OSError naming the file.
+    Allowed are the classes that torch's writer uses and those that the user has added with
+    ``torch.serialization.add_safe_globals``.
+
+    Args:
+        path: The metadata file.
+
+    Raises:
+        UnpicklingError: If the file refers to anything else. Names it.
+        CorruptCheckpoint: If the file is damaged, would change a class of torch, or refers to files outside its directory.
+        OSError: If the file cannot be read. Names the file.
     """
     try:
         text = read_regular(path, _LARGEST)
@@ -64,11 +71,11 @@ def load_metadata(path: Path) -> Metadata:
             f"'{path}' has {error} in it, which no writer of torch puts there: it may run code. If you trust it, allow that by"
             f" torch.serialization.add_safe_globals([{error}])"
         ) from None
-    except Exception as error:  # whatever unpickling raises for what is damaged
+    except Exception as error:  # a damaged pickle can raise anything
         raise CorruptCheckpoint(path, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
     try:
         _check(path, loaded)
-    except (ValueError, RecursionError) as error:  # of a name with more digits, or deeper, than Python shows
+    except (ValueError, RecursionError) as error:  # from showing a name with too many digits or levels for Python
         raise CorruptCheckpoint(path, f"an item has no name that can be shown: {error}") from error
     return loaded  # type: ignore[no-any-return]
 
@@ -89,7 +96,10 @@ class _Unpickler(pickle.Unpickler):
         self._arguments_left = len(text)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle gets for a name: a class of records, a stand-in, or what the user has let in. Raises _Refused."""
+        """Return what the pickle gets for a name: a class of records, a stand-in, or what the user has allowed.
+
+        Raises _Refused for any other name.
+        """
         if name in _RECORDS.get(module, ()):
             found = getattr(importlib.import_module(module), name, None)
             if found is not None:
@@ -105,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         return _allowed(module, name)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call it for the pickle. Raises ValueError when all calls together have taken too many arguments."""
+        """Call a function for the pickle. Raises ValueError when all calls together have taken too many arguments."""
         self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
         if self._arguments_left < 0:
             raise ValueError("its calls take more arguments than it has bytes")
@@ -113,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _WithoutState:
-    """Base of what a pickle is given in place of an object whose state it could set."""
+    """Base of the objects that a pickle gets in place of those whose state it could set."""
 
     __slots__ = ()
 
@@ -122,7 +132,10 @@ class _WithoutState:
 
 
 class _Callable(_WithoutState):
-    """A function that a pickle may call. No functools.partial, whose state could be itself: calling that overflows the stack."""
+    """A function that a pickle may call.
+
+    Not a functools.partial: a pickle could set its state to the object itself, and calling that overflows the stack.
+    """
 
     __slots__ = ("_function", "_unpickler")
 
@@ -135,7 +148,7 @@ class _Callable(_WithoutState):
 
 
 class _Member(_WithoutState):
-    """Equals a member of an enumeration, which is one object for the whole process."""
+    """Stands for a member of an enumeration and equals it. The member itself is shared by the whole process."""
 
     __slots__ = ("_member",)
 
@@ -150,23 +163,24 @@ class _Member(_WithoutState):
 
 
 def _bytes() -> bytes:
-    """Empty bytes, as protocol 2 pickles them. Takes no size: ``bytes(1 << 30)`` would allocate it."""
+    """Return empty bytes, which protocol 2 pickles as a call. Takes no size: ``bytes(1 << 30)`` would allocate it."""
     return b""
 
 
 def _bytearray(text: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    """Return a bytearray of text or bytes. Takes no size, as :func:`_bytes`."""
     return bytearray(_encode(text, encoding) if isinstance(text, str) else memoryview(text))
 
 
 def _slice(*ends: Any) -> slice:
-    """Only of ints and None: hashing a slice of deeply nested values would overflow the stack."""
+    """Return a slice of ints and None only: hashing a slice of deeply nested values would overflow the stack."""
     if not all(each is None or type(each) is int for each in ends):
         raise ValueError("the ends of a slice are no integers")
     return slice(*ends)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Bytes, which protocols below 3 pickle as Latin-1 text."""
+    """Return bytes, which protocols below 3 pickle as Latin-1 text."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{encoding} is not how bytes are pickled")
     return text.encode("latin1")
@@ -180,7 +194,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path_of(name: str) -> Callable[..., PurePath]:
-    """The path class to use here for a checkpoint saved perhaps on another system."""
+    """Return the path class to use here: the checkpoint may have been saved on another operating system."""
     return PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
 
 
@@ -201,7 +215,7 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 def _allowed(module: str, name: str) -> Any:
-    """Of what the user has let in for torch.load too."""
+    """Return what the user has allowed under this name, for torch.load as well. Raises _Refused otherwise."""
     for each in torch.serialization.get_safe_globals():
         allowed, full = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
         if full == f"{module}.{name}":
@@ -210,7 +224,7 @@ def _allowed(module: str, name: str) -> Any:
 
 
 def _check(path: Path, loaded: Any) -> None:
-    """Raises CorruptCheckpoint for what is no metadata of files beside it."""
+    """Raise CorruptCheckpoint unless this is the metadata of files in the same directory."""
     if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
@@ -231,7 +245,7 @@ def _check(path: Path, loaded: Any) -> None:
 
 
 def _is_described(item: Any) -> bool:
-    """Whether it has what a planner looks at: unpickling makes objects that lack any of their fields."""
+    """Return whether the item has the fields that a planner uses. Unpickling can make objects that lack any field."""
     if isinstance(item, BytesStorageMetadata):
         return True
     properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
@@ -245,6 +259,7 @@ def _is_described(item: Any) -> bool:
 
 
 def _is_within(chunk: ChunkStorageMetadata, size: Any) -> bool:
+    """Return whether the chunk has offsets and sizes within a tensor of this shape."""
     offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
     if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)):
         return False

@@ -1,6 +1,6 @@
-"""Items of a distributed checkpoint that torch unpickles: NVMeReader checks them first.
+"""Check the items of a distributed checkpoint that torch is going to unpickle.
 
-A planner unpickles objects that are no tensors with ``weights_only=False``, which can run code.
+Planners unpickle objects that are not tensors with ``weights_only=False``, which can run code. So NVMeReader checks them first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from deepnvme.checkpoint.formats.zip_layout import LOCAL_HEADER
 
 
 class Damaged(ValueError):
-    """The bytes are not, or not wholly, what ``torch.save`` wrote."""
+    """The bytes of an item are not, or not completely, what ``torch.save`` wrote."""
 
 
 class WeightsOnlyPlanner:
-    """Wraps a planner so that it gets only objects that ``torch.load(weights_only=True)`` accepts; all other calls pass through.
+    """Wraps a load planner so that it gets only objects that ``torch.load(weights_only=True)`` accepts.
 
-    ``load_bytes`` raises UnpicklingError naming what was refused, or Damaged.
+    All calls but ``load_bytes`` pass through.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -37,6 +37,16 @@ class WeightsOnlyPlanner:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Check an item that is not a tensor, then give it to the wrapped planner.
+
+        Args:
+            read_item: The request.
+            value: Bytes that ``torch.save`` wrote.
+
+        Raises:
+            UnpicklingError: If ``weights_only`` does not allow the item. Names what was refused.
+            Damaged: If the bytes are not what ``torch.save`` wrote.
+        """
         with _told_apart():
             _check_pickle(value)
             value.seek(0)
@@ -46,8 +56,16 @@ class WeightsOnlyPlanner:
 
 
 def check_tensor(value: io.BytesIO) -> None:
-    """Raise UnpicklingError for what ``torch.save`` did not write, and Damaged for a pickle that could take the process with it:
-    torch's ``weights_only`` unpickles any number of tuples in tuples, and hashing these recurses in C."""
+    """Check the bytes of a tensor before torch unpickles them.
+
+    Args:
+        value: Bytes that ``torch.save`` should have written.
+
+    Raises:
+        UnpicklingError: If they are no archive of ``torch.save``.
+        Damaged: If the archive or its pickle is damaged, or the pickle could end the process: torch's ``weights_only``
+            unpickles tuples nested to any depth, and hashing these recurses in C.
+    """
     with _told_apart():
         _check_pickle(value)
 
@@ -57,7 +75,7 @@ _TRUSTING = "If you trust who wrote the checkpoint, NVMeReader(path, weights_onl
 
 @contextlib.contextmanager
 def _told_apart() -> Iterator[None]:
-    """What is damaged, and what is refused."""
+    """Turn exceptions of the block into Damaged, or into UnpicklingError for what was refused."""
     try:
         yield
     except Damaged:

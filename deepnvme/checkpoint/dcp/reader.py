@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` loads, read at the speed of the drive."""
+"""Read what ``torch.distributed.checkpoint`` loads, at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -37,66 +37,96 @@ from .objects import Damaged, WeightsOnlyPlanner, check_tensor
 from .safetensors import elements_of_safetensors
 
 _COPIED = 64 << 20
-"""Bytes that are read at a time into memory of their own, to be copied from there."""
+"""Most bytes read at a time into separate memory, to be copied into tensors from there."""
 _ARCHIVE = b"PK\3\4"
 
 
 class Wanted(NamedTuple):
-    """A part of a tensor, and who asks for it."""
+    """A requested part of a tensor, and where its elements are in the file."""
 
     request: ReadItem
+    """torch's request, by which the planner knows the target tensor."""
     elements: Elements
+    """Where the part is in the file."""
 
     @property
     def offset(self) -> int:
+        """Offset of the first element, in bytes from the start of the file."""
         return self.elements.offset
 
     @property
     def nbytes(self) -> int:
+        """Bytes from the first element to the last."""
         return self.elements.nbytes
 
 
 class _Item(NamedTuple):
-    """What a rank saved under one name: all of it, or the beginning, which is looked at."""
+    """One item that a rank saved: its place in the file, and as much of it as is read at first, all or the beginning."""
 
     offset: int
     nbytes: int
+    """Bytes read at first: the whole item, or its beginning."""
     length: int
-    """Of all."""
+    """Bytes of the whole item."""
     requests: list[ReadItem]
 
 
 class NVMeReader(FileSystemReader):
-    """A ``FileSystemReader`` at the speed of the drive, of what :class:`NVMeWriter` or the stock writer wrote.
+    """A drop-in replacement for torch's ``FileSystemReader``, at the speed of the drive.
 
     >>> dcp.load(state_dict, storage_reader=NVMeReader(path))
 
-    A part of a tensor that lies in the file as it is to lie in memory, dtype and all, is read straight into place, on the CPU or
-    a CUDA device. Of others the bytes from the first element to the last are read, and copied from. What is no plain tensor, and
-    what was written with extensions, is left to torch.
+    It reads the checkpoints of :class:`NVMeWriter` and of torch's writer. A part of a tensor whose bytes in the file are those
+    needed in memory, with the same dtype, is read directly into place on the CPU or a CUDA device. For other parts, the bytes
+    from the first to the last element are read and the elements copied. Items that are not plain tensors, and items written
+    with extensions, are left to torch.
 
-    ``weights_only``: True accepts, among the items that are no tensors, only those that ``torch.load(weights_only=True)``
-    accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False lets torch's
-    planner unpickle anything, which can run code of the checkpoint's writer. None (the default): True, unless
-    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. RuntimeError if TORCH_FORCE_WEIGHTS_ONLY_LOAD is set as well.
+    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that has to be copied. An
+    item that is left to torch also takes its bytes in the file, which are checked first.
 
-    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that is to be copied; for an
-    item that is left to torch also its bytes in the file, which are looked through first. Raises
-    CorruptCheckpoint naming the file and the item, with the bytes expected and found; FileNotFoundError and other OSErrors;
-    UnpicklingError for what torch.load refuses, and for metadata with more in them than torch's writer puts there; ValueError
-    for a part that a saved tensor does not have; OSError (ESTALE) where another checkpoint was saved over this one meanwhile:
-    some tensors may have its values then. ``dcp.load`` wraps them in a CheckpointException; since torch 2.9 it has an
-    AssertionError with the text in place of what the metadata's reading raised, which :meth:`read_metadata` raises itself.
+    ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, that has an AssertionError with the text in
+    place of an error from reading the metadata; :meth:`read_metadata` itself raises the original.
+
+    Args:
+        path: Directory of the checkpoint.
+        weights_only: Among the items that are not tensors, True accepts only those that ``torch.load(weights_only=True)``
+            accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False
+            lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the default) is True
+            unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in
+            any case.
+        *args: As for ``FileSystemReader``.
+        **kwargs: As for ``FileSystemReader``.
+
+    Raises:
+        RuntimeError: From the constructor, if TORCH_FORCE_WEIGHTS_ONLY_LOAD and
+            TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set.
+        CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found.
+        OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved over
+            this one meanwhile; some tensors may then have its values.
+        UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata hold more than torch's writer puts
+            there.
+        ValueError: If a part is requested that a saved tensor does not have.
     """
 
     _metadata_read: tuple[Path, Version] | None = None
-    """What was read of the checkpoint's metadata, and which version."""
+    """The metadata file that was read, and its version."""
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self._weights_only = resolve_weights_only(weights_only)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 gives a rank's own, and looks for "kwargs"
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 passes rank= if the signature has "kwargs"
+        """Read the checkpoint's metadata. Called by ``dcp.load``. Blocks.
+
+        Args:
+            *args: Ignored.
+            **kwargs: ``rank``, with torch 2.9 and later: read the metadata of that rank alone. Others are ignored.
+
+        Raises:
+            UnpicklingError: If the metadata hold more than torch's writer puts there.
+            CorruptCheckpoint: If the file is damaged.
+            OSError: If the file cannot be read.
+        """
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
 
@@ -110,14 +140,26 @@ class NVMeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # The files of NVMeWriter are never written to again, but those of torch's are.
+        """Read what this rank loads. Called by ``dcp.load``. Blocks.
+
+        Args:
+            plan: What this rank loads.
+            planner: Provides the tensors to fill, and takes the other objects.
+
+        Returns:
+            A completed future.
+
+        Raises:
+            Exception: Those of the class.
+        """
+        # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
         versions: dict[str | os.PathLike[str], Version] = dict([self._metadata_read] if self._metadata_read else [])
         for request in plan.items:
             if request.storage_index not in self.storage_data:
                 file = self._metadata_read[0] if self._metadata_read else Path(self.path)
                 raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
-            with contextlib.suppress(FileNotFoundError):  # told by whoever opens it
+            with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
                 versions[Path(self.path) / name] = version_of(Path(self.path) / name)
         guarded = cast(LoadPlanner, WeightsOnlyPlanner(planner)) if self._weights_only else planner
         with unless_replaced(versions, "the checkpoint"):
@@ -150,7 +192,7 @@ class NVMeReader(FileSystemReader):
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
 
     def _check_before_torch(self, path: Path, request: ReadItem) -> None:
-        """Of a tensor that is not stored in a plain way; what was written with extensions cannot be looked at."""
+        """Check a tensor that is not stored in a plain way. What was written with extensions cannot be checked."""
         info = self.storage_data[request.storage_index]
         if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
             with opened(path, request) as file:
@@ -159,7 +201,7 @@ class NVMeReader(FileSystemReader):
 
     @clearing_frames
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
-        """Serve those of one file. Returns those that are for torch."""
+        """Serve the requests for one file. Returns the requests that are left to torch."""
         others: list[ReadItem] = []
         wanted: list[Wanted] = []
         known = KnownArchives()
@@ -194,7 +236,7 @@ class NVMeReader(FileSystemReader):
         return others
 
     def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
-        """Raises CorruptCheckpoint for what is not wholly in the file."""
+        """Return the items that are requested from one file. Raises CorruptCheckpoint if one is not wholly in the file."""
         items: dict[object, _Item] = {}
         for request in requests:
             item = items.get(request.storage_index)
@@ -211,8 +253,18 @@ class NVMeReader(FileSystemReader):
 
 @clearing_frames
 def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
-    """Read the parts of tensors that lie in the file into the tensors that the planner has for them. Blocks. Raises
-    CorruptCheckpoint for what is not wholly in the file; the first OSError when all has ended."""
+    """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
+
+    Args:
+        path: The file.
+        wanted: The parts.
+        planner: Provides the target of each part, and is told when it is filled.
+
+    Raises:
+        CorruptCheckpoint: If a part is not wholly in the file.
+        ValueError: If a part and its target have different shapes.
+        OSError: The first error, after all started transfers have ended.
+    """
     engine = shared_engine()
     start = without_python(engine.read)
     pending: list[tuple[Transfer, Wanted, torch.Tensor, torch.Tensor | None]] = []
@@ -230,7 +282,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     with engine.open(os.fspath(path), "r") as source:
         size = source.size()
         for each in wanted:
-            if not each.nbytes:  # which may stand past the end
+            if not each.nbytes:  # an empty part may be past the end of the file
                 planner.commit_tensor(each.request, _target(each, planner))
             elif each.offset + each.nbytes > size:
                 raise _cut_off(path, each.request, each.offset, each.nbytes, size)
@@ -251,18 +303,18 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
                     buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
                 into = bytes_of(target) if buffer is None else buffer
                 if into.device.type == "cpu":
-                    give_pages(into.data_ptr(), into.nbytes)  # while the drive reads those before
-                # In one call, in which Ctrl-C cannot come between the start of the read and the note of it.
+                    give_pages(into.data_ptr(), into.nbytes)  # meanwhile the drive reads earlier parts
+                # One call starts the read and keeps its future: Ctrl-C cannot come between the two.
                 pending.extend(zip(map(start, [into], [source], [each.offset]), [each], [target], [buffer], strict=True))
             end()
         finally:
             for transfer, *_ in pending:
-                transfer.exception()  # nothing may be read into the state any more
+                transfer.exception()  # nothing may be read into the state after this returns
 
 
 @contextlib.contextmanager
 def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
-    """The file, to look into. Raises OSError naming the item too."""
+    """Open a file to look into it. Raises OSError naming the requested item too."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -272,9 +324,9 @@ def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
 
 
 class _Watched:
-    """A planner, and whether it was asked for anything: by then torch has made a tensor of the item's bytes.
+    """Wraps a planner and records whether it was used: by then torch has made a tensor of the item's bytes.
 
-    All that can be wrong with that is its size, or that it cannot be copied.
+    After that, a damaged item can only have the wrong size or fail to be copied.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -288,12 +340,12 @@ class _Watched:
 
 @contextlib.contextmanager
 def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
-    """Errors of unpickling an item name the file and the item."""
+    """Make the errors of unpickling an item name the file and the item."""
     try:
         yield
     except Damaged as error:
         raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
-    except pickle.UnpicklingError as error:  # damaged as well, or refused
+    except pickle.UnpicklingError as error:  # refused, or damaged
         raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
 
 
@@ -305,7 +357,7 @@ def done() -> Future[None]:
 
 
 def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
-    """From a chunk of the file, which begins there."""
+    """Copy parts from a chunk of the file, which begins at byte ``begin``, into their target tensors."""
     targets = [_target(each, planner) for each in wanted]
     straight = []
     addresses = []
@@ -314,7 +366,7 @@ def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: L
             straight.append(each)
             addresses.append(target.data_ptr())
         else:
-            buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # at an address that any dtype can have
+            buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # its address is aligned for any dtype
             _copy(buffer, each.elements, target)
     scatter(addresses, straight, chunk, begin)
     for each, target in zip(wanted, targets, strict=True):
@@ -322,7 +374,7 @@ def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: L
 
 
 def part(elements: Elements, request: ReadItem) -> Elements:
-    """Of a tensor, what is asked for. Raises ValueError naming the item."""
+    """Return the part of a tensor that is requested. Raises ValueError naming the item if the tensor does not have it."""
     try:
         return elements.narrow(request.storage_offsets, request.lengths)
     except ValueError as error:
@@ -330,6 +382,7 @@ def part(elements: Elements, request: ReadItem) -> Elements:
 
 
 def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
+    """Return the planner's tensor for a part. Raises ValueError if the shapes differ."""
     target = planner.resolve_tensor(wanted.request).detach()
     if target.shape != wanted.elements.shape:
         raise ValueError(
@@ -339,7 +392,7 @@ def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
 
 
 def _straight(elements: Elements, target: torch.Tensor) -> bool:
-    """Whether the bytes of the file are those of the target."""
+    """Return whether the bytes in the file are exactly those of the target tensor."""
     return (
         type(target) is torch.Tensor
         and target.dtype == elements.dtype
@@ -357,7 +410,7 @@ def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> Non
 
 
 def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
-    """The tensor of an item that lies in a safetensors file within this one."""
+    """Return the tensor of an item that is in a safetensors file embedded in this file."""
     name = item.requests[0].storage_index.fqn
     try:
         if item.offset not in tables:

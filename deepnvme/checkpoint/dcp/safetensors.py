@@ -1,4 +1,4 @@
-"""The safetensors format as ``torch.distributed.checkpoint`` writes and reads it."""
+"""The variant of the safetensors format that ``torch.distributed.checkpoint`` writes and reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from deepnvme.checkpoint.formats.tensor_archive import Elements, contiguous_stri
 
 
 def add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
-    """Append a file of this format, with what torch needs to put shards together. Raises ValueError for what it cannot hold."""
+    """Append a safetensors file to the image, with the metadata that torch needs to combine shards.
+
+    Args:
+        image: Image to append to.
+        tensors: The shards with their items.
+
+    Raises:
+        ValueError: If the format cannot hold the tensors: two shards of one name, a tensor that is not dense, or a dtype that
+            the format does not have.
+    """
     sources: dict[str, torch.Tensor] = {}
     shards = {}
     for item, tensor in tensors:
@@ -33,7 +42,16 @@ def add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.T
 
 
 def elements_of_safetensors(path: Path, begin: int = 0) -> dict[str, Elements]:
-    """Where the tensors lie of such a file, or of what follows in it from ``begin`` on. Raises CorruptCheckpoint, OSError."""
+    """Return where the tensors of a safetensors file are, by name.
+
+    Args:
+        path: The file.
+        begin: Offset at which the safetensors format begins within the file.
+
+    Raises:
+        CorruptCheckpoint: If the file is damaged.
+        OSError: If the file cannot be read.
+    """
     return {
         entry.name: Elements(entry.offset, entry.dtype, entry.shape, contiguous_strides(entry.shape))
         for entry in read_header(path, begin).tensors

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` saves, written at the speed of the drive."""
+"""Write what ``torch.distributed.checkpoint`` saves, at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -36,38 +36,54 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _TAG = 8
-"""Digits of a save's id in the names of files that are written beside those of an earlier checkpoint."""
+"""Digits of a save's id in the names of its files, used when an earlier checkpoint is in the directory."""
 _NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
 _LONGEST_NAME = 255
 _BLOCK = 4 << 20
-"""Bytes of metadata that are looked through at a time."""
+"""Bytes of metadata that are searched at a time."""
 
 
 class PlannedFile(NamedTuple):
-    """What one rank writes into one file."""
+    """A file that one rank writes, and the items in it."""
 
     name: str
+    """Name within the checkpoint's directory."""
     items: Sequence[WriteItem]
 
 
 class NVMeWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` at the speed of the drive, with its arguments and its files: the stock reader reads them.
+    """A drop-in replacement for torch's ``FileSystemWriter``: the same arguments and files, at the speed of the drive.
 
     >>> dcp.save(state_dict, storage_writer=NVMeWriter(path))
 
-    The checkpoint is there when its metadata is, whole, or an earlier one in the same directory still is: at any error, kill or
-    power cut (without ``sync_files``: not at a power cut). For that, the files of an earlier one stay until the new metadata
-    has its name: there must be room for both.
+    torch's own reader reads the files. The checkpoint exists when its metadata file is written; until then, an earlier
+    checkpoint in the same directory stays whole. This holds after any error, kill or power cut (a power cut only with
+    ``sync_files``). The files of the earlier checkpoint are therefore kept until the new metadata file has its name, so there
+    must be room for both.
 
-    ``thread_count`` files for each rank, each written by a thread, as with torch; one is enough for most drives. With
+    Each rank writes ``thread_count`` files, each by one thread, as with torch. One is enough for most drives. With
     ``_extensions`` torch itself writes the files.
 
-    Memory beyond the state: for each thread 16 MiB leased from the process's pool, and copies of tensors with gaps in their
-    memory. Raises OSError naming the file, ENOSPC before a byte of it is written, which ``dcp.save`` wraps in a
+    Memory beyond the state: for each thread 16 MiB leased from the process's pool, and copies of tensors whose elements are not
+    dense in memory.
+
+    Errors are OSErrors naming the file; ENOSPC is raised before a byte of the file is written. ``dcp.save`` wraps them in a
     CheckpointException.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files. Called by ``dcp.save``. Blocks.
+
+        Args:
+            plan: What this rank saves.
+            planner: Provides the tensors and objects.
+
+        Returns:
+            A completed future with the results of the writes.
+
+        Raises:
+            OSError: From writing, naming the file.
+        """
         if getattr(getattr(self, "transforms", None), "extensions", ()):  # torch 2.7
             return super().write_data(plan, planner)
         if self.single_file_per_rank:
@@ -80,6 +96,15 @@ class NVMeWriter(FileSystemWriter):
         return write_files(self, planner, files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata file, then remove the files of an earlier checkpoint. Called by ``dcp.save``. Blocks.
+
+        Args:
+            metadata: Metadata of the checkpoint. The places of its items are added here.
+            results: What the writes of each rank returned.
+
+        Raises:
+            OSError: From writing, naming the file.
+        """
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.8
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
@@ -89,23 +114,25 @@ class NVMeWriter(FileSystemWriter):
         needless = self._files_before(file) - now
         image = FileImage()
         image.add_text(pickle.dumps(metadata))
-        # Behind the pickle, where who unpickles does not look: if this is ended before they are gone, the next save finds them.
+        # After the pickle, where unpickling does not look: if the process ends before these are removed, the next save finds
+        # their names here.
         image.add_text("\n".join(sorted(needless)).encode())
         _publish(image, file, fsync=self.sync_files, one_of_many=False)
         for name in needless:
-            with contextlib.suppress(OSError):  # no longer needed: whatever keeps it, the checkpoint is saved
+            with contextlib.suppress(OSError):  # no longer needed: the checkpoint is saved even if this cannot be removed
                 (Path(self.path) / name).unlink()
 
     def _metadata_file(self) -> Path:
-        """That of all ranks, or this rank's own."""
-        rank = getattr(self, "rank", None)  # torch 2.9, as the other
+        """Return the metadata file: the one of all ranks, or this rank's own."""
+        rank = getattr(self, "rank", None)  # torch 2.9, as is use_collectives
         return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
 
     def _files_before(self, metadata_file: Path) -> set[str]:
-        """Files of the checkpoint that is written over, and of attempts to that came to nothing.
+        """Return the names of the files of an earlier checkpoint in the directory, and of failed attempts to replace it.
 
-        What is there is not unpickled, since anybody may have put it there: the checkpoint's are those of the directory that have
-        the name of one, and whose names are among the bytes of its metadata."""
+        The old metadata file is not unpickled, since anybody may have put it there. A file belongs to the old checkpoint if its
+        name has the form of such a file and occurs among the bytes of the metadata file.
+        """
         mine = "__" if metadata_file.name == ".metadata" else f"__{self.rank}_"
         found = [_NAME.fullmatch(entry.name) for entry in Path(self.path).iterdir() if entry.name.startswith(mine)]
         tagged = {name[0] for name in found if name is not None and name["tag"]}
@@ -114,7 +141,19 @@ class NVMeWriter(FileSystemWriter):
 
 
 def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile]) -> Future[list[WriteResult]]:
-    """Write the files of one rank, published one by one, into the directory of the writer. Blocks. Raises the first error."""
+    """Write one rank's files into the writer's directory, publishing each when it is whole. Blocks.
+
+    Args:
+        writer: Provides the directory, the number of threads and ``sync_files``.
+        planner: Provides the tensors and objects.
+        files: What to write.
+
+    Returns:
+        A completed future with the results of the writes.
+
+    Raises:
+        Exception: The first error, after all threads have ended.
+    """
     directory = Path(writer.path)
     safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # torch 2.7
 
@@ -135,9 +174,12 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
 
 
 def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """The results, with so many threads at it, of which this is one. Blocks. Raises the first error, or Ctrl-C, when all have
-    ended: what they publish later could take the place of another save's. No item is begun after an error."""
-    # Unlike those of concurrent.futures, these leave no lock taken when Ctrl-C comes to this one: see Latch.
+    """Call the function for each item in this many threads, including this one, and return the results. Blocks.
+
+    After an error no further item is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
+    publish later could replace the files of another save.
+    """
+    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread. A Latch does not.
     left = deque(enumerate(items))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
@@ -145,7 +187,7 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
 
     def work() -> None:
         while left and not errors:
-            with contextlib.suppress(IndexError):  # another has taken the last one
+            with contextlib.suppress(IndexError):  # another thread has taken the last item
                 number, item = left.popleft()
                 try:
                     results[number] = function(item)
@@ -161,7 +203,7 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
     try:
         while len(ends) < min(threads, len(items)) - 1:
             end = Latch()
-            with defer_interrupts():  # or a thread could be left in the midst of its beginning
+            with defer_interrupts():  # Ctrl-C must not leave a half-started thread
                 threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
                 ends.append(end)
         work()
@@ -178,7 +220,7 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
 
 
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
-    """As torch lays it out: objects, then tensors."""
+    """Return the image of a file and the place of each item in it. As in torch's files, objects come before tensors."""
     image = FileImage()
     results = []
 
@@ -207,7 +249,7 @@ def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[
 
 
 def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
-    """What torch.save writes of the tensor. Where it begins, and its length."""
+    """Append what torch.save writes for the tensor. Returns the offset and the length in bytes."""
     memory = memory_of_item(tensor)
     if memory is None:
         stream = io.BytesIO()
@@ -217,7 +259,7 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
         return begin, image.nbytes - begin
     around = frame(memory.dtype, memory.shape, memory.stride())
     if memory.nbytes >= DIRECT_FROM:
-        image.add_padding(-(image.nbytes + len(around.head)) % PAGE)  # direct I/O needs no copy of memory that is aligned as well
+        image.add_padding(-(image.nbytes + len(around.head)) % PAGE)  # direct I/O then needs no copy of page-aligned memory
     begin = image.nbytes
     image.add_text(around.head)
     image.add(flat(memory))
@@ -226,6 +268,7 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) -> None:
+    """Write an image to a file that appears whole."""
     engine = shared_engine()
     with Publication(path, image.nbytes, engine, fsync=fsync, one_of_many=one_of_many) as new:
         write(image, new.file, engine, buffer_pool())
@@ -233,7 +276,10 @@ def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) ->
 
 
 def _named_in(file: Path, names: set[str]) -> set[str]:
-    """Those that are among the bytes of the file. None if it cannot be read: what is not known to be nobody's stays."""
+    """Return the names that occur among the bytes of the file.
+
+    An empty set if the file cannot be read, so that files that somebody may need are kept.
+    """
     named: set[str] = set()
     with contextlib.suppress(OSError), file.open("rb") as stream:
         end = b""
