@@ -1,1 +1,1 @@
-"""What files hold: archives as torch.save writes them, their pickles, and safetensors."""
+"""File formats: zip archives as torch.save writes them, the pickles in them, and safetensors."""

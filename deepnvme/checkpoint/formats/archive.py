@@ -1,4 +1,4 @@
-"""The image of a .pt file: the archive that ``torch.save`` makes, with each storage on a page of its own."""
+"""Make the image of a .pt file: the archive that ``torch.save`` writes, with each storage aligned to a page."""
 
 from __future__ import annotations
 
@@ -31,9 +31,21 @@ def archive(
     alignment: int = PAGE,
     across: Across | None = None,
 ) -> FileImage:
-    """Of any object that pickles. ``checksum``: the CRC-32 of each storage, 0.4 s of one core for each GB; 0 stands there
-    otherwise. ``alignment``: bytes of which each storage begins at a multiple. ``across``: what this rank has of the archive of
-    an object with DTensors. Raises what pickling raises."""
+    """Return the image of the archive of an object.
+
+    Args:
+        obj: Any object that pickles.
+        pickle_module: Provides the pickler.
+        protocol: Pickle protocol.
+        checksum: Compute the CRC-32 of each storage, 0.4 s of one core per GB. Otherwise the file has 0 in its place.
+        alignment: Each storage begins at a multiple of this many bytes.
+        across: If several ranks save one object with DTensors together: pickles it alike on every rank. The image then has this
+            rank's part.
+
+    Raises:
+        ValueError: If ``checksum`` is given for an object with DTensors saved across ranks.
+        Exception: Whatever pickling raises.
+    """
     stream, storages = pickled(obj, pickle_module, protocol, across)
     if checksum and any(isinstance(storage, Sharded) for storage in storages):
         raise ValueError("the checksum of a DTensor cannot be had from its shards: save without checksum")
@@ -56,7 +68,7 @@ def archive(
 
 
 def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Sharded]) -> FileImage:
-    """Of an archive with these records."""
+    """Return the image of an archive with these records."""
     image, at = FileImage(), 0
     first = 0
     for kind, run in itertools.groupby(contents, type):
@@ -81,7 +93,7 @@ def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Shar
 
 
 def crc32_of(source: Source) -> int:
-    """Of the bytes of a contiguous tensor or a storage, wherever they are. Blocks."""
+    """Return the CRC-32 of the bytes of a contiguous tensor or a storage, on any device. Blocks."""
     data = bytes_of(source)
     crc = 0
     for begin in range(0, data.numel(), _CRC_CHUNK):
@@ -91,7 +103,7 @@ def crc32_of(source: Source) -> int:
 
 
 def _identity(stream: bytes, sizes: array[int]) -> bytes:
-    """40 digits, as torch's: the same for the same structure."""
+    """Return 40 digits, as torch writes them. They are the same for objects of the same structure."""
     digest = hashlib.sha256(stream)
     digest.update(sizes)
     return str(int.from_bytes(digest.digest(), "big"))[:40].zfill(40).encode()

@@ -1,4 +1,4 @@
-"""What a .pt file holds: its records, and what is wrong with them."""
+"""Read what a .pt file holds, and find out what is wrong with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from .zip_layout import LOCAL_HEADER
 
 
 class CorruptCheckpoint(OSError):
-    """A file is not, or not wholly, what was saved (EBADMSG); the message says which part of it."""
+    """A file is not, or not completely, what was saved. An OSError (EBADMSG) whose message says which part is damaged.
+
+    Args:
+        path: The file.
+        why: What is wrong. Also the attribute ``why``.
+    """
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EBADMSG, why, os.fspath(path))
@@ -36,19 +41,20 @@ class CorruptCheckpoint(OSError):
 
 @dataclass(frozen=True)
 class Record:
-    """The bytes of one storage, or of the pickle."""
+    """A record of an archive: a storage, the pickle, or another."""
 
     key: str | None
-    """The storage's; None: the pickle."""
+    """Key of the storage. None for the pickle."""
     header: int
-    """Where in the file its header begins; the bytes follow."""
+    """Offset in the file of the record's header, which the data follow."""
     nbytes: int
+    """Bytes of the data in the file."""
     crc32: int
-    """0: none was kept."""
+    """CRC-32 of the data. 0 if none was recorded."""
     name: str = ""
-    """Of a record that is neither a storage nor the pickle."""
+    """Name of a record that is neither a storage nor the pickle."""
     whole: int = 0
-    """Bytes when they are inflated."""
+    """Bytes of the data when inflated."""
 
     def __str__(self) -> str:
         if self.name:
@@ -57,7 +63,14 @@ class Record:
 
 
 class WrongChecksum(CorruptCheckpoint):
-    """A storage, or the pickle, is there with other bytes than were saved."""
+    """A storage or the pickle has other bytes than were saved.
+
+    Args:
+        path: The file.
+        record: The damaged record.
+        offset: Where its data begin in the file.
+        crc32: CRC-32 of the data that were found.
+    """
 
     def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
         super().__init__(
@@ -69,19 +82,21 @@ class WrongChecksum(CorruptCheckpoint):
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """Of an archive that torch.save made."""
+    """The directory of an archive that torch.save wrote."""
 
     storages: tuple[Record, ...]
-    """In the order of the file."""
+    """The storages in the order of the file."""
     pickle: Record
+    """The record of the pickle."""
     stored: bool
-    """Whether the records lie in the file as they are, and not deflated."""
+    """Whether all records are stored as they are. False if any is deflated."""
     byteorder: str
+    """"little" or "big"."""
     script: bool
-    """Whether it is a TorchScript archive."""
+    """Whether this is a TorchScript archive."""
 
     def holding(self, offset: int) -> Record | None:
-        """The storage whose bytes are at an offset."""
+        """Return the storage whose bytes are at an offset of the file, or None."""
         at = bisect.bisect(self.storages, offset, key=_header) - 1
         return self.storages[at] if at >= 0 else None
 
@@ -91,20 +106,23 @@ def _header(record: Record) -> int:
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
-    """As torch.load tells the zip format from the older ones: by the first bytes."""
+    """Return whether the file begins as a zip archive, by which torch.load tells it from the older formats."""
     with naming_file(path), open(path, "rb") as file:
         return file.read(4) == b"PK\3\4"
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Of protocol 2 or higher, as torch's older formats. No safetensors file, although one may begin with that byte."""
+    """Return whether the file begins as a pickle of protocol 2 or higher, as torch's older formats do.
+
+    False for a safetensors file, although that may begin with the same byte.
+    """
     with naming_file(path), open(path, "rb") as file:
         head = file.read(9)
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
-    """Raise CorruptCheckpoint for a file that ends as a zip archive and does not begin as one."""
+    """Raise CorruptCheckpoint for a file that ends as a zip archive but does not begin as one."""
     with open(path, "rb") as file, contextlib.suppress(BadDirectory):
         beginning = file.read(4)
         if entries(file) and beginning != b"PK\3\4":
@@ -112,7 +130,12 @@ def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
 
 
 def contents(path: str | os.PathLike[str]) -> ArchiveContents:
-    """Read the directory of the archive. Raises CorruptCheckpoint, and OSError from reading."""
+    """Read the directory of an archive that torch.save wrote. Blocks.
+
+    Raises:
+        CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes.
+        OSError: If the file cannot be read.
+    """
     with open(path, "rb") as file:
         try:
             found = entries(file)
@@ -153,11 +176,12 @@ _FACTS = {
     ".format_version": re.compile(rb"\d{1,18}"),
     ".storage_alignment": re.compile(rb"\d{1,18}"),
 }
-"""Records that torch reads beside the pickle, and what they can be."""
+"""The other records that torch reads, with what each may contain."""
 _LONGEST_FACT = 64
 
 
 def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes:
+    """Return the text of one of these records. Raises CorruptCheckpoint if it is too long or its checksum is wrong."""
     if record.nbytes > _LONGEST_FACT:
         raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
     offset = data_offset(path, file.fileno(), record)
@@ -169,8 +193,14 @@ def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes
 
 
 def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
-    """That its bytes are those that were saved, and no more than a pickler writes for what they make: before anything is made
-    of them. Raises CorruptCheckpoint."""
+    """Check the pickle before it is unpickled: its checksum, and that unpickling it does not waste memory or time.
+
+    The pickle of an archive with deflated records is not checked here.
+
+    Raises:
+        CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
+            :func:`why_wasteful`.
+    """
     record = found.pickle
     if not found.stored:
         return
@@ -180,7 +210,7 @@ def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
         stream = file.read(record.nbytes)
     if record.crc32 and (crc := zlib.crc32(stream)) != record.crc32:
         raise WrongChecksum(path, record, offset, crc)
-    if not found.script:  # its pickles are of another pickler, with no such limits
+    if not found.script:  # TorchScript has a pickler of its own, without these limits
         refuse_wasteful(path, stream)
 
 
@@ -192,13 +222,26 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
 
 
 def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: ArchiveContents) -> PickleScan:
-    """Of the file's pickle, to be loaded. Raises CorruptCheckpoint."""
+    """Return a scan of the file's pickle, not loaded yet.
+
+    Args:
+        path: Names the file in errors.
+        file: The file. Its position is changed.
+        found: Directory of the archive.
+
+    Raises:
+        CorruptCheckpoint: If the pickle's record is damaged.
+    """
     file.seek(data_offset(path, file.fileno(), found.pickle))
     return PickleScan(file, found.pickle.nbytes)
 
 
 def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
-    """Whether unpickling looks at no storage's contents, so that they may be read afterwards. Raises CorruptCheckpoint."""
+    """Return whether unpickling looks at no storage's contents, so that they may be read afterwards.
+
+    Raises:
+        CorruptCheckpoint: If the pickle's record is damaged.
+    """
     with open(path, "rb") as file:
         file.seek(data_offset(path, file.fileno(), found.pickle))
         stream = file.read(found.pickle.nbytes)
@@ -207,15 +250,23 @@ def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
     scan = PickleScan(io.BytesIO(stream), len(stream))
     try:
         scan.load()
-    except Exception:  # another's pickle, or one that torch is going to refuse
+    except Exception:  # not a pickle of torch.save, or one that torch is going to refuse
         return False
     return scan.plain
 
 
 def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: Exception, plain: bool | None = None) -> None:
-    """Raise CorruptCheckpoint if the archive is why torch could not load it: what is wrong with its records, or ``error`` where
-    that can have no other reason. ``plain``: whether the pickle is, where that is known; nothing of what a plain one names raises
-    anything over a file as it was saved."""
+    """Raise CorruptCheckpoint if torch could not load an archive because it is damaged. Otherwise return.
+
+    The message says what is wrong with the records, or repeats ``error`` if only damage can have caused it.
+
+    Args:
+        path: The file.
+        found: Its directory.
+        error: What torch raised.
+        plain: Whether the pickle is plain, or None to find out. The functions that a plain pickle names raise nothing for an
+            undamaged file.
+    """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return
     if found.stored:
@@ -225,10 +276,11 @@ def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: 
 
 
 def _refuse_records(path: str | os.PathLike[str], found: ArchiveContents, error: Exception) -> None:
+    """Raise CorruptCheckpoint if a storage is missing or has another size than the pickle says."""
     data_offsets(path, found.storages)
     with open(path, "rb") as file:
         scan = scan_of(path, file, found)
-        with contextlib.suppress(Exception):  # what was wrong with the pickle is said by who could not load it
+        with contextlib.suppress(Exception):  # the caller reports what is wrong with the pickle
             scan.load()
         there = {record.key: record for record in found.storages}
         for key, nbytes in scan.nbytes.items():
@@ -240,28 +292,46 @@ def _refuse_records(path: str | os.PathLike[str], found: ArchiveContents, error:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether unpickling raises it for bytes that nobody has pickled. UnpicklingError is not: it also says what weights_only
-    refuses."""
+    """Return whether unpickling raises such an error for damaged bytes.
+
+    False for UnpicklingError, because ``weights_only`` raises it too for what it refuses.
+    """
     return isinstance(error, DAMAGE) and not isinstance(error, (pickle.UnpicklingError, torch.OutOfMemoryError))
 
 
 DAMAGE = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
 )  # fmt: skip
-"""What unpickling raises for bytes that nobody has pickled, beside UnpicklingError."""
+"""What unpickling raises for damaged bytes, besides UnpicklingError."""
 
 
 def wrong_size(path: str | os.PathLike[str], found: ArchiveContents, offset: int, nbytes: int) -> CorruptCheckpoint:
-    """The error for a storage at an offset that should have so many bytes."""
+    """Return the error for a storage that does not have the expected size.
+
+    Args:
+        path: The file.
+        found: Its directory.
+        offset: Where the storage begins in the file.
+        nbytes: The expected size in bytes.
+    """
     record = found.holding(offset)
     key, there = ("?", 0) if record is None else (record.key, record.nbytes)
     return CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {nbytes} bytes, found {there}")
 
 
 def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Fill the memory with bytes of the file from ``offset`` on, less only where the file ends. Returns how many. Raises OSError.
+    """Fill the memory from the file and return the number of bytes read, fewer only at the end of the file.
 
-    A single preadv may return less in the middle of a file, as some network and FUSE file systems do.
+    Repeats the read as needed: a single preadv may return less in the middle of a file, as on some network and FUSE file
+    systems.
+
+    Args:
+        descriptor: Descriptor of the file.
+        memory: Bytes to fill.
+        offset: Bytes from the start of the file.
+
+    Raises:
+        OSError: If reading fails.
     """
     count = 0
     while count < len(memory) and (more := os.preadv(descriptor, [memory[count:]], offset + count)):
@@ -270,7 +340,16 @@ def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
 
 
 def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
-    """Where the data of a record begin. Raises CorruptCheckpoint, also where they would not be wholly in the file."""
+    """Return the offset in the file at which the data of a record begin.
+
+    Args:
+        path: Names the file in errors.
+        descriptor: Descriptor of the file.
+        record: The record.
+
+    Raises:
+        CorruptCheckpoint: If the record's header is damaged, or the data would end past the end of the file.
+    """
     header = bytearray(LOCAL_HEADER.size)
     try:
         count = read_at(descriptor, memoryview(header), record.header)
@@ -285,6 +364,7 @@ def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -
 
 
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
-    """Where their bytes begin. Raises CorruptCheckpoint."""
+    """Return the offsets in the file at which the data of the records begin. Raises CorruptCheckpoint like :func:`data_offset`.
+    """
     with open(path, "rb") as file:
         return [data_offset(path, file.fileno(), record) for record in records]

@@ -1,4 +1,4 @@
-"""The bytes of a file that is to be written, where they lie in memory now."""
+"""Describe the bytes of a file that is to be written by where they are in memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import copy_many
 
 DIRECT_FROM = 512 << 10
-"""Bytes in one place that are worth a request of their own; fewer are copied together with their neighbours."""
+"""Bytes from which a piece of memory is worth a request of its own. Smaller pieces are copied together with their neighbours."""
 CHUNK = 4 << 20
-"""Bytes that are copied together at most."""
+"""Most bytes that are copied together."""
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
 _PADDING_ADDRESS = ctypes.addressof(_PADDING)
 
@@ -27,33 +27,35 @@ _Source = TypeVar("_Source", bound=Source)
 
 
 class Range(NamedTuple):
-    """Bytes of the file that are written by one request."""
+    """A range of the file that one request writes."""
 
     begin: int
     end: int
     tensor: torch.Tensor | None
-    """Where they are; None if they have to be copied together."""
+    """Where the bytes are in memory. None if they have to be gathered first."""
 
 
 class FileImage:
-    """Pieces of memory, as they follow each other in a file. Tensors and storages are kept alive, and not to be changed until
-    they are written."""
+    """The contents of a file as a list of pieces of memory, in the order of the file.
 
-    # Columns, not rows: there are three pieces for each tensor. Pieces may be empty.
+    Tensors and storages are referenced, not copied. They are kept alive, and must not be changed until they are written.
+    """
+
+    # The pieces are kept in columns, not rows, because there are many: three for each tensor. Pieces may be empty.
 
     def __init__(self) -> None:
         self._text = bytearray()
         self._texts: list[int] = []
-        """Pieces that lie in ``_text``, whose address is known in the end."""
+        """Pieces that are in ``_text``, whose address is only known when it no longer grows."""
         self._sources: dict[int, Source] = {}
         self._on_devices: set[int] = set()
         self._events: list[torch.cuda.Event] = []
-        """To be waited for before a device's memory is copied."""
+        """Waited for before memory of a device is copied."""
         self._kept: list[torch.Tensor] = []
         self.spread: list[tuple[int, int]] = []
-        """From byte to byte, what is not all here."""
+        """Ranges (begin, end) of the file of which this process has only parts."""
         self.held: list[tuple[int, int]] = []
-        """What is here of it."""
+        """Ranges (begin, end) within ``spread`` that this process has."""
         self._addresses = array("Q")
         self._lengths = array("Q")
         self._ends = array("Q")
@@ -61,20 +63,22 @@ class FileImage:
         self.nbytes = 0
 
     def add_text(self, text: bytes) -> None:
-        """Append bytes: a copy of them."""
+        """Append a copy of the bytes."""
         if text:
             self._texts.append(len(self._lengths))
             self._append(len(self._text), len(text))
             self._text += text
 
     def add_padding(self, nbytes: int) -> None:
-        """Append so many bytes of no meaning, at most PAGE."""
+        """Append this many meaningless bytes, at most PAGE."""
         if nbytes:
             self._append(_PADDING_ADDRESS, nbytes)
 
     def add(self, source: Source) -> None:
-        """Append the bytes of a contiguous tensor, or of a storage; of one that is neither on the CPU nor on a CUDA device
-        those of a copy, as torch.save does."""
+        """Append the bytes of a contiguous tensor or of a storage.
+
+        If it is neither on the CPU nor on a CUDA device, the bytes of a copy are appended, as torch.save does.
+        """
         self.add_each([source])
 
     def add_each(
@@ -84,9 +88,16 @@ class FileImage:
         headers: array[int] | None = None,
         paddings: array[int] | None = None,
     ) -> None:
-        """Append sources, as :meth:`add` does one; before each so many bytes of the text as ``headers`` says, and of padding.
+        """Append several tensors or storages, each as by :meth:`add`, with text and padding before each.
 
-        A tenth of the time that one by one they would take, and there are tensors by the ten thousand."""
+        Takes a tenth of the time of adding them one by one: there can be tens of thousands.
+
+        Args:
+            sources: What to append.
+            text: Bytes to divide among the sources.
+            headers: Bytes of ``text`` before each source. None for 0.
+            paddings: Bytes of padding before each source, after its text. None for 0.
+        """
         if not sources:
             return
         nothing = array("Q", bytes(8 * len(sources)))
@@ -116,15 +127,25 @@ class FileImage:
         self._large += [piece for piece, size in zip(pieces, nbytes, strict=True) if size >= DIRECT_FROM]
 
     def begin_of(self, source: Source) -> int:
-        """The offset at which a tensor or storage was added, not empty. ValueError for another."""
+        """Return the offset in the file at which a tensor or storage was added. Raises ValueError if it was not added or is
+        empty."""
         piece = next((piece for piece, added in self._sources.items() if added is source), None)
         if piece is None:
             raise ValueError("nothing of this tensor or storage was added")
         return self._ends[piece] - self._lengths[piece]
 
     def add_part(self, data: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int], nbytes: int) -> None:
-        """Append so many bytes, of which only some runs are here: one after the other in ``data``, bytes on the CPU or a CUDA
-        device. They are what ``held`` says; the others of ``spread`` can be neither written nor copied."""
+        """Append a range of which this process has only some runs of bytes.
+
+        The runs are recorded in ``held`` and the range in ``spread``. The other bytes of the range can be neither written nor
+        copied.
+
+        Args:
+            data: The bytes of the runs, one run after the other, on the CPU or a CUDA device.
+            offsets: Where each run begins, in bytes from the start of the range.
+            lengths: Bytes of each run.
+            nbytes: Bytes of the range.
+        """
         if not nbytes:
             return
         data = _reachable(data)
@@ -147,12 +168,14 @@ class FileImage:
         self._kept.append(data)
 
     def digest(self) -> bytes:
-        """Of all but the tensors' bytes."""
+        """Return a hash of the text, that is of everything but the tensors' bytes."""
         return hashlib.sha256(self._text).digest()
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
-        """The requests that write [begin, end) of the file, in its order. Their borders between those two are aligned, so that
-        each can bypass the page cache."""
+        """Yield the requests that write [begin, end) of the file, in order.
+
+        The boundaries between requests are page-aligned, so that each can bypass the page cache.
+        """
         end = self.nbytes if end is None else end
         at = begin
         first = bisect.bisect_right(self._large, self._piece_at(begin) - 1) if self._large else 0
@@ -170,9 +193,16 @@ class FileImage:
         yield from _chunks(at, end)
 
     def copy(self, begin: int, end: int, into: torch.Tensor) -> None:
-        """Copy [begin, end) of the file into as many bytes of host memory, the GIL released. Blocks.
+        """Copy [begin, end) of the file into host memory. Blocks, without holding the GIL.
 
-        From a device, after what its current stream was given, and at the speed of its copy engine into pinned memory."""
+        Bytes on a device are copied after the work of its current stream, and at the speed of its copy engine if ``into`` is
+        pinned.
+
+        Args:
+            begin: First byte.
+            end: Byte after the last.
+            into: Tensor of end - begin bytes on the CPU.
+        """
         if begin == end:
             return
         first, last = self._piece_at(begin), self._piece_at(end - 1)
@@ -198,7 +228,7 @@ class FileImage:
             torch.cuda.current_stream(device).synchronize()
 
     def fence(self) -> None:
-        """Have copies, by any thread, come after what the current streams of this one have been given for their devices."""
+        """Make later copies, by any thread, wait for what this thread's current streams have been given so far."""
         for device in {self._sources[piece].device for piece in self._on_devices}:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
@@ -211,12 +241,13 @@ class FileImage:
         self._ends.append(end)
 
     def _piece_at(self, offset: int) -> int:
+        """Return the index of the piece that has this byte of the file."""
         return bisect.bisect_right(self._ends, offset)
 
     def _place_texts(self) -> None:
-        """Once all are there: the memory of a bytearray moves when it grows."""
+        """Resolve the addresses of text pieces. Only when all text is added, because a bytearray moves when it grows."""
         if self._texts:
-            self._placed = ctypes.c_char.from_buffer(self._text)  # text that is added now is refused, with BufferError
+            self._placed = ctypes.c_char.from_buffer(self._text)  # from now on adding text raises BufferError
             base = ctypes.addressof(self._placed)
             for piece in self._texts:
                 self._addresses[piece] += base
@@ -224,6 +255,7 @@ class FileImage:
 
 
 def _chunks(begin: int, end: int) -> Iterator[Range]:
+    """Yield ranges of at most CHUNK bytes that have to be gathered."""
     while begin < end:
         border = min(begin // PAGE * PAGE + CHUNK, end)
         yield Range(begin, border, None)
@@ -231,12 +263,12 @@ def _chunks(begin: int, end: int) -> Iterator[Range]:
 
 
 def _reachable(source: _Source) -> _Source:
-    """Where the engine can read it."""
+    """Return the source, or a copy on the CPU if it is on a device that the engine cannot read."""
     return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[return-value]
 
 
 def bytes_of(source: Source) -> torch.Tensor:
-    """A 1-D view of the bytes of a contiguous tensor or a storage."""
+    """Return a 1-D view of the bytes of a contiguous tensor or a storage."""
     if isinstance(source, torch.Tensor):
         return source.detach().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)

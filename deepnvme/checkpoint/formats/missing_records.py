@@ -1,4 +1,4 @@
-"""What an archive lacks whose end is missing: the first storage that is not whole, by what the pickle says of it."""
+"""Find what a truncated archive lacks: the first storage that is not complete, according to the pickle."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from .zip_directory import BadDirectory, data_of
 from .zip_layout import LOCAL_HEADER
 
 _LONGEST_PICKLE = 64 << 20
-"""Bytes of the pickle of half a million tensors, which is read and walked at once: where it ends, no directory says."""
+"""Most bytes of the pickle that are read: that of half a million tensors. Without the directory its length is unknown."""
 _NEAR = 64 << 10
-"""Bytes within which the next header begins: nothing but a data descriptor is between them."""
+"""Bytes within which the next header begins: only a data descriptor is before it."""
 _OTHER_RECORDS = 16
-"""More than torch writes beside the storages."""
+"""More records than torch writes besides the storages."""
 
 
 def what_is_missing(path: str | os.PathLike[str]) -> str | None:
-    """None where the file does not begin as torch.save's do. Raises OSError from reading."""
+    """Return which storage of a truncated archive is cut off, as a message, or None if that cannot be told.
+
+    None if the file does not begin like those of torch.save. Blocks.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -37,7 +43,7 @@ def what_is_missing(path: str | os.PathLike[str]) -> str | None:
             raise
         except (EOFError, BadDirectory, pickle.UnpicklingError):
             return f"it is cut off before the first storage, at byte {size}"
-        except Exception:  # whatever another's pickle, or no pickle, raises
+        except Exception:  # not a pickle of torch.save, or no pickle at all: these can raise anything
             return None
         missing, at = referred.nbytes, file.tell()
         header: int | None = at
@@ -60,7 +66,7 @@ def what_is_missing(path: str | os.PathLike[str]) -> str | None:
 
 
 def _find(file: BinaryIO, begin: int) -> int | None:
-    """Where the next header of a record begins."""
+    """Return the offset of the next record's header after ``begin``, or None."""
     file.seek(begin)
     found = file.read(_NEAR).find(b"PK\3\4")
     return None if found < 0 else begin + found

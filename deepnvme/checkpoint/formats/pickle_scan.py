@@ -1,4 +1,4 @@
-"""What a pickle refers to, found without importing or calling anything of it."""
+"""Find what a pickle refers to, without importing or calling any of it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ _PLAIN = {
     ("_codecs", "encode"),  # of bytes, in protocol 2
     *((builtins, name) for builtins in ("builtins", "__builtin__") for name in ("set", "frozenset", "list", "dict")),
 }
-"""Make objects without looking at the contents of storages."""
+"""Functions and classes, by (module, name), that make objects without looking at the contents of storages."""
 DEEPEST = 10_000
-"""Times that a pickle is nested; no pickler nests more."""
+"""Deepest nesting that is accepted in a pickle. No pickler nests deeper."""
 _MOST_OPERATIONS = 60_000_000
-"""Reads, two of most operations: of half a million tensors."""
+"""Most reads in a scan, enough for half a million tensors. Most operations of a pickle take two."""
 
 
 def names_only_plain(stream: bytes) -> bool:
-    """Whether all that a pickle names is plain, as :attr:`PickleScan.plain` says of one; False also where only a scan can tell.
-    In a thousandth of its time."""
+    """Return whether everything that a pickle names is plain, in the sense of :attr:`PickleScan.plain`.
+
+    Takes a thousandth of the time of a scan. False also if only a scan can tell.
+    """
     names = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)[-1]
     return names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names)
 
 
 def _is_plain_name(module: str, name: str) -> bool:
+    """Return whether calling this neither looks at storages' contents nor runs code defined outside torch and Python."""
     import torch
 
     if _is_storage(module, name) or (module, name) in _PLAIN:
@@ -50,11 +53,11 @@ def _is_storage(module: str, name: str) -> bool:
 
 
 def why_wasteful(stream: bytes) -> str | None:
-    """Why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
+    """Return why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
 
     Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
-    index beyond the pickle's own size, very many objects outside the memo or entries of it that picklers do not make, setting
-    attributes of a class or a function for the whole process, or a pickle that is cut off.
+    index beyond the pickle's own size, very many objects that are not in the memo, memo entries that picklers do not make,
+    setting attributes of a class or a function for the whole process, or a pickle that is cut off.
     """
     walk = AsyncIOBuilder().load().pickle_walk
     nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)
@@ -70,29 +73,40 @@ def why_wasteful(stream: bytes) -> str | None:
 
 
 _MOST_UNREGISTERED = 1_000_000
-"""They take less than 300 MB. Not 0: ``pickletools.optimize`` leaves out of the memo what is not used again."""
+"""Most objects outside the memo; they take less than 300 MB. Not 0: ``pickletools.optimize`` omits memo entries that are not
+used."""
 
 
 class PickleScan(pickle._Unpickler):
-    """Of a file whose position is where a pickle begins. :meth:`load` raises what unpickling raises, and TypeError and its like
-    for what torch has not pickled; the file's position is the pickle's end then."""
+    """An unpickler that makes no objects, but records the storages that a pickle refers to.
 
-    # In Python, as torch's own for weights_only: of a hostile pickle the one in C fills gigabytes, for the number of a memo.
+    :meth:`load` raises what unpickling raises, and TypeError and similar for what torch has not pickled. After it, the file's
+    position is the end of the pickle.
+
+    Args:
+        file: File whose position is the start of a pickle.
+        most: Most reads before the scan gives up with UnpicklingError. Most operations take two; a pickle cannot have more
+            operations than bytes.
+    """
+
+    # Based on the unpickler in Python, as torch's own for weights_only: the one in C allocates gigabytes for a large memo index
+    # in a hostile pickle.
 
     def __init__(self, file: IO[bytes], most: int = _MOST_OPERATIONS) -> None:
-        """``most``: reads after which it is given up, two of most operations; a pickle of known size has no more than bytes."""
         super().__init__(_Counted(file, most))
         self.nbytes: dict[str, int] = {}
-        """Of each storage, by its key, in the order of the file."""
+        """Bytes of each storage by its key, in the order of the pickle."""
         self.plain = True
-        """Whether nothing that it calls could look at the contents of storages."""
+        """Whether nothing that the pickle calls could look at the contents of storages. Final after ``load``."""
 
     def load_mark(self: Any) -> None:
+        """Handle the MARK operation. Raises UnpicklingError for nesting deeper than DEEPEST."""
         if len(self.metastack) == DEEPEST:
             raise pickle.UnpicklingError(f"it is nested more than {DEEPEST} times")
         pickle._Unpickler.dispatch[pickle.MARK[0]](self)
 
     def load_nothing(self: Any) -> None:
+        """Handle the operations for an empty list, dict or set with a stand-in, which collects nothing."""
         self.append(_anything)
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -102,18 +116,20 @@ class PickleScan(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in for a class or function, and record whether it is plain."""
         if not _is_plain_name(module, name):
             self.plain = False
         return _StorageKind(name) if _is_storage(module, name) else _Anything
 
     def persistent_load(self, saved: Any) -> Any:
+        """Record the size of a storage that the pickle refers to, and return a stand-in for it."""
         _, kind, key, _, numel = saved
         self.nbytes[key] = operator.index(numel) * kind.itemsize
         return _anything
 
 
 class _Counted:
-    """A file that ends where a pickle has more operations than any that is looked through: each takes time, and memory."""
+    """A file that refuses to be read after too many operations, because each takes time and memory."""
 
     def __init__(self, file: IO[bytes], most: int) -> None:
         self._read = file.read
@@ -128,7 +144,7 @@ class _Counted:
 
 
 class _Anything:
-    """Stands for whatever a pickle makes."""
+    """Stands for any object or class that a pickle makes or names."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Anything:
         return _anything
@@ -146,6 +162,8 @@ _anything: _Anything = object.__new__(_Anything)
 
 
 class _StorageKind:
+    """Stands for a storage class of torch, of which only the element size is known."""
+
     def __init__(self, name: str) -> None:
         import torch
 

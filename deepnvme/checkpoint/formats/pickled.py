@@ -1,4 +1,4 @@
-"""An object as torch pickles it: the stream, and the storages that it refers to."""
+"""Pickle an object like ``torch.save``: the stream, and the storages that it refers to."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 
 
 class Pickled(NamedTuple):
+    """A pickled object."""
+
     stream: bytes
+    """The pickle."""
     storages: list[Any]
-    """UntypedStorage; across ranks also Sharded. By their keys "0", "1", ... in the stream."""
+    """The storages whose keys in the stream are "0", "1" and so on: UntypedStorage, and Sharded if saved across ranks."""
 
 
 class _Reference:
-    """What stands in the stream for a storage: given to the pickler in place of that."""
+    """Given to the pickler in place of a storage, to be written as its persistent id."""
 
     __slots__ = ("persistent_id",)
 
@@ -37,24 +40,35 @@ class _Reference:
 
 
 class _Hooks:
-    """What stands in the stream for the empty OrderedDict that each plain tensor has: lighter."""
+    """Stands in the stream for the empty OrderedDict that each plain tensor has; takes less time and memory."""
 
     __slots__ = ()
 
 
 def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
-    """Pickle ``obj``: byte by byte the stream that ``torch.save`` makes; ``across`` ranks, that of the object with whole tensors
-    for DTensors. Raises what pickling raises."""
+    """Pickle an object, byte for byte as ``torch.save`` does.
+
+    Args:
+        obj: Any object that pickles.
+        pickle_module: Provides the pickler.
+        protocol: Pickle protocol.
+        across: If several ranks save the object together: pickles it alike on every rank, with whole tensors for DTensors.
+
+    Raises:
+        RuntimeError: If one storage is used with two dtypes, which torch.load cannot read.
+        TypeError: If ``across`` is given and a DTensor's dtype cannot be saved by shards.
+        Exception: Whatever pickling raises.
+    """
     storages: list[UntypedStorage | Sharded] = []
     keys: dict[object, str] = {}
     dtypes: dict[int, torch.dtype] = {}
-    """By address: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
+    """By address of the storage: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
     locations: dict[torch.device, str] = {}
     kinds: dict[torch.dtype, Any] = {}
     location_of = location_tag if across is None else across.location
 
     def reference(known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
-        """To a storage, with the dtype that it is seen as, and its elements of that."""
+        """Return the persistent id of a storage that is used with this dtype and number of elements."""
         storage = known if isinstance(known, UntypedStorage) else known.device_storage()
         device = storage.device
         location = locations.get(device)
@@ -93,12 +107,12 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         return None
 
     asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
-    """As cloudpickle has one, for functions and classes that it pickles by value."""
+    """The pickler's own hook. cloudpickle has one, for functions and classes that it pickles by value."""
     hooks = _Hooks if asked_first is None else OrderedDict
 
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
         def reducer_override(self, obj: Any) -> Any:
-            """What __reduce_ex__ gives, of plain tensors, and of the empty OrderedDict that each has, in a fifth of the time."""
+            """Return what ``__reduce_ex__`` gives for a plain tensor or its empty OrderedDict, in a fifth of the time."""
             if asked_first is not None and (given := asked_first(self, obj)) is not NotImplemented:
                 return given
             kind = type(obj)
@@ -120,13 +134,16 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             Pickler(buffer, protocol=protocol).dump(obj)
         return Pickled(buffer.getvalue(), storages.copy())
     finally:
-        storages.clear()  # a class is a cycle, and would keep them until it is collected
+        storages.clear()  # the class Pickler is in a reference cycle, which would keep them alive until it is collected
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pickling makes objects that live until its end, and the collector looks through them again and again: half of the time
-    that 10 000 tensors take."""
+    """Disable the garbage collector in the block.
+
+    Pickling makes objects that live until its end, and the collector examines them again and again: half of the time that 10
+    000 tensors take.
+    """
     global _paused
     enabled = gc.isenabled()
     if enabled:
@@ -141,11 +158,11 @@ def _without_collections() -> Iterator[None]:
 
 
 _paused = False
-"""Whether a thread has disabled the collector, which is the whole process's, and is going to enable it."""
+"""Whether a thread has disabled the collector, for the whole process, and is going to enable it again."""
 
 
 def _resume() -> None:
-    """In a forked child: that thread may not be there."""
+    """Enable the collector in a forked child, which may not have the thread that would do so."""
     global _paused
     if _paused:
         _paused = False
@@ -156,7 +173,10 @@ os.register_at_fork(after_in_child=_resume)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing but its storage, sizes and strides make it, on a device that torch.save treats like that."""
+    """Return whether the tensor is fully described by its storage, sizes and strides, on a CPU or CUDA device.
+
+    Such tensors torch.save pickles alike on both.
+    """
     return (
         tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
@@ -170,11 +190,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _whole_elements(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
-    """The storage without the rest that is no whole element: torch.save writes that too, and torch.load then refuses the file."""
+    """Return the storage without a rest smaller than one element.
+
+    torch.save writes that rest too, and torch.load then refuses the file.
+    """
     return storage if storage.nbytes() == nbytes else storage[:nbytes]
 
 
 def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:
+    """Return torch's storage class for this dtype."""
     typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
     return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
@@ -182,7 +206,7 @@ def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:
 _NO_STORAGES = frozenset(
     (str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type, _Hooks)
 )
-"""Types of objects that are no storage, most of those that are pickled."""
+"""Types of most objects that are pickled and are not storages."""
 _ITEMSIZES = {
     dtype: dtype.itemsize
     for dtype in (
@@ -200,4 +224,4 @@ _ITEMSIZES = {
         torch.complex64,
     )
 }
-"""Dtypes with a storage type of their own name; others are pickled in newer ways, by torch itself."""
+"""Dtypes that have a storage class of their own name. Others are pickled in newer ways, by torch itself."""

@@ -1,7 +1,7 @@
-"""The safetensors format: 8 bytes with the length of a header, the header in JSON, and the tensors' bytes without gaps.
+"""The safetensors format: 8 bytes with the length of the header, the header in JSON, and the tensors' bytes without gaps.
 
-Contract: https://github.com/huggingface/safetensors, and what its library writes: tensors in the order of their dtypes, those
-with the strictest alignment first, then of their names; the header padded with spaces to a multiple of 8 bytes.
+Contract: https://github.com/huggingface/safetensors, and what its library writes: tensors ordered by dtype, those with the
+strictest alignment first, then by name; the header padded with spaces to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .contents import CorruptCheckpoint
 T = TypeVar("T")
 
 LONGEST_HEADER = 100_000_000
-"""Bytes: no library reads more."""
+"""Most bytes of a header. No library reads more."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 INDEX_SUFFIX = ".index.json"
@@ -40,7 +40,7 @@ _NAMES = [
     ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("I8", "int8"), ("U8", "uint8"), ("F4", "float4_e2m1fn_x2"),
     ("BOOL", "bool"),
 ]  # fmt: skip
-"""In the order of the file. torch has not all of them in every version."""
+"""Names of the dtypes in the format and in torch, in the order of the file. Not every version of torch has all of them."""
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in _NAMES if hasattr(torch, dtype)}
 _KINDS = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}
 
@@ -52,25 +52,39 @@ class TensorEntry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte, from that of the file."""
+    """Offset of its first byte, from the start of the file."""
     nbytes: int
 
 
 class UnknownDtype(KeyError, ValueError):
-    """A tensor is of a dtype that the format has not: a KeyError as in safetensors."""
+    """A tensor has a dtype that the format does not have. Also a KeyError, as in safetensors."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Header(NamedTuple):
+    """The header of a safetensors file."""
+
     tensors: list[TensorEntry]
-    """In the order of the file."""
+    """The tensors in the order of the file."""
 
 
 def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
-    """What stands before the tensors, and their names in the order of the file. Raises UnknownDtype for one that the format has
-    not, TypeError for metadata other than strings."""
+    """Return the header of a file, and the names of the tensors in the order of the file.
+
+    Args:
+        tensors: Tensors by name.
+        metadata: Strings by name, or None.
+
+    Returns:
+        (header, names): all bytes before the tensors, with the length; and the order of the tensors.
+
+    Raises:
+        UnknownDtype: If the format does not have a tensor's dtype.
+        TypeError: If the metadata are not strings.
+        ValueError: If the header would be longer than any library reads.
+    """
     fields: dict[str, Any] = {}
     if metadata is not None:
         wrong = next((pair for pair in metadata.items() if not all(isinstance(each, str) for each in pair)), None)
@@ -87,7 +101,7 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
         shape, begin = list(tensor.shape), end
         kind = _KINDS[tensor.dtype][1]
         if kind == "F4" and shape:
-            shape[-1] *= 2  # torch counts pairs of them
+            shape[-1] *= 2  # torch counts pairs of 4-bit elements
         end += tensor.nbytes
         fields[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
@@ -98,8 +112,16 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 
 
 def read_header(path: str | os.PathLike[str], begin: int = 0) -> Header:
-    """Of the file, or of what follows in it from ``begin`` on. Raises CorruptCheckpoint saying what is wrong with it, and OSError
-    from reading."""
+    """Read the header of a safetensors file. Blocks.
+
+    Args:
+        path: The file.
+        begin: Offset at which the safetensors format begins within the file.
+
+    Raises:
+        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others.
+        OSError: If the file cannot be read.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(begin)
@@ -123,7 +145,7 @@ class _Wrong(ValueError):
 
 
 _LONGEST_ENTRY = 64 << 10
-"""Characters of what the header says of one tensor."""
+"""Most characters that the header may have for one tensor."""
 _MOST_METADATA = 1_000_000
 _NUMBER = "(0|[1-9][0-9]{0,18})"
 _SIZE = "[1-9][0-9]{0,18}"
@@ -131,8 +153,8 @@ _USUAL = re.compile(
     rf'"(?!{_METADATA}")([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})":\{{"dtype":"([A-Z0-9_]{{1,20}})",'
     rf'"shape":\[((?:{_SIZE},){{0,7}}{_SIZE}|0|)\],"data_offsets":\[{_NUMBER},{_NUMBER}\]\}},(?=")'
 )
-"""An entry exactly as the library writes it, up to the next: matching takes a fifth of the time of reading JSON. Others are read
-as JSON."""
+"""An entry exactly as the library writes it, up to the next. Matching it takes a fifth of the time of reading JSON, which is used
+for all other entries."""
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
 _NEVER = re.compile(r"(?!)")  # matches nothing
 _CLOSE = re.compile(r"\}")
@@ -142,20 +164,23 @@ _END = re.compile(r"[ \t\n\r]*\Z")
 
 
 class _Json:
-    """A header, read member by member, each with a limit: as a whole, JSON can take 30 times its size, and minutes."""
+    """Reads a header member by member, each with a limit. Reading it as a whole could take 30 times its size in memory, and
+    minutes."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
 
     def names(self) -> Iterator[str]:
-        """Names of an object's members, in order. The value of each is to be taken before the next name."""
+        """Yield the names of an object's members in order. The caller must read the value before the next name."""
         for name, _ in self.members(_NEVER):
             yield name
 
     def members(self, usual: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str] | None]]:
-        """Names of an object's members, in order. One that matches ``usual`` comes with its match, its value already passed; for
-        others the value is to be taken before the next name."""
+        """Yield the names of an object's members in order, each with its match of ``usual`` or None.
+
+        If there is a match, the value is already passed. Otherwise the caller must read the value before the next name.
+        """
         self._take(_OPEN, "is no JSON object")
         if _CLOSE.match(self._text, self._at):
             self._at += 1
@@ -171,20 +196,21 @@ class _Json:
             last = self._take(_NEXT)[1]
 
     def string(self) -> str:
+        """Read a string."""
         if not self._text.startswith('"', self._at):
             raise _Wrong(f"its header is no JSON: expected a string at character {self._at}")
         value, self._at = scanstring(self._text, self._at + 1, True)
         return str(value)
 
     def null(self) -> bool:
-        """Whether it is; it is passed then."""
+        """Return whether a null comes next, and pass it if so."""
         found = self._text.startswith("null", self._at)
         self._at += 4 * found
         return found
 
     def value(self, longest: int = _LONGEST_ENTRY) -> Any:
-        """Of any type, of fewer than ``longest`` characters."""
-        for window in (512, 4 << 10, 64 << 10, 1 << 20):  # each is copied: most values are short
+        """Read a value of any type that has fewer than ``longest`` characters."""
+        for window in (512, 4 << 10, 64 << 10, 1 << 20):  # small first: each is copied, and most values are short
             if window > longest:
                 break
             text = self._text[self._at : self._at + window]
@@ -194,12 +220,13 @@ class _Json:
                 if window == longest or len(text) < window:
                     raise
             else:
-                if length < window:  # a number that fills it may go on
+                if length < window:  # a number that fills the window may continue behind it
                     self._at += length
                     return value
         raise _Wrong(f"its header has a value of more than {longest} characters")
 
     def end(self) -> None:
+        """Raise _Wrong unless nothing follows."""
         self._take(_END)
 
     def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:
@@ -211,6 +238,7 @@ class _Json:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object. Raises _Wrong if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise _Wrong(f"its header has a name twice among {listed([repr(name) for name, _ in pairs])}")
@@ -259,7 +287,7 @@ def _entries(header: _Json, data: int) -> dict[str, TensorEntry]:
 
 
 def _metadata(header: _Json) -> set[str]:
-    """Their names. Nothing here needs their values."""
+    """Read the metadata and return their names. Their values are not needed."""
     names: set[str] = set()
     for name in header.names():
         if name in names or len(names) == _MOST_METADATA:
@@ -273,7 +301,7 @@ def _metadata(header: _Json) -> set[str]:
 
 
 def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
-    """Its dtype, shape and data_offsets."""
+    """Return the dtype, shape, begin and end of a tensor's entry."""
     try:
         kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
         numbers = [*shape, begin, end]
@@ -287,6 +315,7 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
 
 
 def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> TensorEntry:
+    """Return the entry of one tensor, after checking that its shape, dtype and offsets agree."""
     numel = most = 1
     for size in shape:
         numel *= size
@@ -307,17 +336,18 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
 
 
 _MOST_INDEXED = 2_000_000
-"""Tensors of all shards."""
+"""Most tensors of an index, in all shards together."""
 _MOST_OTHERS = 1000
 _LONGEST_OTHER = 1 << 20
-"""Characters of a member of an index beside "weight_map": metadata, such as the names of tensors that share memory."""
+"""Most characters of a member of an index besides "weight_map". It may hold metadata, such as the names of tensors that share
+memory."""
 _USUAL_SHARD = re.compile(
     rf'"([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})"[ \t\n\r]*:[ \t\n\r]*"([^"\\\x00-\x1f]{{1,1000}})"[ \t\n\r]*,[ \t\n\r]*(?=")'
 )
 
 
 def _weight_map(index: _Json) -> dict[str, str]:
-    """The shards of an index, by their tensors' names."""
+    """Return the shard of each tensor of an index, by the tensor's name."""
     shards: dict[str, str] | None = None
     others = 0
     for name in index.names():
@@ -340,9 +370,14 @@ def _weight_map(index: _Json) -> dict[str, str]:
 
 
 def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Read what accelerate writes of weights that it has offloaded: by each weight's name, an object of strings and a shape.
+    """Read accelerate's index of offloaded weights. Blocks.
 
-    Raises CorruptCheckpoint for anything else, and for more than 100 MB; OSError from reading, naming the file. Blocks.
+    Returns:
+        For each weight, by name, an object of strings and a shape.
+
+    Raises:
+        CorruptCheckpoint: If the file is anything else, or larger than 100 MB.
+        OSError: If the file cannot be read. Names the file.
     """
     try:
         index = _Json(read_regular(path, LONGEST_HEADER).decode())
@@ -365,9 +400,17 @@ def _is_offloaded_field(field: Any) -> bool:
 
 
 def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
-    """The files of an index with the names of their tensors; of a file that is none, itself, with None for all.
+    """Return the files of an index with the names of the tensors in each.
 
-    Raises CorruptCheckpoint for an index that is none, or that leads out of its directory."""
+    Args:
+        path: An index (.json) or a safetensors file.
+
+    Returns:
+        For each file, by path, the names of its tensors. For a safetensors file: that file, with None for all tensors.
+
+    Raises:
+        CorruptCheckpoint: If the index is damaged, or refers to files outside its directory.
+    """
     name = os.fspath(path)
     if not name.endswith(".json"):
         return {name: None}
@@ -388,9 +431,17 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
 
 
 def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | None, found: Mapping[str, T]) -> dict[str, T]:
-    """Of what was found in a shard, that which the index in ``path`` has there, as :func:`shards_of` says; None for all.
+    """Return the entries of a shard that the index assigns to it.
 
-    Raises CorruptCheckpoint naming what is not there."""
+    Args:
+        path: The index, for errors.
+        shard: The shard, for errors.
+        names: Names of the tensors, as :func:`shards_of` returns them. None for all.
+        found: What the shard has, by name.
+
+    Raises:
+        CorruptCheckpoint: If the shard lacks some of the names. Names them.
+    """
     if names is None:
         return dict(found)
     missing = [name for name in names if name not in found]
@@ -400,8 +451,17 @@ def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | Non
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """That each can be written as the bytes of its elements. The conditions are safetensors'. Raises TypeError, ValueError,
-    NotImplementedError for tensors on the meta device, and RuntimeError for those that share memory."""
+    """Check that each tensor can be saved as the bytes of its elements, with the conditions of safetensors.
+
+    Args:
+        tensors: Tensors by name.
+
+    Raises:
+        TypeError: If a name is not a string.
+        ValueError: If a value is not a dense, contiguous tensor, or a name is reserved.
+        NotImplementedError: If a tensor is on the meta device.
+        RuntimeError: If tensors share memory.
+    """
     if not isinstance(tensors, dict):
         raise ValueError(f"tensors must be a dict of names and tensors, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
@@ -424,14 +484,14 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
-    """Raises ValueError with the remedy."""
+    """Raise ValueError naming the remedy if a dense tensor is not contiguous."""
     for name, tensor in tensors.items():
         if tensor.layout is torch.strided and not tensor.is_contiguous():
             raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): {remedy}")
 
 
 def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names of tensors that overlap."""
+    """Return groups of names whose tensors overlap in memory."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
         for name, tensor in tensors.items()
@@ -450,12 +510,12 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """Return the bytes from the tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.dtype.itemsize
 
 
 def not_a_directory(path: str | os.PathLike[str]) -> None:
-    """Raises IsADirectoryError."""
+    """Raise IsADirectoryError if the path is a directory."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))

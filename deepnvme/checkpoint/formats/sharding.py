@@ -1,4 +1,5 @@
-"""What one rank has of an object that several ranks hold: of a DTensor its shard, and where that is in the whole."""
+"""Describe what one rank has of an object that several ranks save together: the shard of each DTensor, and its place in the
+whole."""
 
 from __future__ import annotations
 
@@ -20,31 +21,39 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Span = tuple[int, int]
-"""From an index to another."""
+"""A range of indices: (begin, end)."""
 
 
 class Sharded:
-    """Stands for the storage of a whole tensor, of which this rank writes some bytes."""
+    """Stands for the storage of a whole tensor of which this rank writes some bytes.
+
+    Args:
+        local: The bytes that this rank writes, one run after the other.
+        nbytes: Bytes of the whole tensor.
+        offsets: Where each run begins in the whole, in bytes.
+        lengths: Bytes of each run.
+    """
 
     def __init__(self, local: torch.Tensor, nbytes: int, offsets: array[int], lengths: array[int]) -> None:
         self.local = local
-        """Bytes, those to be written one after the other."""
+        """The bytes that this rank writes, one run after the other."""
         self.offsets = offsets
-        """In the whole, of each run of them."""
+        """Where each run begins in the whole tensor, in bytes."""
         self.lengths = lengths
+        """Bytes of each run."""
         self._nbytes = nbytes
 
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Return the bytes of the whole tensor."""
         return self._nbytes
 
     def device_storage(self) -> torch.UntypedStorage:
-        """One on the device of the shard."""
+        """Return a storage on the device of the shard."""
         return self.local.untyped_storage()
 
 
 class Across:
-    """How one object is pickled alike on every rank."""
+    """Makes every rank pickle the same object alike: one for each save and rank."""
 
     def __init__(self) -> None:
         self._shards: dict[Any, Sharded] = {}
@@ -52,8 +61,13 @@ class Across:
         self._locations: dict[str, str] = {}
 
     def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
-        """What stands for its storage, the same for tensors that share one; None for a tensor that is no DTensor. Raises
-        ValueError where placements do not say which bytes of the whole a rank has."""
+        """Return what stands for the storage of a DTensor, or None for any other tensor.
+
+        DTensors that share a storage get the same result.
+
+        Raises:
+            ValueError: If the placements do not say which bytes of the whole this rank has.
+        """
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
@@ -70,7 +84,10 @@ class Across:
         return shard
 
     def location(self, storage: torch.UntypedStorage) -> str:
-        """Its device's tag, with devices numbered in the order in which they come: each rank has others of its own."""
+        """Return the location tag of a storage, with its device renumbered.
+
+        Devices are numbered in the order in which they occur in the object, because each rank uses other devices.
+        """
         tag: str = location_tag(storage)
         kind, colon, _ = tag.partition(":")
         if colon and tag not in self._locations:
@@ -80,6 +97,7 @@ class Across:
 
 
 def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
+    """Return which bytes of a DTensor this rank writes. Replicas share the work."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -110,7 +128,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
 
 
 def _part(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
-    """Of ``count`` parts, one: whole chunks, or ``split`` pieces from all over."""
+    """Return one of ``count`` parts of the spans: one contiguous chunk, or ``split`` pieces spread over all."""
     total = sum(end - begin for begin, end in spans)
     if split > 1 and total % (count * split):
         raise ValueError(f"{total} in {count} shards of {split} strides are uneven: save the full_tensor() of that DTensor")
@@ -126,7 +144,7 @@ def _part(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
 
 
 def _taken(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """From the ``begin``-th to the ``end``-th of what the spans hold together."""
+    """Return elements [begin, end) of those that the spans hold together, as spans."""
     taken, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)
@@ -137,7 +155,7 @@ def _taken(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
 
 
 def _runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tuple[array[int], array[int]]:
-    """Offsets and lengths, in bytes, of what is contiguous in the whole, in the order of the shard."""
+    """Return (offsets, lengths), in bytes, of the runs that are contiguous in the whole, in the order of the shard."""
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     cut = max((dim for dim, spans in enumerate(held) if spans != [(0, shape[dim])]), default=0)
     rows = (itertools.chain.from_iterable(range(*span) for span in spans) for spans in held[:cut])
@@ -155,8 +173,20 @@ def _runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tupl
 def equal_share(
     offsets: array[int], lengths: array[int], share: int, shares: int
 ) -> tuple[int, int, array[int], array[int]]:
-    """One of equal shares of runs, but for what borders on pages take: from which byte of them to which, and the runs that these
-    are. A border belongs to the page of the whole that it is in, so that neighbours agree on it."""
+    """Return one of several equal shares of runs of bytes.
+
+    The shares are equal except that their borders are moved to page boundaries of the whole. A border belongs to the page that
+    it is in, so that neighbouring shares agree on it.
+
+    Args:
+        offsets: Where each run begins in the whole, in bytes.
+        lengths: Bytes of each run.
+        share: Number of the share, from 0.
+        shares: Number of shares.
+
+    Returns:
+        (begin, end, offsets, lengths): the share's range within the concatenated runs, and its runs.
+    """
     ends = list(itertools.accumulate(lengths))
     total = sum(lengths)
 

@@ -1,4 +1,4 @@
-"""Which names of a model's tensors a safetensors file has, where several stand for one tensor: the format cannot say that.
+"""Choose which name of a tensor a safetensors file has if several names share it: the format cannot express sharing.
 
 Contract: ``save_model`` and ``load_model`` of https://github.com/huggingface/safetensors.
 """
@@ -13,8 +13,18 @@ from .safetensors_header import extent
 
 
 def left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:
-    """The names that are left out, each with the one that is kept for it: the first of those that are a whole storage, by the
-    alphabet, or of ``preferred`` among them. Raises RuntimeError where none is."""
+    """Return the names that are left out, each with the name that is saved in its place.
+
+    Of the names that share memory, the alphabetically first is kept that covers the whole storage, or the first of
+    ``preferred`` among these.
+
+    Args:
+        tensors: All tensors by name.
+        preferred: Names to keep if there is a choice.
+
+    Raises:
+        RuntimeError: If no name covers the whole storage.
+    """
     kept_for = {}
     for names in _overlapping(tensors):
         whole = sorted(name for name in names if _is_whole(tensors[name]))
@@ -29,7 +39,7 @@ def left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = (
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Groups of names, of one tensor also; in a storage each overlaps the one before."""
+    """Yield groups of names whose tensors overlap in a storage. A group may have a single name."""
     storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -52,5 +62,6 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor covers its whole storage."""
     storage = tensor.untyped_storage()
     return tensor.data_ptr() == storage.data_ptr() and tensor.nbytes == storage.nbytes()

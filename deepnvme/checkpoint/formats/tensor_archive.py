@@ -1,8 +1,8 @@
-"""The archive that ``torch.save`` makes of one tensor, as distributed checkpoints hold it: made by the thousand, and looked
-through without unpickling it.
+"""Archives of single tensors, as ``torch.save`` writes them into distributed checkpoints.
 
-Of tensors of one dtype and shape all archives are the same, but for the bytes of their storages: a frame is made, and one is
-looked through, once for each shape.
+There are thousands of them, and they are examined without unpickling. For one dtype, shape and strides all archives are equal
+except for the bytes of the storage. So the bytes around the storage are made once for each shape, and an archive is examined
+once for each shape.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from .zip_directory import BadDirectory, ZipEntry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
 
 _ALIGNMENT = 64
-"""Of records, as torch has it by default: a small tensor is not to take pages. A large one is made to begin on a page by where
-its archive begins."""
+"""Alignment of the records in bytes, torch's default: a small tensor should not take pages. A large one is page-aligned by
+choosing where its archive begins."""
 
 
 class Frame(NamedTuple):
-    """What stands before and after the bytes of a tensor."""
+    """The bytes of an archive before and after the bytes of its tensor."""
 
     head: bytes
     tail: bytes
 
 
 def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor equal to this one and with its strides, whose elements fill its memory without a gap; a view if it can be.
-    None for one that is more than its elements, such as a quantized one."""
+    """Return a tensor with the same elements and strides whose memory has no gaps, as a view if possible.
+
+    Returns:
+        The tensor, on the CPU or a CUDA device. A tensor with gaps is copied into contiguous memory. None for a tensor that is
+        more than its elements, such as a quantized one.
+    """
     tensor = tensor.detach()
     if tensor.device.type not in ("cpu", "cuda"):
         tensor = tensor.cpu()
@@ -50,14 +54,14 @@ def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that fills its memory, in the order of that. A view."""
+    """Return a 1-D view of the elements of a tensor without gaps, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Frame:
-    """Of the archive of a tensor that fills its memory."""
-    like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # of large ones no page is touched
+    """Return the frame of the archive of a tensor whose memory has no gaps."""
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = archive(like, pickle, 2, False, _ALIGNMENT)
     begin = end = image.nbytes
@@ -72,22 +76,23 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
 
 
 class Elements(NamedTuple):
-    """Where the elements of a tensor, or of a part of one, lie in a file."""
+    """Where the elements of a tensor, or of a part of one, are in a file."""
 
     offset: int
-    """Bytes, of the first."""
+    """Offset of the first element, in bytes."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Elements."""
+    """Stride of each dimension, in elements."""
 
     @property
     def nbytes(self) -> int:
-        """From the first element to the last: all that has to be read."""
+        """Bytes from the first element to the last, which is what has to be read."""
         return _span(self.shape, self.stride) * self.dtype.itemsize
 
     @property
     def contiguous(self) -> bool:
+        """Whether the elements follow each other without gaps in row-major order."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
@@ -96,7 +101,11 @@ class Elements(NamedTuple):
         return True
 
     def narrow(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Elements:
-        """The part of ``lengths`` from ``offsets`` on. ValueError if it is not within."""
+        """Return the part that begins at ``offsets`` and has the shape ``lengths``.
+
+        Raises:
+            ValueError: If the part is not within this tensor.
+        """
         if len(offsets) != len(self.shape) or any(
             offset < 0 or offset + length > size for offset, length, size in zip(offsets, lengths, self.shape, strict=True)
         ):
@@ -106,7 +115,7 @@ class Elements(NamedTuple):
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements, of a tensor whose last dimension is dense."""
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(shape[dim], 1)
@@ -114,30 +123,41 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last, both included."""
+    """Return the number of elements from the first to the last in memory, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 HEAD = 4 << 10
-"""Bytes of an archive's beginning by which it is known again: they have the pickle."""
+"""Bytes of an archive's beginning by which a known kind is recognised. They include the pickle."""
 _LONG_HEAD = 64 << 10
-"""With what stands before the storage, where records are page-aligned."""
+"""Bytes that include what is before the storage, even if records are page-aligned."""
 _TAIL = 4 << 10
-"""Bytes at the end with the archive's directory."""
+"""Bytes at the end of an archive that include its directory."""
 
 
 class KnownArchives:
-    """Those that were looked through, by their lengths."""
+    """Recognises archives of the kinds that were examined before, by their length and first bytes."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[bytes, Elements]]] = {}
 
     def elements(self, file: BinaryIO, head: memoryview, offset: int, length: int) -> Elements | None:
-        """Where the tensor of the archive of ``length`` bytes at ``offset`` lies in the file; None for anything but the archive
-        of a plain tensor, stored as it is. ``head``: the first of its bytes, HEAD or all of them. Blocks to look through one of
-        an unknown kind. Raises OSError."""
+        """Return where the tensor of an archive is in the file. Blocks to examine an archive of an unknown kind.
+
+        Args:
+            file: The file. Its position is changed.
+            head: The first bytes of the archive: HEAD of them, or all.
+            offset: Where the archive begins in the file.
+            length: Bytes of the archive.
+
+        Returns:
+            The place of the elements. None for anything but the archive of a plain tensor, stored without compression.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
         for known, elements in self._known.get(length, ()):
             if head[: len(known)] == known:
                 return elements._replace(offset=elements.offset + offset)
@@ -152,7 +172,7 @@ class KnownArchives:
 
 
 def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None:
-    """Offsets from the archive's first byte."""
+    """Return where the tensor is, in bytes from the start of the archive, or None."""
     try:
         records = _records(tail, length)
         stream = records["data.pkl"]
@@ -173,7 +193,7 @@ def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None
 
 
 def _records(tail: bytes, length: int) -> dict[str, ZipEntry]:
-    """By their names, without the folder that all of them are in."""
+    """Return the records by name, without the folder that all of them are in."""
     at = len(tail) - END.size
     signature, _, _, _, count, nbytes, _, comment = END.unpack_from(tail, at)
     if signature != b"PK\5\6" or comment:
@@ -210,7 +230,10 @@ def _untyped(storage: _Storage, first: int, shape: Any, stride: Any, requires_gr
 
 
 class _Described(pickle.Unpickler):
-    """Makes no tensor of a tensor's pickle, but a description. Anything else raises UnpicklingError or TypeError."""
+    """An unpickler that makes a description of a tensor instead of the tensor.
+
+    Raises UnpicklingError or TypeError for anything else.
+    """
 
     _NAMES = {  # noqa: RUF012
         ("torch._utils", "_rebuild_tensor_v2"): _typed,
@@ -224,7 +247,7 @@ class _Described(pickle.Unpickler):
         if known is not None:
             return known
         found = getattr(torch, name, None) if module == "torch" else None
-        dtype = found if isinstance(found, torch.dtype) else getattr(found, "_dtype", None)  # without, a warning comes with it
+        dtype = found if isinstance(found, torch.dtype) else getattr(found, "_dtype", None)  # .dtype of a storage class warns
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return dtype

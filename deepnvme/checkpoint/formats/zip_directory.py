@@ -1,4 +1,4 @@
-"""The records of a zip archive, as the directory at its end has them."""
+"""Read the directory at the end of a zip archive."""
 
 from __future__ import annotations
 
@@ -13,34 +13,41 @@ _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x0001
 _STORED, _DEFLATED = 0, 8
 _MOST_INFLATED = 1032
-"""Times that deflate can make data smaller."""
+"""Largest factor by which deflate can make data smaller."""
 _LARGEST = 256 << 20
-"""Bytes of a directory: two million records."""
+"""Most bytes of a directory: two million records."""
 _SLACK = 1 << 10
-"""Bytes, for what is nearly empty."""
+"""Bytes allowed beyond ``_MOST_INFLATED`` times the data, for records that are almost empty."""
 
 
 class ZipEntry(NamedTuple):
-    """One record."""
+    """One record of an archive."""
 
     name: str
     header: int
-    """Where in the file its header begins; the data follow."""
+    """Offset in the file of the record's header, which the data follow."""
     nbytes: int
-    """Of its data, in the file."""
+    """Bytes of the data in the file."""
     crc32: int
     stored: bool
-    """Whether the data are as they were, and not deflated."""
+    """Whether the data are stored as they are. False if they are deflated."""
     whole: int
-    """Bytes of its data when they are inflated."""
+    """Bytes of the data when inflated."""
 
 
 class BadDirectory(ValueError):
-    """There is none, or one that contradicts itself or the file's size."""
+    """The directory is missing, or contradicts itself or the size of the file."""
 
 
 def entries(file: BinaryIO) -> list[ZipEntry]:
-    """In the order of the directory. Raises BadDirectory."""
+    """Read the directory of an archive and return its records in the order of the directory.
+
+    Args:
+        file: The archive. Its position is changed.
+
+    Raises:
+        BadDirectory: If there is no valid directory.
+    """
     size = file.seek(0, os.SEEK_END)
     tail_at = max(0, size - _LONGEST_COMMENT - END.size - LOCATOR_64.size - END_64.size)
     file.seek(tail_at)
@@ -65,12 +72,13 @@ def entries(file: BinaryIO) -> list[ZipEntry]:
         raise BadDirectory(f"its directory is damaged: {error}") from error
     refuse_overlaps(found)
     deflated = next((entry for entry in found if not entry.stored), None)
-    if deflated is not None:  # one is enough to tell an archive that somebody has compressed from a damaged directory
+    if deflated is not None:  # checking one record is enough to tell a compressed archive from a damaged directory
         _refuse_stored(file, deflated)
     return found
 
 
 def _refuse_stored(file: BinaryIO, deflated: ZipEntry) -> None:
+    """Raise BadDirectory if the header of a record says stored, while the directory says deflated."""
     file.seek(deflated.header)
     head = file.read(LOCAL_HEADER.size)
     data_of(head, deflated.header)
@@ -80,7 +88,17 @@ def _refuse_stored(file: BinaryIO, deflated: ZipEntry) -> None:
 
 
 def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
-    """The directory of an archive of ``size`` bytes. Raises BadDirectory, and struct.error for one that is cut off."""
+    """Parse a directory and return its records.
+
+    Args:
+        directory: Bytes of the directory.
+        count: Number of records.
+        size: Bytes of the archive.
+
+    Raises:
+        BadDirectory: If the directory contradicts itself or the size of the archive.
+        struct.error: If the directory is cut off.
+    """
     found = []
     at = 0
     for _ in range(count):
@@ -115,7 +133,10 @@ def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
 
 
 def refuse_overlaps(found: Sequence[ZipEntry]) -> None:
-    """Raise BadDirectory for records that share bytes of the file, or a name: each of many could be as large as all of it."""
+    """Raise BadDirectory if records share bytes of the file, or a name.
+
+    Otherwise each of many records could be as large as the whole file.
+    """
     end, last = 0, ""
     for entry in sorted(found, key=lambda entry: entry.header):
         if entry.header < end:
@@ -126,7 +147,7 @@ def refuse_overlaps(found: Sequence[ZipEntry]) -> None:
 
 
 def _zip64(extra: bytes) -> list[int]:
-    """The numbers that are too large for their fields."""
+    """Return the numbers from the extra field that are too large for their own fields."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -137,8 +158,15 @@ def _zip64(extra: bytes) -> list[int]:
 
 
 def data_of(head: bytes, header: int) -> int:
-    """Where the data begin of the record whose header is at byte ``header``, and begins with the bytes ``head``.
-    Raises BadDirectory where it is none."""
+    """Return the offset in the file at which the data of a record begin.
+
+    Args:
+        head: The first bytes of the record's header.
+        header: Offset of the header in the file.
+
+    Raises:
+        BadDirectory: If this is not the header of a record.
+    """
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
         raise BadDirectory(f"no record's header is at byte {header}")
     *_, name_length, extra_length = LOCAL_HEADER.unpack_from(head)

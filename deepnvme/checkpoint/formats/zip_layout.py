@@ -1,7 +1,7 @@
-"""Where the records of a zip archive lie, and the headers between them: as torch's writer lays them out, record for record.
+"""Lay out the records of a zip archive and the headers between them, exactly as torch's writer does.
 
-Records are stored, not deflated, each from a multiple of an alignment on. The headers of one are padded with an extra field until
-its data begins there. Sizes and checksums follow the data ("data descriptor"), and stand again in the directory at the end.
+Records are stored, not deflated, and the data of each begin at a multiple of the alignment: the header is padded with an extra
+field until then. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
 """
 
 from __future__ import annotations
@@ -18,22 +18,29 @@ END = struct.Struct("<4sHHHHIIH")
 
 ZIP64 = 1
 LARGE = 0xFFFFFFFF
-"""From here on a size or an offset has its 8 bytes in an extra field."""
+"""From this value on, a size or an offset is stored as 8 bytes in an extra field."""
 
 
 class ZipLayout(NamedTuple):
-    """What is in the archive beside its records' data."""
+    """All bytes of an archive besides the data of its records."""
 
     text: bytes
-    """All of it: what stands before the data of each record, in their order, and then what follows the last."""
+    """The bytes before the data of each record, in order, and then those after the last record."""
     headers: array[int]
     """Bytes of the text before the data of each record."""
     paddings: array[int]
-    """Bytes of no meaning between these and the data."""
+    """Meaningless bytes between these and the data of each record."""
 
 
 def lay_out(names: list[str], sizes: array[int], crcs: array[int], alignment: int) -> ZipLayout:
-    """Place records of so many bytes, with these CRC-32, one after the other; both arrays are of uint64 ("Q")."""
+    """Place records one after the other and return the bytes between them.
+
+    Args:
+        names: Name of each record.
+        sizes: Bytes of each record, an array of uint64 ("Q").
+        crcs: CRC-32 of each record, an array of uint64 ("Q").
+        alignment: The data of each record begin at a multiple of this many bytes.
+    """
     from deepnvme.ops.op_builder import AsyncIOBuilder
 
     return ZipLayout(*AsyncIOBuilder().load().zip_layout(names, sizes, crcs, alignment))
