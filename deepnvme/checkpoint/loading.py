@@ -10,7 +10,7 @@ from types import NoneType
 from typing import IO, Any
 
 import torch
-from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
+from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -73,12 +73,13 @@ def load(
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.
         mmap: As for ``torch.load``. None is the default that torch is configured with.
         keys: If the file holds a mapping, load only these entries, and read only their bytes. All bytes are read if unpickling
-            looks at tensors (sparse tensors, classes defined outside torch).
+            looks at tensors (sparse tensors, classes defined outside torch), from safetensors files, and from files left to
+            ``torch.load``.
         checksum: Verify the CRC-32 of each tensor that has one. Files that are left to ``torch.load`` are read one more time
-            for this.
+            for this. No effect for safetensors files, which have no checksums.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes read, bytes to
-            read).
+            read). No effect for what is left to ``torch.load``.
         **pickle_load_args: As for ``torch.load``.
 
     Raises:

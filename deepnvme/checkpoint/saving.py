@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING
 
-from torch.serialization import save as torch_save  # torch.save may be deepnvme.save by now
+from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -47,7 +47,8 @@ def save(
     error, kill or power cut the name refers to the old file or to the new one.
 
     The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. Left to
-    ``torch.save`` are file objects, the format before torch 1.6, and files without the byte order record.
+    ``torch.save`` are file objects, the format before torch 1.6, and files without the byte order record. On these ``fsync``,
+    ``pool`` and ``progress`` have no effect.
 
     With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the rank's
     shard. The ranks write one ordinary file together, each the same number of bytes. It has the whole tensor for a DTensor, and
@@ -93,7 +94,7 @@ def save(
         return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
 
     if progress is True and group is not None and group.rank() != 0:
-        progress = None  # one bar for all
+        progress = None  # one progress bar for all ranks
     with following(progress, f"saving {f}") as told:
         save_to(Destination(Path(f), fsync), make, pool, told, group)
 

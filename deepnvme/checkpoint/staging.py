@@ -29,7 +29,8 @@ class Cancelled(Exception):
 class Snapshot:
     """A file image as it is now, copied by one thread and written by another.
 
-    The copied chunks pass through a queue in the order of the file, so that writing begins with the first chunk.
+    The copied chunks pass through a queue in the order of the file, so that writing begins with the first chunk. CUDA memory is
+    copied after the work that the current streams of the creating thread have been given so far.
 
     The first thread calls :meth:`ensure_memory` and then :meth:`stage` or :meth:`leave`, once. It may call :meth:`cancel`. The
     second thread calls :meth:`write`, which also copies what the first has left, and always :meth:`close`. After
@@ -87,7 +88,7 @@ class Snapshot:
         self._chunks.put(None)
 
     def cancel(self) -> None:
-        """Let nothing more be copied or written."""
+        """Stop the snapshot: nothing more is copied or written."""
         self._cancelled = True
         self._chunks.put(None)
 

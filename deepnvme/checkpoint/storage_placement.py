@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.serialization import default_restore_location
-from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
+from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import address_range
@@ -384,7 +384,7 @@ def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
     inside = offset % PAGE
     pages = mmap.mmap(-1, inside + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, offset=inside, count=nbytes).untyped_storage()
 

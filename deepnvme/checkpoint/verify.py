@@ -1,5 +1,7 @@
-"""Run ``python -m deepnvme.checkpoint.verify FILE...``, which is ``deepnvme verify``. Importing this gives the function
-``verify``."""
+"""Run ``python -m deepnvme.checkpoint.verify FILE...``, which is ``deepnvme verify``.
+
+``from deepnvme.checkpoint import verify`` gives the function, also after this module was imported.
+"""
 
 import sys
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
-from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
+from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme.checkpoint.formats.contents import DAMAGE
 from deepnvme.checkpoint.formats.pickle_scan import why_wasteful
@@ -81,7 +81,7 @@ def _told_apart() -> Iterator[None]:
     except Damaged:
         raise
     except pickle.UnpicklingError as error:
-        # torch's own advice, around this, is for torch.load.
+        # torch wraps the reason in advice on torch.load: take the reason alone.
         raise pickle.UnpicklingError(f"{error.__context__ or error} {_TRUSTING}") from None
     except (BadDirectory, *DAMAGE) as error:
         raise Damaged(str(error)) from error

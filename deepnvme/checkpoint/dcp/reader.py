@@ -171,7 +171,7 @@ class NVMeReader(FileSystemReader):
         others = []
         for request in plan.items:
             info = self.storage_data[request.storage_index]
-            if getattr(info, "transform_descriptors", None):  # torch 2.7
+            if getattr(info, "transform_descriptors", None):  # since torch 2.7
                 others.append(request)
             else:
                 by_file.setdefault(info.relative_path, []).append(request)

@@ -84,7 +84,7 @@ class NVMeWriter(FileSystemWriter):
         Raises:
             OSError: From writing, naming the file.
         """
-        if getattr(getattr(self, "transforms", None), "extensions", ()):  # torch 2.7
+        if getattr(getattr(self, "transforms", None), "extensions", ()):  # since torch 2.7
             return super().write_data(plan, planner)
         if self.single_file_per_rank:
             buckets = _split_by_size_and_type(self.thread_count, plan.items)
@@ -105,7 +105,7 @@ class NVMeWriter(FileSystemWriter):
         Raises:
             OSError: From writing, naming the file.
         """
-        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.8
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # since torch 2.8
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -124,7 +124,7 @@ class NVMeWriter(FileSystemWriter):
 
     def _metadata_file(self) -> Path:
         """Return the metadata file: the one of all ranks, or this rank's own."""
-        rank = getattr(self, "rank", None)  # torch 2.9, as is use_collectives
+        rank = getattr(self, "rank", None)  # since torch 2.9, as is use_collectives
         return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
 
     def _files_before(self, metadata_file: Path) -> set[str]:
@@ -155,7 +155,7 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
         Exception: The first error, after all threads have ended.
     """
     directory = Path(writer.path)
-    safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # torch 2.7
+    safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # since torch 2.7
 
     def write_one(file: PlannedFile) -> list[WriteResult]:
         image, written = _image(file, planner, safetensors)

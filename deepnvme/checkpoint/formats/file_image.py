@@ -61,6 +61,7 @@ class FileImage:
         self._ends = array("Q")
         self._large: list[int] = []
         self.nbytes = 0
+        """Size of the file in bytes, as far as it was added."""
 
     def add_text(self, text: bytes) -> None:
         """Append a copy of the bytes."""
@@ -127,8 +128,8 @@ class FileImage:
         self._large += [piece for piece, size in zip(pieces, nbytes, strict=True) if size >= DIRECT_FROM]
 
     def begin_of(self, source: Source) -> int:
-        """Return the offset in the file at which a tensor or storage was added. Raises ValueError if it was not added or is
-        empty."""
+        """Return the offset in the file of a tensor or storage that was added and is not empty. Raises ValueError for any other.
+        """
         piece = next((piece for piece, added in self._sources.items() if added is source), None)
         if piece is None:
             raise ValueError("nothing of this tensor or storage was added")

@@ -40,7 +40,7 @@ def names_only_plain(stream: bytes) -> bool:
 
 
 def _is_plain_name(module: str, name: str) -> bool:
-    """Return whether calling this neither looks at storages' contents nor runs code defined outside torch and Python."""
+    """Return whether the name is in ``_PLAIN``, a storage class or a dtype of torch."""
     import torch
 
     if _is_storage(module, name) or (module, name) in _PLAIN:
@@ -56,8 +56,8 @@ def why_wasteful(stream: bytes) -> str | None:
     """Return why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
 
     Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
-    index beyond the pickle's own size, very many objects that are not in the memo, memo entries that picklers do not make,
-    setting attributes of a class or a function for the whole process, or a pickle that is cut off.
+    index beyond the pickle's own size, very many objects outside the memo or memo entries that no pickler makes, setting
+    attributes of a class or a function for the whole process, or a pickle that is cut off.
     """
     walk = AsyncIOBuilder().load().pickle_walk
     nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)
@@ -73,8 +73,10 @@ def why_wasteful(stream: bytes) -> str | None:
 
 
 _MOST_UNREGISTERED = 1_000_000
-"""Most objects outside the memo; they take less than 300 MB. Not 0: ``pickletools.optimize`` omits memo entries that are not
-used."""
+"""Most objects outside the memo; they take less than 300 MB.
+
+Not 0, because ``pickletools.optimize`` omits memo entries that are not used.
+"""
 
 
 class PickleScan(pickle._Unpickler):
@@ -85,8 +87,8 @@ class PickleScan(pickle._Unpickler):
 
     Args:
         file: File whose position is the start of a pickle.
-        most: Most reads before the scan gives up with UnpicklingError. Most operations take two; a pickle cannot have more
-            operations than bytes.
+        most: Most reads before the scan gives up with UnpicklingError. Most operations take two. A pickle needs no more reads
+            than it has bytes, so pass its size if it is known.
     """
 
     # Based on the unpickler in Python, as torch's own for weights_only: the one in C allocates gigabytes for a large memo index
@@ -95,7 +97,7 @@ class PickleScan(pickle._Unpickler):
     def __init__(self, file: IO[bytes], most: int = _MOST_OPERATIONS) -> None:
         super().__init__(_Counted(file, most))
         self.nbytes: dict[str, int] = {}
-        """Bytes of each storage by its key, in the order of the pickle."""
+        """Bytes of each storage by its key, in the order in which the pickle refers to them, which is that of the file."""
         self.plain = True
         """Whether nothing that the pickle calls could look at the contents of storages. Final after ``load``."""
 

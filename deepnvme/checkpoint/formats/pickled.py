@@ -173,10 +173,7 @@ os.register_at_fork(after_in_child=_resume)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is fully described by its storage, sizes and strides, on a CPU or CUDA device.
-
-    Such tensors torch.save pickles alike on both.
-    """
+    """Return whether the tensor is fully described by its storage, sizes and strides, and torch.save pickles it by these."""
     return (
         tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)

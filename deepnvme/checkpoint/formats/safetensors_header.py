@@ -153,8 +153,10 @@ _USUAL = re.compile(
     rf'"(?!{_METADATA}")([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})":\{{"dtype":"([A-Z0-9_]{{1,20}})",'
     rf'"shape":\[((?:{_SIZE},){{0,7}}{_SIZE}|0|)\],"data_offsets":\[{_NUMBER},{_NUMBER}\]\}},(?=")'
 )
-"""An entry exactly as the library writes it, up to the next. Matching it takes a fifth of the time of reading JSON, which is used
-for all other entries."""
+"""An entry exactly as the library writes it, up to the next.
+
+Matching it takes a fifth of the time of reading JSON, which is used for all other entries.
+"""
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
 _NEVER = re.compile(r"(?!)")  # matches nothing
 _CLOSE = re.compile(r"\}")
@@ -164,8 +166,10 @@ _END = re.compile(r"[ \t\n\r]*\Z")
 
 
 class _Json:
-    """Reads a header member by member, each with a limit. Reading it as a whole could take 30 times its size in memory, and
-    minutes."""
+    """Reads a header member by member, each with a limit.
+
+    Reading it as a whole could take 30 times its size in memory, and minutes.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -339,8 +343,7 @@ _MOST_INDEXED = 2_000_000
 """Most tensors of an index, in all shards together."""
 _MOST_OTHERS = 1000
 _LONGEST_OTHER = 1 << 20
-"""Most characters of a member of an index besides "weight_map". It may hold metadata, such as the names of tensors that share
-memory."""
+"""Most characters of a member of an index besides "weight_map": metadata, such as the names of tensors that share memory."""
 _USUAL_SHARD = re.compile(
     rf'"([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})"[ \t\n\r]*:[ \t\n\r]*"([^"\\\x00-\x1f]{{1,1000}})"[ \t\n\r]*,[ \t\n\r]*(?=")'
 )
@@ -458,7 +461,7 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         TypeError: If a name is not a string.
-        ValueError: If a value is not a dense, contiguous tensor, or a name is reserved.
+        ValueError: If ``tensors`` is not a dict, a value is not a dense, contiguous tensor, or a name is reserved.
         NotImplementedError: If a tensor is on the meta device.
         RuntimeError: If tensors share memory.
     """

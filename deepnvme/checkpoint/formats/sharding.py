@@ -1,5 +1,4 @@
-"""Describe what one rank has of an object that several ranks save together: the shard of each DTensor, and its place in the
-whole."""
+"""Describe what one rank has of an object that several ranks save together: its shard of each DTensor."""
 
 from __future__ import annotations
 
@@ -25,14 +24,7 @@ Span = tuple[int, int]
 
 
 class Sharded:
-    """Stands for the storage of a whole tensor of which this rank writes some bytes.
-
-    Args:
-        local: The bytes that this rank writes, one run after the other.
-        nbytes: Bytes of the whole tensor.
-        offsets: Where each run begins in the whole, in bytes.
-        lengths: Bytes of each run.
-    """
+    """Stands for the storage of a whole tensor of which this rank writes some bytes."""
 
     def __init__(self, local: torch.Tensor, nbytes: int, offsets: array[int], lengths: array[int]) -> None:
         self.local = local
@@ -80,7 +72,7 @@ class Across:
         shard = self._shards.get(key)
         if shard is None:
             shard = self._shards[key] = _shard_of(tensor, local)
-            self._kept.append(local)  # so that the key stays its own
+            self._kept.append(local)  # keeps its storage alive, so that no other tensor can get the same key
         return shard
 
     def location(self, storage: torch.UntypedStorage) -> str:

@@ -43,7 +43,7 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            continue  # refused when they are saved
+            continue  # save_file refuses it
         storage = tensor.untyped_storage()
         if storage.nbytes():
             begin = tensor.data_ptr()

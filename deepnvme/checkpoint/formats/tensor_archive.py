@@ -25,8 +25,10 @@ from .zip_directory import BadDirectory, ZipEntry, data_of, parse
 from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
 
 _ALIGNMENT = 64
-"""Alignment of the records in bytes, torch's default: a small tensor should not take pages. A large one is page-aligned by
-choosing where its archive begins."""
+"""Alignment of the records in bytes, torch's default: a small tensor should not take pages.
+
+A large tensor is page-aligned by choosing where its archive begins.
+"""
 
 
 class Frame(NamedTuple):
@@ -37,11 +39,10 @@ class Frame(NamedTuple):
 
 
 def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor with the same elements and strides whose memory has no gaps, as a view if possible.
+    """Return a tensor with the same elements whose memory has no gaps: with the same strides and memory if possible, else a copy.
 
     Returns:
-        The tensor, on the CPU or a CUDA device. A tensor with gaps is copied into contiguous memory. None for a tensor that is
-        more than its elements, such as a quantized one.
+        The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantized one.
     """
     tensor = tensor.detach()
     if tensor.device.type not in ("cpu", "cuda"):

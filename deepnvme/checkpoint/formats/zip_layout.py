@@ -1,7 +1,7 @@
 """Lay out the records of a zip archive and the headers between them, exactly as torch's writer does.
 
-Records are stored, not deflated, and the data of each begin at a multiple of the alignment: the header is padded with an extra
-field until then. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
+Records are stored, not deflated. The data of each begin at a multiple of the alignment, for which its header is padded with an
+extra field. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
 """
 
 from __future__ import annotations
