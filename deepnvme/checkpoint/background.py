@@ -30,9 +30,9 @@ from .staging import Cancelled, Snapshot
 class SaveFuture:
     """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
-    An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save, which then does not
-    run. If there is no next save, the error is written to stderr at exit. Thread-safe. In a forked child every method raises
-    RuntimeError.
+    An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt file
+    (:func:`save`, :func:`async_save`, :class:`CheckpointManager`), which then does not run. If there is no such save, the error
+    is written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self, destination: Destination, snapshot: Snapshot) -> None:
@@ -213,7 +213,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def raise_unseen() -> None:
-    """Raise the error of an earlier background save if nobody has seen it. Every save calls this first."""
+    """Raise the error of an earlier background save if nobody has seen it. Every save of a .pt file calls this first."""
     failed = _saves.unseen()
     if failed is not None and failed._error is not None:
         try:

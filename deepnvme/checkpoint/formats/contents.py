@@ -91,7 +91,7 @@ class ArchiveContents:
     stored: bool
     """Whether all records are stored as they are. False if any is deflated."""
     byteorder: str
-    """"little" or "big"."""
+    """Byte order of the storages: "little" or "big"."""
     script: bool
     """Whether this is a TorchScript archive."""
 
@@ -364,7 +364,6 @@ def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -
 
 
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
-    """Return the offsets in the file at which the data of the records begin. Raises CorruptCheckpoint like :func:`data_offset`.
-    """
+    """Return the offsets in the file at which the data of the records begin. Errors are as for :func:`data_offset`."""
     with open(path, "rb") as file:
         return [data_offset(path, file.fileno(), record) for record in records]

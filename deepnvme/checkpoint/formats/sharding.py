@@ -55,7 +55,7 @@ class Across:
     def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
         """Return what stands for the storage of a DTensor, or None for any other tensor.
 
-        DTensors that share a storage get the same result.
+        DTensors with the same local memory, shapes, mesh and placements get the same result.
 
         Raises:
             ValueError: If the placements do not say which bytes of the whole this rank has.
