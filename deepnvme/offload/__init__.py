@@ -1,4 +1,4 @@
-"""Training with optimizer states, gradients and weights in full precision on a drive."""
+"""Train with optimizer states, gradients and float32 master weights on a drive."""
 
 from .optimizer import OffloadedOptimizer
 

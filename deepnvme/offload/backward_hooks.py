@@ -1,4 +1,4 @@
-"""What an optimizer does with gradients while backward makes them."""
+"""Hooks that run when backward completes a parameter's gradient, and a record of which gradients have arrived."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 Pieces = Mapping["torch.Tensor", Sequence[tuple[SubGroup, int]]]
-"""Parameter -> its pieces, each as the sub-group that has it and its place in that."""
+"""Maps a parameter to its pieces. A piece is (its sub-group, its index in the sub-group's ``pieces``)."""
 
 
 class GradientHooks:
-    """Calls ``arrived``, a method, with each parameter whose gradient is there, for as long as its object lives; one at a time,
-    though each device has a thread of its own in backward."""
+    """Calls a method with each parameter whose gradient backward has just accumulated.
+
+    Calls are serialised by a lock, since backward has one thread for each device. They end when the method's object is dropped.
+
+    Args:
+        arrived: A bound method. Only a weak reference to its object is kept.
+    """
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        self._arrived = weakref.WeakMethod(arrived)  # parameters, which have the hooks, outlive optimizers
+        self._arrived = weakref.WeakMethod(arrived)  # parameters hold the hooks, and may outlive the optimizer
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._lock = threading.RLock()
 
     def add(self, params: Iterable[torch.Tensor]) -> None:
-        """For those that need gradients and have no hook yet."""
+        """Add a hook to each parameter that has ``requires_grad`` and no hook of this object yet."""
         for param in params:
             if param not in self._handles and param.requires_grad:
                 handle: RemovableHandle = param.register_post_accumulate_grad_hook(self._call)  # type: ignore[no-untyped-call]
                 self._handles[param] = handle
 
     def remove(self) -> None:
-        """All of them."""
+        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -47,20 +52,30 @@ class GradientHooks:
 
 
 class GradientTracker:
-    """Which sub-groups have all their gradients, and which were stepped for that before ``step()``."""
+    """With ``step_in_backward``: records which gradients have arrived, and which sub-groups were stepped in backward.
+
+    True while any gradient has arrived since the last step.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._arrived: dict[SubGroup, set[int]] = {}
         self.stepped: list[SubGroup] = []
         self.stepped_before: list[SubGroup] = []
-        """By the step before, in its order."""
+        """Sub-groups that were stepped in backward by the previous step, in the order they were stepped."""
 
     def __bool__(self) -> bool:
         return bool(self._arrived)
 
     def add(self, param: torch.Tensor) -> list[SubGroup]:
-        """Note a gradient, and return the sub-groups that it completes. RuntimeError for one that was noted."""
+        """Record that a parameter's gradient has arrived.
+
+        Returns:
+            The sub-groups that now have the gradients of all parameters that need one.
+
+        Raises:
+            RuntimeError: If the parameter's gradient arrived before in this step, in an earlier backward.
+        """
         complete = []
         for sub_group, index in self._pieces[param]:
             arrived = self._arrived.setdefault(sub_group, set())
@@ -72,17 +87,17 @@ class GradientTracker:
         return complete
 
     def free_gradients(self, sub_group: SubGroup) -> None:
-        """Of parameters that have been stepped whole, this sub-group's piece being the last."""
+        """Set ``grad`` to None on this sub-group's parameters, except those with a piece in a sub-group not stepped yet."""
         for piece in sub_group.pieces:
             if all(each in self.stepped for each, _ in self._pieces[piece.param]):
                 piece.param.grad = None
 
     def clear(self) -> None:
-        """Begin anew: the step was undone."""
+        """Forget all gradients and stepped sub-groups, because the step was undone."""
         self._arrived.clear()
         self.stepped = []
 
     def commit(self) -> None:
-        """Begin anew: it was made."""
+        """Start a new step, because this one was completed. Its order is kept in ``stepped_before``."""
         self.stepped_before = self.stepped
         self.clear()

@@ -1,4 +1,4 @@
-"""Where the tensors of a sub-group lie in its block: the piece of memory that is read and written in one request."""
+"""Compute where each tensor of a sub-group lies in its block, the contiguous bytes read and written in one request."""
 
 from __future__ import annotations
 
@@ -12,45 +12,54 @@ if TYPE_CHECKING:
     import torch
 
 CACHE_LINE = 64
+"""Bytes."""
 
 
 @dataclass(frozen=True)
 class BlockSection:
-    """One tensor in a block."""
+    """Where one tensor lies in a block, and its dtype, shape and stride."""
 
     piece: int
+    """Index in the sub-group's ``pieces``."""
     key: str
+    """Name in the optimizer's state, or ``MASTER`` for the master weight."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     """Bytes from the block's start."""
     nbytes: int
     stride: tuple[int, ...]
-    """As in the parameter: fused kernels take all tensors of one in the order of memory."""
+    """In elements, and the same as the parameter's: fused kernels walk a parameter and its states in memory order."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
-        """The view into a block, a tensor of bytes."""
+        """Return the tensor as a view of ``block``, the block's bytes (uint8, one dimension)."""
         return block[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All tensors in a block."""
+    """Where all tensors of a block lie."""
 
     sections: tuple[BlockSection, ...]
     nbytes: int
+    """Size of the block, a multiple of the page size."""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its own if its elements fill a piece of memory, or else what an empty_like of it has."""
+    """Return the strides (elements) of a dense copy: the tensor's own if contiguous, else those of ``torch.empty_like``."""
     import torch
 
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def lay_out(tensors: Sequence[tuple[int, str, torch.Tensor]], on_pages: Container[int] = ()) -> BlockLayout:
-    """A place for each (piece, key, tensor), in this order: on a page where it fills one, or its piece is one of
-    ``on_pages``; or else on a cache line."""
+    """Assign each tensor an offset in one block, in the given order.
+
+    Args:
+        tensors: (piece index, key, tensor). Only dtype, shape and strides of the tensor are used.
+        on_pages: Indices of pieces whose tensors begin on a page. So do all tensors of a page or more; the others begin on a
+            cache line.
+    """
     sections = []
     end = 0
     for piece, key, tensor in tensors:

@@ -1,4 +1,4 @@
-"""Where a sub-group's blocks lie in the store, and which of them may be overwritten."""
+"""Names of a sub-group's blocks in the store, and which of them may be overwritten."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 
 def block_name(sub_group: SubGroup, number: int | None = None) -> str:
-    """In the store, of its last whole step's block, or of the one with that number."""
+    """Return the store's name for a sub-group's block: the one of the last completed step, or the one with this number."""
     return f"{sub_group.index}.{sub_group.current if number is None else number}"
 
 
 def image_name(sub_group: SubGroup) -> str:
-    """In the store, of its parameters before the last step."""
+    """Return the store's name for the copy of a sub-group's parameters before the step, from which the step is undone."""
     return f"{sub_group.index}.image"
 
 
 class BlockVersions:
-    """A sub-group has two blocks by turns, of the last whole step and of the next; more only while tensors are mapped from one
-    that is neither: a mapping shows what is written to the file later, so that block has to stay as it is."""
+    """Chooses which block of a sub-group the next step writes, so that no block still needed is overwritten.
+
+    A sub-group has two blocks that alternate: one of the last completed step, one that the next step writes. It has more while
+    tensors of a ``state_dict`` are mapped from an older block: a mapping shows what is written to the file later, so such a
+    block must not change.
+    """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -33,7 +37,7 @@ class BlockVersions:
         self._more: dict[str, SubGroup] = {}
 
     def next_of(self, sub_group: SubGroup) -> int:
-        """The number of the block to be written: not the current one, and nobody's."""
+        """Return the lowest block number that is neither the sub-group's current block nor mapped by a live tensor."""
         number = 0
         while number == sub_group.current or self._is_mapped(block_name(sub_group, number)):
             number += 1
@@ -42,8 +46,13 @@ class BlockVersions:
         return number
 
     def map(self, ranges: Sequence[tuple[SubGroup, int, int]]) -> torch.Tensor:
-        """Bytes of current blocks, each (whose, first byte, count), as :meth:`TensorStore.map_ranges` has them. They stay as they
-        are for as long as any tensor over them lives."""
+        """Map bytes of sub-groups' current blocks as one uint8 tensor.
+
+        The bytes do not change for as long as any tensor over the mapping lives: later steps write to other blocks.
+
+        Args:
+            ranges: (sub-group, first byte, number of bytes), with the alignment that :meth:`TensorStore.map_ranges` requires.
+        """
         mapped = self._store.map_ranges([(block_name(sub_group), first, count) for sub_group, first, count in ranges])
         memory = _Memory(mapped)
         for sub_group, _, _ in ranges:
@@ -52,7 +61,7 @@ class BlockVersions:
         return mapped
 
     def tidy(self) -> None:
-        """Give back the room of blocks that were needed beside a sub-group's two, and are no more."""
+        """Delete blocks beyond a sub-group's two that no live tensor is mapped from any more. Blocks; raises OSError."""
         for name, sub_group in list(self._more.items()):
             if name != block_name(sub_group) and not self._is_mapped(name):
                 del self._more[name]
@@ -70,7 +79,7 @@ class BlockVersions:
 
 
 class _Memory:
-    """Of a tensor: whether that, or any view of it, is alive."""
+    """A weak reference to a tensor's memory. ``seen`` tells whether the tensor, or any view of it, is alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef

@@ -1,4 +1,4 @@
-"""What the processes that share parameters do together."""
+"""Collectives among the ranks that share DTensor parameters: whether all can make a step, and norms over all shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ if TYPE_CHECKING:
 
 
 class ParamRanks:
-    """Of the meshes that DTensors among ``params`` are spread over. Without any, this process is alone."""
+    """The ranks that share the DTensors among ``params``; without DTensors, only this process."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self._meshes = {param.device_mesh: local_of(param).device for param in map(_distributed, params) if param is not None}
 
     def failed(self, here: bool) -> int | None:
-        """The rank that says that it failed, ``here`` this one; of several the last. All have to ask, and wait for each other;
-        RuntimeError if one is gone."""
+        """Return the highest rank that failed, or None if none did.
+
+        A collective: all ranks that share DTensors have to call it. Blocks until they have.
+
+        Args:
+            here: Whether this rank failed.
+
+        Raises:
+            RuntimeError: If a rank is gone.
+        """
         import torch
         import torch.distributed as dist
 
@@ -33,7 +41,7 @@ class ParamRanks:
             failed = dist.get_rank() if self._meshes else 0
         for mesh, device in self._meshes.items():
             if mesh.get_coordinate() is None:
-                continue  # of other ranks
+                continue  # this rank is not in the mesh
             answer = torch.tensor(failed, dtype=torch.int32, device=device)
             for dimension in range(mesh.ndim):
                 group = mesh.get_group(dimension)
@@ -44,33 +52,45 @@ class ParamRanks:
 
 
 class StepVote:
-    """On one step. Each rank casts its vote once, however it fares, so that none waits in vain."""
+    """One rank's vote on whether a step is made. No rank makes a step unless all can.
+
+    Each rank votes exactly once for each step, whether it succeeds or fails, so that no rank waits for a vote that never comes.
+    """
 
     def __init__(self, ranks: ParamRanks) -> None:
         self._ranks = ranks
         self._cast = False
 
     def carry(self) -> None:
-        """This rank could make the step. Raises RuntimeError if another could not."""
+        """Vote for the step. Blocks until all ranks have voted. Raises RuntimeError if another rank could not make it."""
         self._cast = True
         failed = self._ranks.failed(here=False)
         if failed is not None:
             raise RuntimeError(f"rank {failed} failed in this step, and says why: no rank makes it")
 
     def object(self) -> None:
-        """It could not. Has no effect when it has voted before."""
+        """Vote against the step. Blocks until all ranks have voted. Has no effect if this rank has voted before."""
         if not self._cast:
             self._cast = True
-            with contextlib.suppress(RuntimeError):  # a rank is gone, which is not worse
+            with contextlib.suppress(RuntimeError):  # a rank is gone: no rank makes the step in that case either
                 self._ranks.failed(here=True)
 
 
 def over_ranks(
     params: Sequence[torch.Tensor], norms: Sequence[torch.Tensor | None], norm_type: float
 ) -> list[torch.Tensor | None]:
-    """The norms of gradients, of which DTensors have a shard here, over all ranks: one collective for each group of these.
+    """Combine the norms of this rank's gradient shards into norms of the whole gradients.
 
-    All ranks take part with all parameters in the same order; one that has no gradient has the norm 0.
+    A collective: all ranks call it, with all parameters in the same order. There is one all-reduce for each set of process
+    groups that parameters are sharded over.
+
+    Args:
+        params: Parameters; those that are not sharded DTensors keep their norm.
+        norms: For each parameter, the norm of this rank's shard of its gradient. None without a gradient, which counts as 0.
+        norm_type: The order of the norm; may be ``inf``.
+
+    Returns:
+        For each parameter, the norm of its whole gradient, on the CPU if it is sharded.
     """
     import torch
     import torch.distributed as dist
@@ -88,7 +108,7 @@ def over_ranks(
         here = (norms[index] for index in members)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         powers = torch.stack([zero if norm is None else norm.double() for norm in here])
-        powers = (powers if largest else powers**norm_type).to(device)  # where its ranks can meet
+        powers = (powers if largest else powers**norm_type).to(device)  # the device that the process group communicates on
         for group in groups:
             dist.all_reduce(powers, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         whole = (powers if largest else powers ** (1 / norm_type)).cpu()
@@ -101,7 +121,11 @@ def over_ranks(
 def own_directories(
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
 ) -> dict[str | os.PathLike[str], float]:
-    """The directories with their weights, or each rank's own in them."""
+    """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
+
+    Args:
+        nvme_path: One directory, several of equal weight, or a weight for each directory.
+    """
     import torch.distributed as dist
 
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -113,7 +137,7 @@ def own_directories(
 
 
 def _distributed(param: torch.Tensor) -> DTensor | None:
-    """Itself, if it is spread over ranks."""
+    """Return the parameter if it is a DTensor, else None."""
     import torch.distributed as dist
 
     if local_of(param) is param or not dist.is_available():

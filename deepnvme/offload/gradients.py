@@ -1,4 +1,4 @@
-"""Gradients that leave memory during backward and come back for the step."""
+"""Offload gradients: write them to the drive during backward, and read them back for the step."""
 
 from __future__ import annotations
 
@@ -21,49 +21,64 @@ if TYPE_CHECKING:
     from .sub_group import SubGroup
 
 OPEN = 3
-"""Sub-groups whose gradients are in memory at a time: as many as backward fills at once, and those being written. Those of a
-sub-group that stays in memory are not counted, and stay too: nothing of it can then be lost by the drive."""
+"""How many sub-groups' gradients are in memory at a time: those that backward is filling, and those being written.
+
+Resident sub-groups are not counted. Their gradients stay in memory too, so that the drive cannot lose any part of them."""
 
 
 class _Gradients:
-    """Of one sub-group: in memory from the first that arrives until all have, then on the drive."""
+    """The gradients of one sub-group: in memory from the first that arrives until all have arrived, then on the drive."""
 
     def __init__(self, sub_group: SubGroup, layout: BlockLayout) -> None:
         self.sub_group, self.layout = sub_group, layout
         self.lease: Lease | None = None
         self.present: set[int] = set()
-        """Pieces that have one."""
+        """Indices of the pieces that have a gradient."""
         self.added: set[int] = set()
-        """Those of the backward that is running."""
+        """Indices of the pieces whose gradient the current backward has added."""
         self.complete = False
-        """Whether that backward has given all."""
+        """Whether the current backward has added all gradients of the sub-group."""
         self.written: StoreFuture[int] | None = None
 
 
 class OffloadedGradients:
-    """Gathers the gradients of each sub-group, writes them when they are complete, and adds to those of an earlier backward."""
+    """Collects the gradients of each sub-group in memory and writes them to the drive once they are complete.
+
+    Gradients of several backwards are summed. True while there is any gradient. Not thread-safe: GradientHooks serialises calls.
+    """
 
     def __init__(self, traffic: IOStats, pool: BufferPool) -> None:
         self._traffic, self._pool = traffic, pool
         self._of: dict[SubGroup, _Gradients] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """Of gradients in several pieces, as long as one backward has made them."""
+        """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
         self._scale: torch.Tensor | None = None
         self._ahead: dict[SubGroup, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
-        """Those on their way back."""
+        """Gradients that are being read ahead."""
         self._fetched: tuple[SubGroup, Lease] | None = None
         self._taken: Lease | None = None
         self._leaving: deque[StoreFuture[int]] = deque()
         self.lost = False
-        """Whether one could not be written, and is nowhere now."""
+        """Whether a gradient could not be written, and is neither in memory nor on the drive."""
 
     def take_in(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
-        """Have a parameter's gradient here instead: it, or the sum with what was there. Raises OSError from the drive, and leaves
-        it to the parameter then."""
+        """Move a parameter's gradient here, adding it to an earlier one, and set ``param.grad`` to None.
+
+        Blocks only while memory for it has to be freed or an earlier gradient has to be read back.
+
+        Args:
+            param: A parameter. Nothing happens if its ``grad`` is None.
+            pieces: Its pieces, as (sub-group, index in the sub-group's ``pieces``).
+
+        Raises:
+            RuntimeError: If the gradients collected so far were clipped.
+            TypeError: For a gradient that is not a strided tensor.
+            OSError: From the drive. On any exception ``param.grad`` stays.
+        """
         import torch
 
         gradient = param.grad
-        if gradient is None:  # another hook has taken it
+        if gradient is None:  # another hook has removed it
             return
         if self._scale is not None:
             raise RuntimeError(
@@ -71,11 +86,11 @@ class OffloadedGradients:
                 " after the last backward of a step"
             )
         if len(pieces) > 1 and gradient.layout is torch.strided and not local_of(gradient).is_contiguous():
-            # Its pieces are then parts of it, and not of a copy that would be another one each time.
+            # Now each piece is a view of the gradient. Otherwise each access to a piece would make its own contiguous copy.
             gradient = param.grad = distributed_like(gradient, local_of(gradient).contiguous())
         first = not any(index in self._of[sub_group].present for sub_group, index in pieces if sub_group in self._of)
         self._norms.pop(param, None)
-        if first and len(pieces) > 1:  # of the whole, which rounds otherwise than from the norms of its pieces
+        if first and len(pieces) > 1:  # from the whole gradient: combining the norms of its pieces would round differently
             self._norms[param] = torch.linalg.vector_norm(local_of(gradient)).cpu()
         taken: list[torch.Tensor] = []
         try:
@@ -83,7 +98,7 @@ class OffloadedGradients:
                 self._add_piece(sub_group, index, taken)
         except BaseException:
             for part in taken:
-                part.zero_()  # it stays where it is and will be added once more
+                part.zero_()  # this part was added already, and param.grad will be added once more
             self._norms.pop(param, None)
             raise
         param.grad = None
@@ -101,7 +116,7 @@ class OffloadedGradients:
                 sub_group, lay_out([(number, "", each.of(each.param)) for number, each in enumerate(sub_group.pieces)])
             )
         view = kept.layout.sections[index].of(self._in_memory(kept))
-        with defer_interrupts():  # what is added here is not to be added once more
+        with defer_interrupts():  # an interrupt between adding and recording would add the gradient twice
             if index in kept.present:
                 view.add_(gradient.to("cpu"))
             else:
@@ -115,7 +130,10 @@ class OffloadedGradients:
             self._write(kept)
 
     def flush(self) -> None:
-        """Write what is complete only because the rest got no gradient in this backward. Returns when all is written."""
+        """Write the gradients that are still in memory, and wait until all are written. Raises OSError.
+
+        Sub-groups of which some parameters got no gradient in this backward count as complete from here on.
+        """
         for kept in self._of.values():
             if kept.lease is not None:
                 kept.complete = True
@@ -128,11 +146,11 @@ class OffloadedGradients:
         return bool(self._of)
 
     def has(self, sub_group: SubGroup) -> bool:
-        """Whether any piece has a gradient here."""
+        """Return whether any piece of the sub-group has a gradient here."""
         return sub_group in self._of
 
     def expect(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Read ahead the gradients of those that are next, as far as there is memory for them."""
+        """Start reading the gradients of the sub-groups to be stepped next, in order, until memory for them runs out."""
         for sub_group in sub_groups:
             kept = self._of.get(sub_group)
             if kept is None or kept.lease is not None or sub_group in self._ahead:
@@ -143,7 +161,7 @@ class OffloadedGradients:
             self._read(kept, lease)
 
     def fetch(self, sub_group: SubGroup) -> None:
-        """Have the gradients of this one in memory. Raises OSError."""
+        """Read the gradients of one sub-group into memory and wait for them. Raises OSError."""
         if self._fetched is not None and self._fetched[0] is sub_group:
             return
         self._give_back()
@@ -163,16 +181,20 @@ class OffloadedGradients:
         self._traffic.look()
 
     def take(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
-        """The gradients by piece, clipped if they are to be, valid until the next are fetched or taken."""
+        """Return a sub-group's gradients by index of the piece, clipped if :meth:`clip` was called. Reads them if necessary.
+
+        The tensors are valid until the next call of :meth:`fetch` or :meth:`take`.
+        """
         kept = self._of.get(sub_group)
         if kept is None:
             return {}
-        if kept.lease is not None:  # incomplete, or of a sub-group in memory
+        if kept.lease is not None:  # the sub-group is incomplete, or resident
             buffer = kept.lease.buffer
         else:
             self.fetch(sub_group)
             assert self._fetched is not None
-            (_, self._taken), self._fetched = self._fetched, None  # which may be scaled below: to be read again
+            # No longer "fetched": it may be scaled in place below, so the next take has to read it again.
+            (_, self._taken), self._fetched = self._fetched, None
             buffer = self._taken.buffer
         found = {index: kept.layout.sections[index].of(buffer) for index in sorted(kept.present)}
         if self._scale is not None:
@@ -181,7 +203,7 @@ class OffloadedGradients:
         return found
 
     def norms(self, params: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor | None]:
-        """Of what is here of the gradient of each. Reads all of them."""
+        """Return the norm of each parameter's gradient on this rank, or None without a gradient. Reads all gradients."""
         import torch
 
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
@@ -206,7 +228,16 @@ class OffloadedGradients:
         return norms
 
     def clip(self, norms: Sequence[torch.Tensor | None], max_norm: float, norm_type: float) -> torch.Tensor:
-        """The norm of all from those of each, in this order; gradients are scaled to ``max_norm`` when they are taken."""
+        """Compute the total norm, and have :meth:`take` scale gradients down to ``max_norm``.
+
+        Args:
+            norms: Norms of the parameters' gradients, in the parameters' order, over all ranks; None without a gradient.
+            max_norm: The total norm to scale down to.
+            norm_type: The order of the norm.
+
+        Returns:
+            The total norm before clipping.
+        """
         import torch
 
         found = [norm for norm in norms if norm is not None]
@@ -216,11 +247,14 @@ class OffloadedGradients:
         return total
 
     def clear(self) -> None:
-        """Forget all gradients. Those on the drive keep their place there, for the next."""
+        """Drop all gradients and release their memory. Their space on the drive is kept for the next gradients.
+
+        Blocks until transfers have ended.
+        """
         self.rest()
         for kept in list(self._of.values()):
             if kept.written is not None:
-                kept.written.exception()  # which concerns nobody any more
+                kept.written.exception()  # an error no longer matters: the gradient is dropped
             self._of.pop(kept.sub_group, None)
             if kept.lease is not None:
                 kept.lease.release()
@@ -229,14 +263,15 @@ class OffloadedGradients:
         self.lost = False
 
     def rest(self) -> None:
-        """Give back the memory of those that were read, or read ahead. They are read again when they are wanted."""
+        """Release the memory of gradients that were read or read ahead; they are read again when needed."""
         self._give_back()
         while self._ahead:
             _, (lease, reading) = self._ahead.popitem()
-            reading.exception()  # it will be read again
+            reading.exception()  # wait; an error no longer matters, because the gradient will be read again
             lease.release()
 
     def _in_memory(self, kept: _Gradients) -> torch.Tensor:
+        """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
         if kept.lease is None:
             self._make_room()
             lease = self._pool.lease(max(kept.layout.nbytes, 1))
@@ -250,12 +285,13 @@ class OffloadedGradients:
         return kept.lease.buffer[: kept.layout.nbytes]
 
     def _make_room(self) -> None:
+        """Wait for writes, or start one, until another sub-group's gradients may be in memory."""
         while True:
             open_now = [each for each in self._of.values() if each.lease is not None and not each.sub_group.in_memory]
             if len(open_now) + len(self._leaving) < OPEN:
                 return
             if self._leaving:
-                self._leaving.popleft().exception()  # which is raised where the gradients are needed
+                self._leaving.popleft().exception()  # only wait: an error is raised where the gradients are needed
             else:
                 self._write(open_now[0])
 

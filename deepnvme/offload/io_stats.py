@@ -1,4 +1,4 @@
-"""What an optimizer moves between memory and the drive: how much, and for how long."""
+"""Count the bytes that an optimizer moves between memory and drive in a step, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepTimes:
-    """Of one step. Seconds, and bytes."""
+    """Durations in seconds, and bytes moved, of one step."""
 
     begun: float | None = None
-    """When the first was done for it, by ``time.perf_counter``."""
+    """``time.perf_counter()`` when work for the step began; None before."""
     computing: float = 0.0
     waiting: float = 0.0
     reading: float = 0.0
+    """Time with at least one read in flight."""
     writing: float = 0.0
+    """Time with at least one write in flight."""
     bytes_read: int = 0
     bytes_written: int = 0
 
 
 class _Clock:
-    """How long at least one transfer of a kind has been under way, as far as it was looked at."""
+    """Measures how long at least one transfer of a kind was in flight. Ends are only seen by :meth:`look`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -38,14 +40,14 @@ class _Clock:
         self._since = 0.0
 
     def started(self, future: StoreFuture[Any]) -> None:
-        """It is under way from now on."""
+        """Record the start of a transfer."""
         self.look()
         if not self._under_way:
             self._since = time.perf_counter()
         self._under_way.append(future)
 
     def look(self) -> None:
-        """Notice those that have ended."""
+        """Record transfers that have ended."""
         if self._under_way:
             self._under_way = [future for future in self._under_way if not future.done()]
             if not self._under_way:
@@ -57,7 +59,10 @@ def _clocks() -> dict[str, _Clock]:
 
 
 class _Spending:
-    """No generator: one that Ctrl-C leaves suspended would add all the time until its end is collected."""
+    """Adds the time of a ``with`` body to ``computing`` or ``waiting``.
+
+    Not a generator: if Ctrl-C left one suspended, it would add all the time until it is garbage-collected.
+    """
 
     def __init__(self, traffic: IOStats, what: Literal["computing", "waiting"]) -> None:
         self._traffic, self._what = traffic, what
@@ -72,24 +77,27 @@ class _Spending:
 
 
 class IOStats:
-    """A store, with an account of what is read from it and written to it for the step that is being made."""
+    """Reads from and writes to a store, and counts bytes and times for the current step.
+
+    Transfers through ``store`` directly are not counted.
+    """
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
         self.times = StepTimes()
         self.written_in_all = 0
-        """Bytes, steps that were undone included."""
+        """Bytes written since the optimizer was created, also for undone steps, checkpoints and measurements."""
         self._clocks = _clocks()
 
     def get(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        """As the store does."""
+        """Start reading the tensor ``name`` into ``out``, and count it. See :meth:`TensorStore.get`."""
         future = self.store.get(name, out)
         self._clocks["read"].started(future)
         self.times.bytes_read += out.nbytes
         return future
 
     def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:
-        """As the store does."""
+        """Start writing ``tensor`` under ``name``, and count it. See :meth:`TensorStore.put`."""
         future = self.store.put(name, tensor)
         self._clocks["write"].started(future)
         self.times.bytes_written += tensor.nbytes
@@ -97,22 +105,22 @@ class IOStats:
         return future
 
     def look(self) -> None:
-        """Notice transfers that have ended: their time ends where somebody looks."""
+        """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
         for clock in self._clocks.values():
             clock.look()
 
     def begin(self) -> None:
-        """Something is done for a step. Only the first such call of a step counts."""
+        """Record that work for a step begins. Only the first call in a step has an effect."""
         if self.times.begun is None:
             self.times.begun = time.perf_counter()
 
     def spending(self, what: Literal["computing", "waiting"]) -> _Spending:
-        """Add the time that the body of ``with`` takes."""
+        """Return a context manager that adds the time of its body to ``computing`` or ``waiting``."""
         return _Spending(self, what)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is moved meanwhile is not for a step, but wears the drive all the same."""
+        """Do not count transfers of the ``with`` body for a step. They do count for ``written_in_all``: they wear the drive."""
         times, clocks = self.times, self._clocks
         self.times, self._clocks = StepTimes(), _clocks()
         try:
@@ -121,7 +129,10 @@ class IOStats:
             self.times, self._clocks = times, clocks
 
     def finish(self) -> StepTimes:
-        """What has come together since this was last asked for: of a step, or of one that came to nothing."""
+        """Return bytes and times since the last call of this method, and start counting anew.
+
+        Called when a step is completed, and when one was undone.
+        """
         self.look()
         times, self.times = self.times, StepTimes()
         times.reading, times.writing = self._clocks["read"].seconds, self._clocks["write"].seconds

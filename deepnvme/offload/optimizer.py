@@ -1,4 +1,4 @@
-"""Any torch optimizer with its states, and the weights in full precision, on a drive."""
+"""An optimizer that wraps any torch optimizer and keeps its states and float32 master weights on a drive."""
 
 from __future__ import annotations
 
@@ -24,52 +24,66 @@ from .sub_group import SubGroup
 
 
 class OffloadedOptimizer(Optimizer):
-    """``optimizer_class(params, **optimizer_kwargs)`` with the same results, bit for bit, and its states on a drive.
+    """Run ``optimizer_class(params, **optimizer_kwargs)`` with its states on a drive; results are the same, bit for bit.
 
     >>> optimizer = deepnvme.OffloadedOptimizer(
     ...     model.parameters(), torch.optim.AdamW, nvme_path="/mnt/nvme/states", lr=1e-3, fused=True
     ... )
 
-    ``optimizer_class``: any that steps each parameter by itself. ``fused=True``, where the class knows it, is several times
-    as fast.
-    ``nvme_path``: a directory, or several to be striped over; this process's alone while the optimizer is open. With
-    ``torch.distributed`` each rank takes a directory of its own in it. Twice the bytes of the states are taken there, so that
-    a step that fails leaves the one before, and are reserved at once.
-    ``dram_budget``: bytes of states that stay in memory, beside three sub-groups that are under way: their states and master
-    weights; where there are none of these copies of their parameters during a step; and with ``offload_gradients`` four
-    sub-groups' gradients. Their first step, and what a checkpoint is made of, goes to the drive all the same.
-    ``master_weights``: keep float32 weights of bfloat16 and float16 parameters with the states, and step these. Parameters on
-    CUDA devices need it: their states are stepped on the CPU.
-    ``sub_group_size``: elements that are read, stepped and written at once. Larger parameters are cut where the optimizer works
-    element by element (those of torch that do, on float32 and float64), otherwise the largest parameter is the least that is
-    held.
-    ``offload_gradients``: gradients go to the drive during backward, and come back for the step; ``param.grad`` is None after
-    backward, and :meth:`clip_grad_norm_` clips them. ``step_in_backward``: a sub-group is stepped as soon as its gradients are
-    complete, and they are freed; :meth:`step` ends the step. One backward for a step then, and no clipping.
-    ``checksum``: states are verified when they are read, and when a state_dict is made. ``verbose``: print a line for each step.
-    ``pool``: to lease memory from, instead of the process's.
+    The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
+    writes its states back, while the states of the next sub-group are read.
 
-    A parameter that was changed by others since the last step (``load_state_dict`` of the model, but not through ``.data``, which
-    nothing tells) is taken as the new master weight.
+    A parameter that was changed by other code since the last step becomes the new value of its master weight. Loading a model's
+    ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
 
-    Raises ValueError for what cannot be offloaded, what ``optimizer_class`` raises for what it does not take, StoreLocked for a
-    directory in use, OutOfBuffers if the ring does not fit into what others leave of the buffer pool's budget, and OSError from
-    the drive: ENOSPC if it has no room for the states.
+    **Exceptions.** After an exception out of :meth:`step`, parameters and states are either as before the step or as after it.
+    The exception says which, and so does :attr:`steps`. This holds for Ctrl-C, too, and for exceptions raised by a handler of
+    SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGVTALRM, SIGPROF, SIGUSR1, SIGUSR2 or SIGXCPU. If the drive also fails while a step is
+    undone, the error says so. Nothing is lost then: the next call finishes undoing first, or raises OSError again.
 
-    An exception out of :meth:`step`, also of Ctrl-C or from a handler of SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGUSR1, SIGUSR2 or
-    SIGXCPU, leaves parameters and states as they were before it, or as they are after it, and says which; :attr:`steps` does
-    too. Where the drive fails in bringing them back as well, the error says that, nothing is lost, and the next call does it
-    first, or raises OSError again. With one exception, which says so and leaves
-    :meth:`load_state_dict` to be called: what ``dram_budget`` keeps in memory is stepped last, after all that the drive could
-    fail in. If then the optimizer's own code raises, when it has stepped others in the same step, and these before, what it has
-    changed in memory is lost: a second copy would take as much memory again, or as many bytes written in each step as were kept
-    from the drive.
+    There is one exception to this, whose error says that :meth:`load_state_dict` has to be called. Sub-groups that
+    ``dram_budget`` keeps in memory are stepped last, after everything in which the drive could fail. The optimizer's own code
+    has then stepped other sub-groups in the same step, and these sub-groups in earlier steps. If it raises nevertheless, its
+    changes to states in memory are lost. A second copy to undo them would take as much memory again, or as many bytes written
+    in each step as ``dram_budget`` saves.
 
-    These handlers wait while a step is made final or taken back, with no bound of its own: as long as a drive that hangs, and
-    with DTensors as the collective in which the ranks agree, which ends by its ``timeout`` if a rank does not come.
-    A rank that left it would not know whether the others make the step that it has agreed to.
+    **Signals.** Signal handlers wait while a step is committed or undone, for as long as that takes: as long as a drive hangs,
+    and with DTensors as long as the collective in which the ranks agree on the step. That collective ends by its ``timeout`` if
+    a rank does not take part. A rank that left it early would not know whether the others make the step it has agreed to.
 
-    A forked child can only leave the optimizer alone.
+    **Processes.** A forked child cannot use the optimizer.
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        optimizer_class: Any optimizer that steps each parameter by itself. ``fused=True``, if the class has it, is several times
+            as fast.
+        nvme_path: One directory, several to stripe over, or a weight for each directory. No other process can use them while the
+            optimizer is open. With ``torch.distributed``, each rank makes its own directory in them. Twice the bytes of the
+            states are reserved there at once, so that a failed step leaves the states of the step before.
+        dram_budget: Bytes of states that stay in memory. Their first step and checkpoints go through the drive nevertheless.
+            Further memory is needed for three sub-groups in flight: their states and master weights; during a step, copies of
+            the parameters without master weights; and with ``offload_gradients`` the gradients of four sub-groups.
+        master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
+            Required for parameters on CUDA devices, because states are stepped on the CPU.
+        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
+            element by element (torch's optimizers that do, on float32 and float64). Otherwise the largest parameter sets the
+            least memory needed.
+        offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
+            after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
+        step_in_backward: Step each sub-group as soon as its gradients are complete, and free them; :meth:`step` ends the step.
+            Only one backward per step, and no clipping.
+        checksum: Verify states when they are read, and when a state_dict is made.
+        verbose: Print a line after each step.
+        pool: Buffer pool to lease memory from; by default the process's.
+        **optimizer_kwargs: Passed to ``optimizer_class``.
+
+    Raises:
+        ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
+        StoreLocked: If a directory is in use.
+        OutOfBuffers: If the sub-groups in flight do not fit into what others leave of the buffer pool's budget.
+        OSError: From the drive; ENOSPC if it has no room for the states.
+
+    What ``optimizer_class`` raises for its arguments is raised, too.
     """
 
     def __init__(
@@ -128,34 +142,68 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        Returns what ``closure`` returns, if one is given; it is called once, before. On any exception parameters and states are
-        brought back to the step before, and gradients stay, to try again; only with ``step_in_backward`` they go.
+        On any exception, parameters and states are restored to the step before. Gradients stay, so that the call can be
+        repeated; with ``step_in_backward`` they are freed, and backward has to be run again.
 
-        Where parameters are DTensors, all ranks that share them have to call it. None makes a step that another could not make:
-        RuntimeError.
+        If parameters are DTensors, all ranks that share them have to call this.
+
+        Args:
+            closure: Called once, with gradients enabled, before the step.
+
+        Returns:
+            What ``closure`` returns, or None without one.
+
+        Raises:
+            RuntimeError: If another rank could not make the step: then no rank makes it. Also after :meth:`close`, in a forked
+                child, or after a step that failed and cannot be undone.
+            OSError: From the drive.
         """
         return self._stepping.step(closure)
 
     @property
     def steps(self) -> int:
-        """Steps made since the optimizer was made. After an exception out of ``step``: whether that was made. Only one that comes
-        when all is done, Ctrl-C say, leaves it made."""
+        """Number of steps made since the optimizer was created.
+
+        After an exception out of :meth:`step`, it tells whether that step was made. An exception that comes when all the work is
+        done, such as Ctrl-C, leaves the step made; any other leaves it undone.
+        """
         return self._stepping.steps
 
     def report(self) -> StepReport:
-        """Of the last step. Raises RuntimeError before the first."""
+        """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
         return self._stepping.reports.last
 
     def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
-        """Bytes/s that the drive reads and writes for this optimizer's store, over ``nbytes`` bytes or some more each way; kept
-        for :meth:`report`. Takes some tenths of a second. Raises ValueError for no bytes, and OSError from the drive."""
+        """Measure how fast the drive reads and writes in this optimizer's directories.
+
+        Takes some tenths of a second. The result is kept, and :meth:`report` compares later steps with it.
+
+        Args:
+            nbytes: Bytes to read and to write; rounded up to whole rounds.
+
+        Returns:
+            Bytes per second read, and bytes per second written.
+
+        Raises:
+            ValueError: If ``nbytes`` is less than 1.
+            OSError: From the drive.
+        """
         self._stepping.standing.check_usable()
         largest = max(each.numel for each in self._sub_groups)
         return self._stepping.reports.measure_limits(self._pool, 4 * largest, nbytes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where their gradients are on the drive. Returns the norm.
-        Where parameters are DTensors, all ranks that share them have to call it."""
+        """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.
+
+        If parameters are DTensors, all ranks that share them have to call this.
+
+        Returns:
+            The total norm of the gradients before clipping.
+
+        Raises:
+            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known.
+            OSError: From the drive, with ``offload_gradients``.
+        """
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
@@ -164,14 +212,20 @@ class OffloadedOptimizer(Optimizer):
         return self._stepping.clip(self._stepping.offloaded, params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any optimizer's; gradients on the drive are dropped, and what backward has stepped since the last step is taken
-        back. Raises OSError if that fails."""
+        """Clear all gradients, those on the drive too, and undo what backward has stepped since the last step.
+
+        Raises OSError if undoing fails.
+        """
         self._stepping.zero_grad()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's. Raises like the constructor, and adds nothing then."""
-        if not hasattr(self, "_stepping"):  # torch's constructor
+        """Add a parameter group, as with any torch optimizer.
+
+        Raises what the constructor raises, and RuntimeError if backward has stepped parameters since the last step. Nothing is
+        added then.
+        """
+        if not hasattr(self, "_stepping"):  # called by torch's constructor
             super().add_param_group(param_group)
             return
         self._stepping.check_between_steps()
@@ -188,10 +242,19 @@ class OffloadedOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer in memory has it, with ``master_weight`` in a parameter's state if there is one. Tensors are mapped
-        from the drive: no memory is taken. They stay as they are when the optimizer goes on, or is closed; each keeps its room on
-        the drive for as long as it lives. A drive that fails to read a page ends the process with SIGBUS when
-        that is touched; ``checksum`` reads all before, and raises OSError."""
+        """Return the ``state_dict`` that ``optimizer_class`` itself would return, with tensors mapped from the drive.
+
+        A parameter's state has the additional key ``master_weight`` if there is a master weight. Tensors are memory-mapped, so
+        they take no memory. They keep their values when further steps are made or the optimizer is closed, and occupy space on
+        the drive for as long as they live.
+
+        If the drive fails to read a page of a mapped tensor, touching that page ends the process with SIGBUS. With ``checksum``
+        all states are read here first, which raises OSError instead.
+
+        Raises:
+            RuntimeError: If backward has stepped parameters since the last step.
+            OSError: If states are damaged (with ``checksum``), or if an earlier step still has to be undone and cannot be.
+        """
         self._stepping.standing.check_usable()
         self._stepping.check_between_steps()
         if self._checksum:
@@ -200,17 +263,20 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks an optimizer first."""
+        """Tell ``torch.amp.GradScaler`` that this optimizer does not scale gradients itself.
+
+        ``GradScaler.step`` reads this attribute first, so it is where an unsupported combination is reported.
+        """
         if self._stepping.offloaded is not None or self._step_in_backward:
             option = "step_in_backward" if self._step_in_backward else "offload_gradients"
             raise RuntimeError(f"a GradScaler needs the gradients after backward, and {option} takes them away: set it to False")
         return False
 
     def close(self) -> None:
-        """Give the memory back and remove the files. Idempotent. Save ``state_dict()`` before.
+        """Release the memory and remove the files. Idempotent. Save :meth:`state_dict` first.
 
-        What backward has stepped without a :meth:`step`, or a step that could not be undone, is undone first. Raises OSError if
-        that fails, and is open still: call it again, or :meth:`load_state_dict` before.
+        Steps made in backward without a :meth:`step`, and a failed step that could not be undone yet, are undone first. If that
+        raises OSError, the optimizer stays open: call this again, or :meth:`load_state_dict` and then this.
         """
         if hasattr(self, "_stepping"):
             self._stepping.close()
@@ -234,22 +300,26 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the states of another optimizer of this class, offloaded or not. One sub-group at a time is copied.
+        """Load the states of another optimizer of the same class, offloaded or not.
 
-        Where there are master weights, ``master_weight`` of a parameter's state, or else the parameter, is taken.
-        On any exception all stays as it was. After a step that could not be undone this makes the optimizer usable again;
-        where the drive fails still, a RuntimeWarning says how many parameters are as the failed step left them: load the
-        model too.
+        One sub-group is copied at a time. A master weight is loaded from ``master_weight`` in a parameter's state, or from the
+        parameter if that key is missing. On any exception nothing is changed.
+
+        After a step that could not be undone, this makes the optimizer usable again. If the drive still fails, a RuntimeWarning
+        says how many parameters are as the failed step left them: load the model too.
+
+        Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
+        for a state_dict that does not fit.
         """
         self._stepping.standing.check_open()
         self._stepping.check_before_loading()
         self._loading.remove()
-        self._loading = self.register_load_state_dict_pre_hook(opaque)  # after those of the user
+        self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._stepping.load(state)
-        self.defaults.setdefault("differentiable", False)  # as torch does here
+        self.defaults.setdefault("differentiable", False)  # as torch.optim.Optimizer.__setstate__ does
 
     @property
     def _sub_groups(self) -> list[SubGroup]:
@@ -257,5 +327,6 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is parameter.empty]

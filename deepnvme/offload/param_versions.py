@@ -1,4 +1,4 @@
-"""Parameters that others change between steps: their master weights are to follow."""
+"""Detect parameters that other code changed between steps, so that their master weights can be updated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 
 class ParamVersionTracker:
-    """By torch's count of the changes of a tensor, which ``.data`` gets round."""
+    """Detects changed parameters by torch's version counter of a tensor and its address.
+
+    Changes through ``.data`` are not detected: they do not count as versions.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._versions: dict[torch.Tensor, tuple[int, int]] = {}
 
     def look(self) -> None:
-        """Note what was changed since, with the sub-groups. To be called before a step changes any itself."""
+        """Add pieces of parameters that changed since :meth:`remember` to their sub-group's ``stale``.
+
+        Call it before a step itself changes any parameter.
+        """
         for param, version in self._versions.items():
             if version_of(param) != version:
                 for sub_group, index in self._pieces[param]:
@@ -27,7 +33,7 @@ class ParamVersionTracker:
                         sub_group.stale.add(index)
 
     def remember(self) -> None:
-        """What there is now, is right."""
+        """Take the current parameters as unchanged from here on. Only those with master weights are tracked."""
         self._versions = {
             param: version_of(param)
             for param, pieces in self._pieces.items()
@@ -36,6 +42,6 @@ class ParamVersionTracker:
 
 
 def version_of(param: torch.Tensor) -> tuple[int, int]:
-    """Another one after each change in place, and for each other memory."""
+    """Return a value that differs after each in-place change of the parameter, and after its memory was replaced."""
     local = local_of(param)
     return local._version, local.data_ptr()

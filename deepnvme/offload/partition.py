@@ -1,4 +1,4 @@
-"""How the parameters of an optimizer are cut into sub-groups, the units that are read, stepped and written."""
+"""Cut an optimizer's parameters into sub-groups, the units that are read, stepped and written at once."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ if TYPE_CHECKING:
     import torch
 
 CUT = 4096
-"""Elements: parameters are cut at multiples of this. Every element's bytes then begin a page in whatever dtype, so that cut
-states can be mapped as one; and vectors of the kernels are not cut, so that they round like those of the whole tensor."""
+"""Elements. Parameters are cut only at multiples of this.
+
+Each cut then lies on a page boundary, in any dtype, so that the states of all pieces can be mapped as one tensor. Cuts also never
+split a SIMD vector of the CPU kernels, so that pieces round exactly like the whole tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSlice:
-    """A parameter, or a run of its elements."""
+    """A parameter, or a contiguous range of its elements. For a DTensor, of this rank's shard."""
 
     param: torch.Tensor
     group: int
-    """Of ``param_groups``."""
+    """Index in ``param_groups``."""
     begin: int
+    """First element, in the flattened parameter."""
     end: int
+    """One past the last element."""
     whole: bool
+    """Whether the slice is the whole parameter (or shard)."""
     times: int = 1
-    """How often the parameter is in its group: that often it is stepped in a step, as torch does it."""
+    """How often the parameter is listed in its group. It is stepped that often in each step, as torch does."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.begin
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This piece of a tensor that is shaped like the parameter: a view. What is held here, of a DTensor."""
+        """Return this slice of a tensor that has the parameter's shape, as a view; of a DTensor, of this rank's shard."""
         tensor = local_of(tensor).detach()
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """This piece of the parameter's."""
+        """This slice of the parameter's gradient; None without a gradient. A view, if the gradient is contiguous or not cut."""
         gradient = self.param.grad
         if gradient is None or self.whole:
             return None if gradient is None else self.of(gradient)
@@ -49,7 +54,7 @@ class ParamSlice:
         return self.of(local if local.is_contiguous() else local.contiguous())
 
     def check_gradient(self) -> None:
-        """Raise TypeError for one that has no such piece."""
+        """Raise TypeError if the gradient is not strided (sparse, for example) and would have to be cut."""
         import torch
 
         gradient = self.param.grad
@@ -61,7 +66,7 @@ class ParamSlice:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a DTensor's shard that this process holds."""
+    """Return the tensor itself, or this rank's shard of a DTensor."""
     import torch
 
     if not hasattr(tensor, "to_local"):
@@ -72,7 +77,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the shard of a tensor distributed like this one, if that is."""
+    """Return ``local`` as the shard of a DTensor distributed like ``tensor``; ``local`` itself if that is no DTensor."""
     if local_of(tensor) is tensor:
         return local
     from torch.distributed.tensor import DTensor
@@ -86,8 +91,18 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def partition(
     param_groups: Sequence[dict[str, Any]], size: int, may_be_cut: Callable[[torch.Tensor], bool], first_group: int = 0
 ) -> list[list[ParamSlice]]:
-    """Sub-groups of at most ``size`` elements (a multiple of CUT; rounded down, but to no less than one), in the order of the
-    parameters; larger where one that may not be cut is larger."""
+    """Divide parameters into sub-groups, in the order of the parameters.
+
+    Args:
+        param_groups: Parameter groups of a torch optimizer.
+        size: Most elements of a sub-group; rounded down to a multiple of CUT, but at least CUT. A parameter that may not be cut
+            and is larger gets a larger sub-group.
+        may_be_cut: Whether a parameter may be cut.
+        first_group: The number of the first of ``param_groups``.
+
+    Returns:
+        For each sub-group, its slices.
+    """
     size = max(CUT, size // CUT * CUT)
     found: list[list[ParamSlice]] = []
     filled = size
@@ -100,7 +115,8 @@ def partition(
                 rest = numel - begin
                 if rest > room:
                     room = room // CUT * CUT
-                    if not may_be_cut(param) or room < max(1, min(rest, size) // 4):  # rather than many small pieces
+                    # Start a new sub-group rather than fill this one's small rest: fewer, larger pieces.
+                    if not may_be_cut(param) or room < max(1, min(rest, size) // 4):
                         found.append([])
                         filled = 0
                         room = size if may_be_cut(param) else rest

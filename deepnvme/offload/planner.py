@@ -1,4 +1,4 @@
-"""How an optimizer's parameters are made into sub-groups, and what memory these will take."""
+"""Plan an optimizer's sub-groups: check its parameters, cut them, and estimate the bytes of their states."""
 
 from __future__ import annotations
 
@@ -17,33 +17,52 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
-"""Optimizers to which a run of a parameter's elements is as good as a whole parameter."""
+"""torch optimizers that work element by element: for them, stepping a part of a parameter gives the same result."""
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTERED = (*LOW_PRECISION, torch.float32)
-"""What float32 holds without loss."""
+"""Dtypes that float32 holds without loss."""
 
 
 PORTION = 1 << 22
-"""Elements: 16 MiB of gradients in float32."""
+"""Elements with master weights that are stepped at a time: 16 MiB of gradients in float32."""
 
 
 class SubGroupPlanner:
-    """``size``: elements of a sub-group, at most where it can be."""
+    """Makes sub-groups of parameters, and estimates how large their blocks will be.
+
+    Args:
+        optimizer_class: The torch optimizer class to wrap.
+        options: Its keyword arguments.
+        master_weights: Whether to keep float32 weights.
+        size: Most elements of a sub-group; more only for a larger parameter that cannot be cut.
+    """
 
     def __init__(self, optimizer_class: type[Optimizer], options: dict[str, Any], master_weights: bool, size: int) -> None:
         self._class, self._options = optimizer_class, options
         self._master_weights, self._size = master_weights, size
         self._states_an_element: list[float] = []
-        """Of each group."""
+        """For each parameter group, the estimated number of state elements for each parameter element."""
 
     def defaults(self) -> dict[str, Any]:
-        """Of the class, with the options given: from one made for nothing, since some make their states at once."""
+        """Return the optimizer class's ``defaults``, with the options given.
+
+        They are taken from an optimizer of one element, since some classes allocate their states when constructed.
+        """
         return dict(self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._options).defaults)
 
     def sub_groups_of(self, groups: Sequence[dict[str, Any]], first_group: int, first: int) -> list[SubGroup]:
-        """For these groups, numbered from ``first_group`` on; the sub-groups from ``first`` on. Raises ValueError for parameters
-        that cannot be offloaded, and what the class raises for those that it does not take."""
+        """Check the parameters of these groups and divide them into sub-groups.
+
+        Args:
+            groups: Parameter groups.
+            first_group: The number of the first of ``groups``.
+            first: The number of the first sub-group.
+
+        Raises:
+            ValueError: For parameters that cannot be offloaded.
+            Exception: Whatever the optimizer class raises for parameters or options that it does not accept.
+        """
         self._have_them_checked(groups)
         for group in groups:
             for param in group["params"]:
@@ -51,11 +70,12 @@ class SubGroupPlanner:
         del self._states_an_element[first_group:]
         self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
         cut = partition(groups, self._size, self._may_be_cut, first_group)
-        portion = PORTION if self._class in ELEMENTWISE else None  # others may count their steps for all parameters
+        # Other classes may count steps over all parameters, so each of their steps has to include all.
+        portion = PORTION if self._class in ELEMENTWISE else None
         return [SubGroup(number, pieces, self._has_master, self._make, portion) for number, pieces in enumerate(cut, first)]
 
     def estimate(self, sub_group: SubGroup) -> int:
-        """Bytes of its block, at most."""
+        """Return an upper estimate of the bytes of a sub-group's block, for use before its first step."""
         nbytes = 0
         for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
             tensors = self._states_an_element[piece.group] + master
@@ -63,8 +83,11 @@ class SubGroupPlanner:
         return padded(nbytes, PAGE)
 
     def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Make an optimizer of the class on stand-ins of these parameters: what it refuses, it refuses now, and not in the first
-        step. Stand-ins have no memory, on the device meta or, for a class that does not take that, on the CPU."""
+        """Construct the optimizer class on stand-ins for these parameters, so that it rejects them now, not in the first step.
+
+        Stand-ins take no memory. They are on the meta device or, for a class that does not accept that, are one expanded
+        element on the CPU.
+        """
 
         def make(stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
             def as_stepped(param: torch.Tensor) -> torch.nn.Parameter:
@@ -107,11 +130,12 @@ class SubGroupPlanner:
         return self._master_weights and (param.dtype in LOW_PRECISION or param.device.type != "cpu")
 
     def _may_be_cut(self, param: torch.Tensor) -> bool:
-        exact = param.dtype in (torch.float32, torch.float64) or self._master_weights  # others are rounded by where vectors end
+        # In lower precision the kernels' rounding depends on where a SIMD vector ends, so a cut would change results.
+        exact = param.dtype in (torch.float32, torch.float64) or self._master_weights
         return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
     def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
-        """Tensors of a parameter's size, from a trial on one of no consequence; where that fails, those of Adam."""
+        """Estimate state elements per parameter element by stepping a small trial parameter; if that fails, 2, as for Adam."""
         dimensions = max((param.dim() for param in group["params"]), default=1)
         trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
         trial.grad = torch.zeros_like(trial)
@@ -129,6 +153,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a CPU tensor with the shape of ``local`` that takes the memory of one element."""
     if local.layout != torch.strided:
         return torch.empty_like(local, dtype=dtype, device="cpu")
     return torch.zeros(1, dtype=dtype, device="cpu").expand(local.shape)

@@ -1,4 +1,4 @@
-"""Which sub-groups stay in memory, and whether memory and drive have room for all."""
+"""Decide which sub-groups stay in memory, and check that memory and drive have room."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from .planner import SubGroupPlanner
 from .sub_group import SubGroup
 
 RING = 3
-"""Sub-groups under way: one being read, one stepped, one written."""
+"""How many sub-groups are in flight in a step: one being read, one stepped, one written."""
 
 
 class ResidencyPolicy:
-    """``dram_budget``: bytes of blocks that stay in memory, and of their gradients where those are offloaded."""
+    """Chooses which sub-groups stay in memory within a budget.
+
+    Args:
+        plan: Estimates the size of blocks before their first step.
+        dram_budget: Bytes of blocks that may stay in memory, and of their gradients with ``offload_gradients``.
+        offload_gradients: Whether gradients are offloaded.
+    """
 
     def __init__(self, plan: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
         self._plan, self._dram_budget, self._offload_gradients = plan, dram_budget, offload_gradients
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Decide it for those whose blocks there are by now, in their order; it holds from then on."""
+        """Set ``in_memory`` of each sub-group that has a block by now and no decision yet, in order, within the budget.
+
+        A decision holds until :meth:`beyond_budget` returns the sub-group, or other states are loaded.
+        """
         in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
         for each in sub_groups:
             if each.in_memory is None and each.layout is not None:
@@ -30,7 +39,7 @@ class ResidencyPolicy:
                 in_memory += self._memory(each) * each.in_memory
 
     def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Those that have to leave memory, because states have become larger: the last ones."""
+        """Return the resident sub-groups that must leave memory because states have grown: the last ones in order."""
         leaving = []
         staying = [each for each in sub_groups if each.in_memory]
         too_much = sum(map(self._memory, staying)) - self._dram_budget
@@ -40,14 +49,22 @@ class ResidencyPolicy:
         return leaving
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
-        """Whether the pool has memory for what stays there, and for the ring: blocks, copies of parameters, gradients."""
+        """Raise OutOfBuffers if the pool's budget is too small for the resident sub-groups and those in flight.
+
+        Counted are blocks, copies of parameters, and gradients.
+
+        Args:
+            sub_groups: All sub-groups.
+            pool: The pool to lease from.
+            leased_by_others: Bytes of the pool's budget that are not available.
+        """
         staying = self._expected_to_stay(sub_groups)
         ring, largest = 0, 0
-        for each in sub_groups:  # also of those that stay: their first step goes through the ring
+        for each in sub_groups:  # resident ones too: their first step goes through the drive
             largest = max(largest, each.numel)
             gradients = (OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0
             ring = max(ring, RING * (self._plan.estimate(each) + _parameter_bytes(each)) + each.full_gradient_bytes + gradients)
-        wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # the pool lends up to an eighth more
+        wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
         if wanted > pool.budget - leased_by_others:
             raise OutOfBuffers(
                 f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of the buffer"
@@ -56,8 +73,11 @@ class ResidencyPolicy:
             )
 
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
-        """What they take there, at most: two blocks each, or one that a checkpoint is mapped from where the other stays in
-        memory, copies of parameters to undo a step, and gradients."""
+        """Return the most bytes that the sub-groups take on the drive.
+
+        Each has two blocks there, or one if it stays in memory, from which checkpoints are mapped. To these come copies of its
+        parameters to undo a step with, and its gradients if they are offloaded.
+        """
         staying = self._expected_to_stay(sub_groups)
         return sum(
             (1 if each in staying else 2) * self._block(each) + (1 + self._offload_gradients) * _parameter_bytes(each)
@@ -74,7 +94,7 @@ class ResidencyPolicy:
         return staying
 
     def _block(self, sub_group: SubGroup) -> int:
-        """Bytes; an estimate before its first step."""
+        """Return the bytes of a sub-group's block; an estimate before its first step."""
         return self._plan.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
 
     def _memory(self, sub_group: SubGroup) -> int:
@@ -82,5 +102,5 @@ class ResidencyPolicy:
 
 
 def _parameter_bytes(sub_group: SubGroup) -> int:
-    """Of its parameters, or gradients, each on pages of its own."""
+    """Return the bytes of a sub-group's parameters, or of their gradients, each padded to whole pages."""
     return sum(padded(piece.numel * piece.param.element_size(), PAGE) for piece in sub_group.pieces)

@@ -1,4 +1,4 @@
-"""The states of an optimizer in the form that torch gives them, mapped from the drive."""
+"""Present offloaded states as ``optimizer.state``, with tensors mapped from the drive."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from .sub_group import MASTER, SubGroup, copied
 
 
 class OffloadedStates(MutableMapping[Any, Any]):
-    """``optimizer.state``: parameter -> its state. Tensors are mapped from the drive when they are asked for, and stay as they
-    are when the optimizer goes on; changing them changes nothing on the drive."""
+    """``optimizer.state`` of an offloaded optimizer: a read-only mapping from parameter to its state.
+
+    Tensors are memory-mapped from the drive when a parameter's state is read. They keep their values when further steps are
+    made, and changing them changes nothing on the drive. Parameters that were never stepped are missing.
+
+    Raises TypeError for setting or deleting an item.
+    """
 
     def __init__(
         self,
@@ -28,7 +33,15 @@ class OffloadedStates(MutableMapping[Any, Any]):
         residents: ResidentBlocks,
         check: Callable[[], None],
     ) -> None:
-        """``check``: raises where there are none to be had."""
+        """Present the states of ``pieces``.
+
+        Args:
+            pieces: Parameter -> (sub-group, index of the piece). The caller may add to it.
+            store: Where blocks are.
+            blocks: Maps the blocks, and keeps mapped ones from being overwritten.
+            residents: Writes blocks that are only in memory, so that they can be mapped.
+            check: Called before states are read; raises if they cannot be read now.
+        """
         self._check = check
         self._pieces, self._store, self._blocks, self._residents = pieces, store, blocks, residents
 
@@ -71,13 +84,16 @@ class OffloadedStates(MutableMapping[Any, Any]):
         raise TypeError("states on a drive are set by load_state_dict")
 
     def verify(self) -> None:
-        """Read all that lies on the drive, of which mapping verifies nothing. Raises CorruptTensor."""
+        """Read all blocks on the drive to verify their checksums, since mapping does not. Blocks. Raises CorruptTensor."""
         sub_groups = dict.fromkeys(sub_group for pieces in self._pieces.values() for sub_group, _ in pieces)
         for sub_group in sub_groups:
             if sub_group.layout is not None and sub_group.resident is None:
                 self._store.get(block_name(sub_group)).result()
 
     def _has(self, param: torch.Tensor) -> bool:
-        """Whether it was stepped: a master weight alone is as good as none, and optimizers in memory take it for a state."""
+        """Return whether the parameter was stepped.
+
+        A master weight alone does not count: a plain torch optimizer that loads it would take it for the parameter's state.
+        """
         sub_group, index = self._pieces[param][0]
         return bool(sub_group.small[index]) or any(section.key != MASTER for section in sub_group.sections(index))

@@ -1,4 +1,4 @@
-"""States taken over from another optimizer: all of them, or none."""
+"""Load states from a ``state_dict``: all of them, or none."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ from .sub_group import MASTER, Held, SubGroup
 
 @contextlib.contextmanager
 def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: SubGroupPipeline, traffic: IOStats) -> Iterator[None]:
-    """Write the states that torch's load_state_dict has prepared to the drive, one sub-group after the other, beside what is
-    there. The body makes them those that count, with Ctrl-C held back. On an exception before its end all is as it was."""
+    """Write new states to the drive, one sub-group at a time, without overwriting the current ones.
+
+    The ``with`` body makes the new states the current ones; interrupts are deferred during it. On an exception before its end,
+    sub-groups are as they were.
+
+    Args:
+        state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
+        sub_groups: The sub-groups to load.
+        sweep: Writes the blocks.
+        traffic: Does not count the writes for a step.
+    """
     sweep.abandon()
     undo = [sub_group.remember() for sub_group in sub_groups]
     done = False
@@ -46,14 +55,14 @@ def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], sweep: SubG
 
 
 class Opaque:
-    """A tensor that torch's load_state_dict shall not cast: that would copy it, and round master weights."""
+    """Wraps a tensor so that torch's ``load_state_dict`` does not cast it, which would copy it and round master weights."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
 
 
 def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook before load_state_dict that makes its tensors such."""
+    """Return a state_dict whose tensors are wrapped in :class:`Opaque`; a ``load_state_dict`` pre-hook."""
     states = {
         param: {key: Opaque(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         for param, state in state_dict["state"].items()
@@ -62,9 +71,14 @@ def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_over(sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> Held:
-    """What the sub-group's block has to hold for these states of whole parameters; what is small is the sub-group's at once.
+    """Return the tensors that a sub-group's block has to hold for loaded states, and set its ``small`` values.
 
-    Cast like torch's load_state_dict does: to the parameter's dtype, or to float32 beside master weights.
+    Values are cast as torch's ``load_state_dict`` does: to the parameter's dtype, or to float32 if it has a master weight.
+
+    Args:
+        sub_group: Its ``small`` is replaced at once.
+        saved: For each parameter, its whole state.
+        groups: The parameter groups that belong to these states.
     """
     held: Held = []
     for index, piece in enumerate(sub_group.pieces):

@@ -1,4 +1,4 @@
-"""The steps of an optimizer whose states lie on a drive: each is made whole, or undone."""
+"""Make an offloaded optimizer's steps. Each step is either completed for all sub-groups, or undone for all."""
 
 from __future__ import annotations
 
@@ -41,25 +41,37 @@ class UsabilityGuard:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Raises RuntimeError: in a forked child."""
+        """Raise RuntimeError in a forked child."""
         if os.getpid() != self._process:
             raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
 
     def check_open(self) -> None:
-        """Raises RuntimeError: in a forked child, or after close()."""
+        """Raise RuntimeError in a forked child, or after close()."""
         self.check_process()
         if self.closed:
             raise RuntimeError("this optimizer is closed")
 
     def check_usable(self) -> None:
-        """Raises RuntimeError: in a forked child, after close(), or after a step that failed and could not be undone."""
+        """Raise RuntimeError in a forked child, after close(), or after a step that failed and cannot be undone."""
         self.check_open()
         if self.broken is not None:
             raise RuntimeError(f"this optimizer cannot go on: {self.broken}")
 
 
 class StepRunner:
-    """``optimizer``: whose parameter groups have the options. Its parameters come with :meth:`add`."""
+    """Runs the steps of an :class:`OffloadedOptimizer`: schedules sub-groups, commits or undoes, and reports.
+
+    Starts without parameters; :meth:`add` adds them.
+
+    Args:
+        optimizer: The OffloadedOptimizer. Its ``param_groups`` have the options (learning rate and the like) of each step.
+        store: Where blocks and gradients are written.
+        pool: Where memory is leased.
+        places: Decides which sub-groups stay in memory.
+        offload_gradients: Whether gradients go to the drive during backward.
+        in_backward: Whether sub-groups are stepped during backward.
+        verbose: Whether to print a line after each step.
+    """
 
     def __init__(
         self,
@@ -79,9 +91,9 @@ class StepRunner:
         self.steps = 0
         self.standing = UsabilityGuard()
         self._unfinished = False
-        """Whether a step was begun and is neither made nor undone: the next call undoes it first."""
+        """Whether a step was begun and is neither committed nor undone. The next call undoes it first."""
         self._not_undone: str | None = None
-        """Why it could not be undone, if that was tried."""
+        """The error of the last attempt to undo the unfinished step; None if there was no attempt."""
         self._gradients_lost = False
         self._traffic = IOStats(store)
         self._blocks = BlockVersions(store)
@@ -97,14 +109,14 @@ class StepRunner:
         self._ranks = ParamRanks(())
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Take them in. Raises OSError, and takes none, if the drive has no room for them."""
+        """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
         self._store.reserve(self._places.drive_bytes([*self.sub_groups, *sub_groups]))
         pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         for sub_group in sub_groups:
             for index, piece in enumerate(sub_group.pieces):
                 pieces.setdefault(piece.param, []).append((sub_group, index))
         ranks = ParamRanks([*self._pieces, *pieces])
-        with defer_interrupts():  # torch, too, keeps the hooks
+        with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
             self._pieces.update(pieces)
             self._ranks = ranks
             if self._in_backward or self.offloaded is not None:
@@ -112,7 +124,7 @@ class StepRunner:
             self.sub_groups += sub_groups
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """As the optimizer's."""
+        """Make one step: see :meth:`OffloadedOptimizer.step`."""
         self.standing.check_open()
         vote = StepVote(self._ranks)
         loss = None
@@ -123,7 +135,7 @@ class StepRunner:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                self._traffic.begin()  # again, if it has called zero_grad()
+                self._traffic.begin()  # again: the closure may have called zero_grad(), which resets the times
             self._unfinished = True
             stepped = self._step_all(vote)
             self._unfinished = False
@@ -134,13 +146,13 @@ class StepRunner:
                 with defer_interrupts():
                     self._undo(error)
                     vote.object()
-            finally:  # the others wait for it: also where a signal came first
+            finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
                 vote.object()
             raise
         return loss
 
     def zero_grad(self) -> None:
-        """Undo what was done since the last step, and drop gradients that are on the drive."""
+        """Undo what backward has stepped since the last step, and drop the gradients on the drive. Raises OSError."""
         self.standing.check_process()
         self._unfinished = self._unfinished or self._sweep.under_way
         self._finish_undoing()
@@ -153,7 +165,17 @@ class StepRunner:
     def clip(
         self, offloaded: OffloadedGradients, params: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """All gradients, those on the drive and those that are not there yet. Of all ranks, or of none."""
+        """Clip all gradients, those on the drive and those still in memory, on all ranks or on none.
+
+        Args:
+            offloaded: The gradients on the drive.
+            params: All parameters, each once, in the same order on all ranks.
+            max_norm: The total norm to scale down to.
+            norm_type: The order of the norm; may be ``inf``.
+
+        Returns:
+            The total norm before clipping, over all ranks.
+        """
         self.standing.check_open()
         vote = StepVote(self._ranks)
         try:
@@ -162,7 +184,7 @@ class StepRunner:
             self._offload_the_rest()
             offloaded.flush()
             norms = offloaded.norms(params, norm_type)
-            with defer_interrupts():  # the others come to both
+            with defer_interrupts():  # the vote and the norm are collectives: all ranks have to take part in both
                 vote.carry()
                 return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
         except BaseException as error:
@@ -170,12 +192,18 @@ class StepRunner:
                 with defer_interrupts():
                     self._undo(error)
                     vote.object()
-            finally:  # the others wait for it: also where a signal came first
+            finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
                 vote.object()
             raise
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over states and groups as torch's load_state_dict has prepared them: all, or none on any exception."""
+        """Replace all states and parameter groups; on any exception none is replaced.
+
+        Warns with RuntimeWarning if parameters keep the values of a step that could not be undone.
+
+        Args:
+            state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
+        """
         given_up = 0
         with loaded(state, self.sub_groups, self._sweep, self._traffic):
             for sub_group in self.sub_groups:
@@ -196,7 +224,10 @@ class StepRunner:
             )
 
     def close(self) -> None:
-        """Give all memory back. What backward has stepped is undone; on an OSError from that nothing is closed."""
+        """Undo what backward has stepped, then release all memory and remove the hooks. The store is not closed.
+
+        If undoing raises OSError, nothing is closed.
+        """
         self.standing.check_process()
         self._unfinished = self._unfinished or self._sweep.under_way
         self._finish_undoing()
@@ -210,12 +241,15 @@ class StepRunner:
             self._residents.drop(sub_group)
 
     def check_between_steps(self) -> None:
-        """Raise RuntimeError between a backward and its step. A step that could not be undone is undone first: OSError."""
+        """Raise RuntimeError if backward has stepped parameters and :meth:`step` has not ended the step yet.
+
+        A failed step that could not be undone is undone first; raises OSError if that fails again.
+        """
         self._finish_undoing()
         self._check_nothing_is_stepped()
 
     def check_before_loading(self) -> None:
-        """The same, but without an error from undoing: what is loaded takes the place of what cannot be read."""
+        """Do the same as :meth:`check_between_steps`, but ignore errors from undoing: loading replaces the unreadable states."""
         with contextlib.suppress(Exception):
             self._finish_undoing()
         if not self._unfinished:
@@ -230,6 +264,7 @@ class StepRunner:
     # -- one step
 
     def _step_all(self, vote: StepVote) -> int:
+        """Step all sub-groups that have gradients, and commit. Returns how many were stepped, those in backward included."""
         if self._gradients_lost:
             raise RuntimeError("the gradients went with the step that failed: run backward again")
         self._offload_the_rest()
@@ -246,7 +281,7 @@ class StepRunner:
         for sub_group in on_drive:
             self._sweep.step(sub_group, self._optimizer.param_groups)
         self._sweep.drain()
-        # From here on nothing can fail but the optimizer's own code: what stays in memory has no other copy.
+        # Resident states have no other copy to undo from, so they are stepped when only the optimizer's own code can still fail.
         with defer_interrupts():
             self._step_in_memory(in_memory, vote)
             self._commit(waiting)
@@ -254,8 +289,10 @@ class StepRunner:
 
     def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: StepVote) -> None:
         to_come = sorted(sub_groups, key=lambda each: each.numel)
-        if to_come and not self._sweep.under_way:  # else others have shown that the optimizer's code can make this step
-            first = to_come.pop(0)  # the smallest: copying takes time
+        # If no sub-group on the drive was stepped, nothing has shown yet that the optimizer's code can make this step. So step
+        # one with a copy to undo from; the smallest, because copying takes time.
+        if to_come and not self._sweep.under_way:
+            first = to_come.pop(0)
             self._sweep.keep_copy(first)
             self._step_resident(first)
         vote.carry()
@@ -275,20 +312,20 @@ class StepRunner:
 
     def _commit(self, stepped: Sequence[SubGroup]) -> None:
         self._sweep.commit()
-        self.steps += 1  # from here on nothing can be undone
+        self.steps += 1  # from here on the step cannot be undone
         for sub_group in (*self._arrivals.stepped, *stepped):
             sub_group.pull(self._optimizer.param_groups)
         self._arrivals.commit()
         if self.offloaded is not None:
             self.offloaded.clear()
         if self._in_backward:
-            self._free_gradients()  # also those of what stays in memory, which was stepped last
+            self._free_gradients()  # also those of resident sub-groups, which backward did not free
         self._changes.remember()
         self._blocks.tidy()
         self._places.choose(self.sub_groups)
 
     def _take_back(self) -> None:
-        """Undo what was stepped since the last whole step. With ``step_in_backward``, the gradients of that are gone."""
+        """Undo everything stepped since the last commit. With ``step_in_backward``, the gradients are lost."""
         with defer_interrupts():
             under_way = self._sweep.under_way
             if self._in_backward and (under_way or self._arrivals):
@@ -296,7 +333,7 @@ class StepRunner:
                 self._free_gradients()
             self._unfinished = under_way
             if self._not_undone is not None:
-                self._changes.look()  # others may have loaded a model since
+                self._changes.look()  # the user may have loaded a model since the last attempt
             try:
                 self._sweep.undo()
             except Exception as error:
@@ -310,7 +347,7 @@ class StepRunner:
             self._unfinished, self._not_undone = False, None
 
     def _finish_undoing(self) -> None:
-        """Undo what an earlier call has begun and could not undo. Raises the OSError that it fails with now."""
+        """Undo a step that an earlier call began and could not undo. Raises OSError if it fails again."""
         if self._unfinished:
             try:
                 self._take_back()
@@ -319,9 +356,11 @@ class StepRunner:
                 raise
 
     def _undo(self, error: BaseException) -> None:
+        """After ``error``: undo the step, release gradients' memory, and add to the error what state the optimizer is in."""
         with defer_interrupts():
             with contextlib.suppress(Exception):
-                self._take_back()  # also where it is broken: what is on the drive must not be undone later, over what was loaded
+                # Also if the optimizer is broken: otherwise a later call would undo the step over states loaded since.
+                self._take_back()
             if self.offloaded is not None:
                 self.offloaded.rest()
                 if self.offloaded.lost:
@@ -331,6 +370,7 @@ class StepRunner:
             self._say_where_it_is(error)
 
     def _say_where_it_is(self, error: BaseException) -> None:
+        """Add to an error's message, or as a note, which step the states are of and what to do."""
         said = self.standing.broken or f"the optimizer and its parameters are as after step {self.steps}"
         if self.standing.broken is None and self._unfinished:
             reason = self._not_undone or "interrupted"
@@ -349,6 +389,7 @@ class StepRunner:
 
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
+        """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes."""
         self.standing.check_usable()
         try:
             self._finish_undoing()
@@ -378,7 +419,7 @@ class StepRunner:
                 self._arrivals.free_gradients(sub_group)
 
     def _offload_the_rest(self) -> None:
-        """Gradients that no hook has seen: given by hand, or of parameters that needed none when they were hooked."""
+        """Offload gradients no hook has seen: set by hand, or of parameters that had ``requires_grad=False`` when added."""
         if self.offloaded is not None:
             for param, pieces in self._pieces.items():
                 if param.grad is not None:
@@ -386,7 +427,7 @@ class StepRunner:
                         self.offloaded.take_in(param, pieces)
 
     def _look_for_changes(self) -> None:
-        """Notice parameters that others changed, before the step itself changes any."""
+        """Record parameters that other code changed. Only before the step itself changes any."""
         if not self._sweep.under_way:
             self._changes.look()
 

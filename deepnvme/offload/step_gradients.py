@@ -1,4 +1,4 @@
-"""The gradients that a sub-group is stepped with: the parameters' own, or those on the drive, in the precision of its weights."""
+"""Provide the gradients that a sub-group is stepped with, from ``param.grad`` or the drive, in the dtype of its weights."""
 
 from __future__ import annotations
 
@@ -19,37 +19,49 @@ if TYPE_CHECKING:
 
 
 class StepGradients:
-    """``offloaded``: what gradients on the drive are taken from, or None if there are none."""
+    """Provides the gradients for stepping a sub-group.
+
+    Args:
+        pool: Where memory for float32 gradients is leased.
+        offloaded: The gradients on the drive; None if gradients are not offloaded.
+    """
 
     def __init__(self, pool: BufferPool, offloaded: OffloadedGradients | None) -> None:
         self._offloaded = offloaded
         self._scratch = GrowableLease(pool)
 
     def has(self, sub_group: SubGroup) -> bool:
-        """Whether any of its pieces has one."""
+        """Return whether any piece of the sub-group has a gradient, in memory or on the drive."""
         if self._offloaded is not None and self._offloaded.has(sub_group):
             return True
         return any(piece.param.grad is not None for piece in sub_group.pieces)
 
     def prepare(self, sub_groups: Iterable[SubGroup]) -> None:
-        """See to it that the gradients of these can be had: raises what would be raised later, when some have been stepped."""
+        """Check the gradients of the sub-groups to be stepped, and lease the memory for them.
+
+        So errors come before any sub-group is stepped: TypeError for a gradient that cannot be cut, OutOfBuffers.
+        """
         for sub_group in sub_groups:
             for piece in sub_group.pieces:
                 piece.check_gradient()
         self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Read ahead from the drive for those that are next."""
+        """Start reading the gradients of the sub-groups to be stepped next from the drive, if they are there."""
         if self._offloaded is not None:
             self._offloaded.expect(sub_groups)
 
     def fetch(self, sub_group: SubGroup) -> None:
-        """Have them in memory."""
+        """Read a sub-group's gradients into memory if they are on the drive, and wait for them. Raises OSError."""
         if self._offloaded is not None:
             self._offloaded.fetch(sub_group)
 
     def of(self, sub_group: SubGroup) -> Gradients:
-        """Valid until those of another are asked for: float32 where there are master weights."""
+        """Return a function that gives the gradients of a sub-group's pieces, for :meth:`SubGroup.step`.
+
+        Gradients of pieces with master weights are converted to float32. They are valid until the function is called again or
+        another sub-group's gradients are read.
+        """
         offloaded = self._offloaded.take(sub_group) if self._offloaded is not None else {}
 
         def portion(indices: Sequence[int]) -> list[torch.Tensor | None]:
@@ -69,12 +81,12 @@ class StepGradients:
         return portion
 
     def release(self) -> None:
-        """Give memory back."""
+        """Release the memory for float32 gradients."""
         self._scratch.release()
 
 
 def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """In float32, at the start of ``scratch``."""
+    """Return a gradient in float32: a strided one at the start of ``scratch`` (bytes), another in new CPU memory."""
     import torch
 
     if gradient.layout is not torch.strided:

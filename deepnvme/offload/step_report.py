@@ -1,4 +1,4 @@
-"""Where the time of a step went."""
+"""Report how long a step took, on what, and how fast the drive was."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of an :class:`OffloadedOptimizer`. Seconds, bytes, and GB/s of 10^9 bytes."""
+    """Timings and traffic of one step of an :class:`OffloadedOptimizer`. Seconds and bytes; 1 GB is 10^9 bytes."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     seconds: float
-    """From the first that was done for this step to the return of ``step()``. The first is the call of ``step()``, the closure
-    included; with ``step_in_backward`` and ``offload_gradients`` the first gradient that a backward gave, so that this contains
-    what else was computed from there on: all that is told below lies within."""
+    """Time of the whole step, until ``step()`` returns; all times below lie within it.
+
+    It begins with the call of ``step()``, the closure included. With ``step_in_backward`` or ``offload_gradients`` it begins with
+    the first gradient of a backward, so it includes the rest of that backward and whatever else is computed until ``step()``."""
     computing: float
-    """In the optimizer's own kernels, and copying gradients and weights for them."""
+    """Time in the optimizer's own kernels, and for copying gradients and weights for them."""
     reading: float
-    """With a read under way, whether or not anything waited for it."""
+    """Time with at least one read in flight, whether or not anything waited for it."""
     writing: float
+    """Time with at least one write in flight, whether or not anything waited for it."""
     waiting: float
-    """For the drive, with nothing to compute."""
+    """Time spent waiting for the drive with nothing to compute."""
     bytes_read: int
-    """Of states, and of gradients that were offloaded."""
+    """Bytes read of states, and of offloaded gradients."""
     bytes_written: int
-    """Of these, and of copies of parameters to undo the step with. What was moved for a step that was undone, for a checkpoint or
-    to measure limits is not in here."""
+    """Bytes written of states, of offloaded gradients, and of copies of parameters to undo the step with.
+
+    ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and :meth:`OffloadedOptimizer.measure_limits`."""
     read_gb_per_second: float
-    """While a read was under way; the writes beside it have their share of the drive."""
+    """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
     write_gb_per_second: float
+    """``bytes_written`` over ``writing``. Reads at the same time take their share of the drive."""
     share_of_limit: float | None
-    """The time that the drive alone would need for these bytes (each way at its limit, one after the other), over
-    ``seconds``. None if the limits were not measured: :meth:`OffloadedOptimizer.measure_limits`."""
+    """The time that the drive would need for these bytes at its limits, first reading and then writing, over ``seconds``.
+
+    None if the limits were not measured: see :meth:`OffloadedOptimizer.measure_limits`."""
     bytes_written_in_all: int
-    """Since the optimizer was made, for whatever purpose: the wear."""
+    """Bytes written since the optimizer was created, for any purpose: the wear of the drive."""
     resident_bytes: int
-    """States kept in memory, of ``dram_budget``."""
+    """Bytes of states kept in memory by ``dram_budget``."""
     sub_groups: int
-    """Stepped in this step."""
+    """Number of sub-groups stepped in this step."""
 
     def line(self) -> str:
-        """For people."""
+        """Return the report as one line of text."""
         share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
         return (
             f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
@@ -63,7 +68,12 @@ class StepReport:
 
 
 class StepReporter:
-    """``traffic``: what is reported on."""
+    """Makes a :class:`StepReport` after each step, and measures the drive's limits.
+
+    Args:
+        traffic: Counts the bytes and times.
+        verbose: Whether to print each report as a line to stdout.
+    """
 
     def __init__(self, traffic: IOStats, verbose: bool) -> None:
         self._traffic, self._verbose = traffic, verbose
@@ -72,13 +82,28 @@ class StepReporter:
 
     @property
     def last(self) -> StepReport:
-        """Raises RuntimeError before the first step."""
+        """The report of the last step. Raises RuntimeError before the first step."""
         if self._last is None:
             raise RuntimeError("there is nothing to report before the first step")
         return self._last
 
     def measure_limits(self, pool: BufferPool, chunk: int, nbytes: int) -> tuple[float, float]:
-        """Bytes/s read and written, by moving ``nbytes`` bytes and more each way, three chunks at a time."""
+        """Measure the drive's speed with three transfers in flight, and keep the result for later reports.
+
+        Blocks. The bytes count for ``bytes_written_in_all`` but not for a step.
+
+        Args:
+            pool: Where the memory for the transfers is leased.
+            chunk: Bytes of each transfer, at least 1 MiB.
+            nbytes: Bytes to read and to write, rounded up to a multiple of three chunks.
+
+        Returns:
+            Bytes per second read, and bytes per second written.
+
+        Raises:
+            ValueError: If ``nbytes`` is less than 1.
+            OSError: From the drive.
+        """
         if nbytes < 1:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         names = [f"limits.{number}" for number in range(3)]
@@ -95,7 +120,7 @@ class StepReporter:
 
             with traffic.aside():
                 try:
-                    seconds(traffic.put)  # allocates
+                    seconds(traffic.put)  # not measured: it allocates the files' blocks
                     writing, reading = zip(*((seconds(traffic.put), seconds(traffic.get)) for _ in range(rounds)), strict=True)
                 finally:
                     for name in names:
@@ -105,7 +130,13 @@ class StepReporter:
         return self._limits
 
     def step_made(self, step: int, sub_groups: int, resident_bytes: int) -> None:
-        """What has moved since the last step was for this one."""
+        """Report a completed step. All traffic counted since the last step is attributed to it.
+
+        Args:
+            step: Number of the step, from 1.
+            sub_groups: Number of sub-groups stepped.
+            resident_bytes: Bytes of states kept in memory.
+        """
         times = self._traffic.finish()
         seconds = time.perf_counter() - times.begun if times.begun is not None else 0.0
         limit = None

@@ -1,4 +1,4 @@
-"""A sub-group of an optimizer's parameters: stepped by an optimizer of its own, on tensors that lie in a block."""
+"""A sub-group of an optimizer's parameters, stepped by a torch optimizer of its own on tensors that lie in one block."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
     from .partition import ParamSlice
 
 NOT_OPTIONS = ("params", "param_names")
-"""Keys of a group that say what it is of."""
+"""Keys of a parameter group that are no options."""
 MASTER = "master_weight"
-"""Key, beside those of the optimizer's state, of the weights in full precision."""
+"""Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
 
 Gradients = Callable[[Sequence[int]], Sequence["torch.Tensor | None"]]
-"""Of the pieces with these indices; valid until others are asked for."""
+"""A function that returns the gradients of the pieces with these indices; they are valid until its next call."""
 Held = list[tuple[int, str, "torch.Tensor"]]
-"""(piece, key, tensor): what a block is to hold."""
+"""The tensors a block has to hold, as (index of the piece, key in the state, tensor)."""
 
 
 class SubGroup:
-    """The tensors of ``pieces`` that an optimizer keeps: large ones in a block that is here only while it is needed, the
-    others in memory."""
+    """Parameters (or slices of them) that are read, stepped and written together, with their optimizer state.
+
+    Large state tensors lie in a block, which the caller has in memory only while it is needed. Other state stays in memory.
+    Compared and hashed by identity.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,16 @@ class SubGroup:
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         portion: int | None = None,
     ) -> None:
-        """``portion``: elements with master weights that are stepped at a time, or one piece that has more; None for all at
-        once. Their gradients are in float32 meanwhile."""
+        """Describe a sub-group that has not been stepped yet.
+
+        Args:
+            index: Number of the sub-group, from which its blocks are named.
+            pieces: The parameters or slices.
+            has_master: Whether a piece has a float32 master weight.
+            make_optimizer: Makes the torch optimizer that steps the sub-group, from parameter groups.
+            portion: Most elements with master weights that are stepped at a time (a larger piece is stepped alone), to bound
+                the memory for their float32 gradients. None to step all at once.
+        """
         self.index = index
         self.pieces = tuple(pieces)
         self.masters = tuple(has_master(piece) for piece in pieces)
@@ -49,14 +60,14 @@ class SubGroup:
         self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
-        """Which of its blocks on the drive is the last whole step's; None if none is: before the first, or when it stays in
-        memory."""
+        """Number of the block on the drive that has the states of the last completed step. None before the first step, and while
+        those states are only in memory."""
         self.in_memory: bool | None = None
-        """Whether its block is to stay there; None until that is decided."""
+        """Whether its block is to stay in memory between steps; None until ResidencyPolicy has decided."""
         self.resident: Lease | None = None
-        """Its block, where it does."""
+        """The memory of its block, if the block is in memory between steps."""
         self.stale: set[int] = set()
-        """Pieces whose parameter was changed by others: their master weight is to follow."""
+        """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
         self._make_optimizer = make_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         self._stand_ins: list[torch.nn.Parameter] = []
@@ -64,33 +75,41 @@ class SubGroup:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements of all pieces."""
         return sum(piece.numel for piece in self.pieces)
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Of the float32 gradients that there are at a time."""
+        """Most bytes of float32 gradients that are needed at a time: those of the largest portion."""
         return max(sum(padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
 
     def lay_out(self, held: Held) -> BlockLayout:
-        """Give all that is held its place in the block, from now on."""
-        cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}  # to be mapped as one with the others
+        """Set and return the layout of a block for these tensors."""
+        # Slices of a parameter begin on a page, so that all of them can be mapped as one tensor.
+        cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}
         self.layout = lay_out(held, cut)
         return self.layout
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what the optimizer has changed in its groups: some count steps there."""
+        """Copy options that the sub-group's optimizer changed back to ``groups``: some optimizers count steps there.
+
+        Args:
+            groups: The ``param_groups`` of the offloaded optimizer.
+        """
         for (group, pushed), own in zip(self._pushed.items(), self._groups(), strict=True):
             for key, value in own.items():
                 if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
                     groups[group][key] = pushed[key] = value
 
     def sections(self, piece: int) -> Iterator[BlockSection]:
-        """Of one piece."""
+        """Return where the tensors of one piece lie in the block; none before the first step."""
         return (section for section in (self.layout.sections if self.layout else ()) if section.piece == piece)
 
     def image(self) -> BlockLayout:
-        """For copies of the parameters that the block alone could not bring back."""
+        """Return the layout of copies of parameters that could not be restored from the block on the drive if a step is undone.
+
+        These are pieces without a master weight, with a stale one, or in a sub-group that has no block on the drive.
+        """
         return lay_out(
             [
                 (index, "image", piece.of(piece.param))
@@ -100,10 +119,16 @@ class SubGroup:
         )
 
     def step(self, block: torch.Tensor | None, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> Held | None:
-        """Step the parameters, and what of their state lies in ``block``, in place.
+        """Make one step of all pieces that have a gradient. Parameters, and state tensors in ``block``, change in place.
 
-        None if ``block`` holds it all then; otherwise what a block has to hold from now on: the first time, and when the
-        optimizer's state has changed its form. Pieces without a gradient stay as they are.
+        Args:
+            block: The bytes of the sub-group's block; None before its first step.
+            gradients: Returns gradients by index of the piece; None for a piece without one, which is not stepped.
+            groups: The ``param_groups`` of the offloaded optimizer, for the options of this step.
+
+        Returns:
+            None if ``block`` has all state tensors; otherwise the tensors that a new block has to hold. That is so in the first
+            step, and when a state tensor appears, disappears or changes its shape or dtype.
         """
         views = self._views(block)
         try:
@@ -117,6 +142,7 @@ class SubGroup:
             self._unbind()
 
     def _cut(self, portion: int | None) -> list[list[int]]:
+        """Divide the indices of the pieces into portions that are stepped one after the other."""
         portions: list[list[int]] = [[]]
         numel = 0
         for index, piece in enumerate(self.pieces):
@@ -143,15 +169,18 @@ class SubGroup:
             own = piece.of(piece.param)
             if self.masters[index]:
                 own.copy_(stand_in.data)
-            elif stand_in.data_ptr() != own.data_ptr():  # an optimizer that makes a new tensor of it
+            elif stand_in.data_ptr() != own.data_ptr():  # the optimizer replaced the parameter's tensor by a new one
                 state = optimizer.state.get(stand_in, {})
                 for key, value in state.items():
                     if _share_memory(value, own):
-                        state[key] = value.clone()  # the old one, in a state's place now
+                        state[key] = value.clone()  # the optimizer kept the old tensor as a state: copy before overwriting it
                 own.copy_(stand_in.data)
 
     def _belongs_in_block(self, piece: int, value: Any) -> bool:
-        """Whether this is kept there, of a piece's state: tensors of some size, and all that are cut like the parameter."""
+        """Return whether a value of a piece's state belongs in the block.
+
+        Tensors of more than one element do, and of a cut piece all that are cut like the parameter, even with one element.
+        """
         import torch
 
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -159,7 +188,10 @@ class SubGroup:
         return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
 
     def remember(self) -> Callable[[], None]:
-        """What undoes the changes that a step makes to what is kept in memory."""
+        """Return a function that undoes later changes to the state kept in memory, the layout and the optimizer's options.
+
+        It restores neither parameters nor blocks.
+        """
         small = [copied(values) for values in self.small]
         layout, current, stale = self.layout, self.current, set(self.stale)
         options = [dict(group) for group in self._groups()]
@@ -187,6 +219,10 @@ class SubGroup:
         return views
 
     def _bind(self, views: list[dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the sub-group's optimizer, with state from ``views`` and options from ``groups``.
+
+        Its parameters are stand-ins that share memory with the master weights or, without these, with the parameters.
+        """
         import torch
 
         first = self._optimizer is None
@@ -200,7 +236,8 @@ class SubGroup:
             if self.masters[index]:
                 if MASTER not in views[index]:
                     views[index][MASTER] = work.to("cpu", torch.float32, copy=True)
-                elif index in self.stale:  # or only loaded again, which must not round it
+                elif index in self.stale:
+                    # Where the parameter equals the rounded master weight, it was only loaded again: keep the master's precision.
                     master = views[index][MASTER]
                     master.copy_(torch.where(master.to(work.dtype) == work.to("cpu"), master, work.to("cpu", torch.float32)))
                 work = views[index][MASTER]
@@ -217,7 +254,7 @@ class SubGroup:
                 ]
             )
             times = {stand_in: piece.times for stand_in, piece in zip(self._stand_ins, self.pieces, strict=True)}
-            for made in self._optimizer.param_groups:  # only now: torch has warned of it once
+            for made in self._optimizer.param_groups:  # repeated only here: torch has warned of repeated parameters once already
                 made["params"] = [stand_in for stand_in in made["params"] for _ in range(times[stand_in])]
             self._pushed = {group: {} for group in wanted}
         optimizer = self._optimizer
@@ -233,6 +270,7 @@ class SubGroup:
         return optimizer
 
     def _held(self, block: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Held:
+        """Return the tensors that belong in the block after a step, and keep all other state in ``small``."""
         held: Held = []
         for index, stand_in in enumerate(self._stand_ins):
             if self.masters[index]:
@@ -247,9 +285,10 @@ class SubGroup:
         return held
 
     def _settle(self, block: torch.Tensor | None, held: Held) -> Held | None:
+        """Copy state tensors that are not in their place in the block to it; return ``held`` if they do not fit its layout."""
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
-        moved = []  # by an optimizer that makes new tensors rather than change its own, or has them change places
+        moved = []  # an optimizer may make new tensors rather than change its own, or swap two of them
         for section, (_, _, tensor) in zip(self.layout.sections, held, strict=True):
             view = section.of(block)
             if (view.data_ptr(), view.stride()) != (tensor.data_ptr(), tensor.stride()):
@@ -259,6 +298,7 @@ class SubGroup:
         return None
 
     def _unbind(self) -> None:
+        """Drop all references to gradients, parameters and the block, whose memory others own."""
         import torch
 
         for stand_in in self._stand_ins:
@@ -269,10 +309,13 @@ class SubGroup:
 
 
 def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``, but for torch's hooks of all optimizers' steps: those are for the step of the whole, of which this is
-    a part. Hooks that the optimizer has given itself are called."""
+    """Call ``optimizer.step()`` without torch's global optimizer step hooks.
+
+    Those run once for the step of the whole offloaded optimizer, of which this call is a part. Hooks that the optimizer has
+    registered on itself are called.
+    """
     step = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch.optim.Optimizer wraps the method of each class, and calls all hooks around it
+    if getattr(step, "hooked", False):  # torch.optim.Optimizer wraps each class's step in a function that calls all hooks
         step = step.__wrapped__  # type: ignore[attr-defined]
     for before in optimizer._optimizer_step_pre_hooks.values():
         before(optimizer, (), {})
@@ -282,11 +325,12 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def padded_gradient(piece: ParamSlice) -> int:
-    """Bytes of its float32 gradient, beside others: whole cache lines."""
+    """Return the bytes of a piece's float32 gradient, rounded up to whole cache lines."""
     return padded(4 * piece.numel, CACHE_LINE)
 
 
 def _fits(layout: BlockLayout, held: Held) -> bool:
+    """Return whether the layout has the same tensors, in number, order, dtype and shape."""
     return len(layout.sections) == len(held) and all(
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
         for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)
@@ -302,7 +346,7 @@ def _share_memory(a: Any, b: torch.Tensor) -> bool:
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A state that stays as it is when the optimizer goes on."""
+    """Return a deep copy of a parameter's state, which later steps do not change."""
     import torch
 
     return {key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for key, value in values.items()}
@@ -312,5 +356,5 @@ def _same(a: Any, b: Any) -> bool:
     import torch
 
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b  # its content is the optimizer's to read
+        return a is b  # contents are not compared: only the optimizer reads them
     return bool(a == b)
