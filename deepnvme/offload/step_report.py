@@ -40,7 +40,7 @@ class StepReport:
     bytes_written: int
     """Bytes written of states, of offloaded gradients, and of copies of parameters to undo the step with.
 
-    ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and :meth:`OffloadedOptimizer.measure_limits`."""
+    ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and ``measure_limits``."""
     read_gb_per_second: float
     """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
     write_gb_per_second: float
