@@ -1,1 +1,1 @@
-"""Other projects' interfaces, served by this package. Each module imports the project that it is named after."""
+"""Implementations of other projects' interfaces by this package. Each module imports the project it is named after."""

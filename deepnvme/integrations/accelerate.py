@@ -1,12 +1,12 @@
-"""accelerate's disk offload on a store of weights, read ahead of their use.
+"""Replace accelerate's disk offload: weights are streamed from a store, read ahead of their use.
 
     import deepnvme.integrations.accelerate as integration
     integration.enable()
     model = AutoModelForCausalLM.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder)
 
-``accelerate.disk_offload``, ``dispatch_model`` and what calls it (``load_checkpoint_and_dispatch``, transformers'
-``from_pretrained``) then have weights that the map sends to the disk streamed by :func:`deepnvme.streaming.stream`. The model's
-``streaming`` is what that returned.
+After that, weights that a device map sends to the disk are streamed by :func:`deepnvme.streaming.stream`. This holds for
+``accelerate.disk_offload``, ``accelerate.dispatch_model`` and their callers, such as ``load_checkpoint_and_dispatch`` and
+transformers' ``from_pretrained``. The ``Streaming`` object that ``stream`` returns is the model's attribute ``streaming``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepnvme.streaming.weights.shared_build import opened_or_built
 from deepnvme.streaming.weights.weight_store import WeightStore
 
 STORE = "deepnvme"
-"""The store's directory, in the folder that accelerate is given."""
+"""Name of the store's directory, within the offload folder that accelerate is given."""
 
 
 class _Options(NamedTuple):
@@ -51,12 +51,20 @@ _changing = threading.Lock()
 
 
 def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
-    """Have models that are offloaded to the disk from now on streamed. ``memory_budget``, ``prefetch``: see
-    :func:`deepnvme.streaming.stream`; what a device map leaves on the CPU counts as budget too, if that is more.
+    """Stream models that accelerate offloads to the disk from now on.
 
-    Before or after transformers is imported. Idempotent: called again, the options of the last call count. A map that also names
-    accelerators, and one without a folder to put the store in, stay accelerate's; a RuntimeWarning says so. Raises ImportError
-    without accelerate.
+    May be called before or after transformers is imported. Idempotent; the options of the last call count.
+
+    A device map that also names accelerators, or a call without an offload folder for the store, is still served by accelerate
+    itself, with a RuntimeWarning.
+
+    Args:
+        memory_budget: Bytes of weights to keep in memory: see :func:`deepnvme.streaming.stream`. If the weights that a device
+            map leaves on the CPU take more, their size is used instead.
+        prefetch: Number of extents to read ahead: see :func:`deepnvme.streaming.stream`.
+
+    Raises:
+        ImportError: If accelerate is not installed.
     """
     global _enabled
     try:
@@ -75,7 +83,7 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
 
 
 def disable() -> None:
-    """Have accelerate offload as it does by itself. What is streamed stays so. Idempotent."""
+    """Restore accelerate's own disk offload. Models that are streamed already stay streamed. Idempotent."""
     global _enabled
     with _changing:
         _enabled = None
@@ -85,7 +93,19 @@ def disable() -> None:
 
 
 def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
-    """As ``accelerate.disk_offload``: ``offload_dir`` may hold weights that accelerate has put there before."""
+    """Replace ``accelerate.disk_offload``: stream all weights of the model, or call accelerate's own after :func:`disable`.
+
+    Args:
+        model: The model. Weights on the meta device have to be in ``offload_dir``.
+        offload_dir: The store is built in its subdirectory :data:`STORE`. It may hold weights that accelerate wrote before.
+        execution_device: Where the model runs; by default the device of its first parameter.
+        *arguments: Further arguments of ``accelerate.disk_offload``, which only accelerate's own function uses.
+        **options: The same.
+
+    Raises:
+        ValueError: If weights are on the meta device and not in ``offload_dir``.
+        OSError: From building or opening the store.
+    """
     enabled = _options()
     check_not_streamed(model)
     if enabled is None:
@@ -108,7 +128,15 @@ def dispatch_model(
     *arguments: Any,
     **options: Any,
 ) -> nn.Module:
-    """As ``accelerate.dispatch_model``."""
+    """Replace ``accelerate.dispatch_model``: stream the model if the map sends weights to the disk and else only to the CPU.
+
+    Otherwise, and after :func:`disable`, calls accelerate's own function. Arguments are those of ``accelerate.dispatch_model``;
+    ``arguments`` and ``options`` are only used by accelerate's own function.
+
+    Raises:
+        ValueError: If weights are on the meta device, and neither the index nor ``offload_dir`` has them.
+        OSError: From building or opening the store.
+    """
     enabled = _options()
     check_not_streamed(model)
     placed = {str(device) for device in device_map.values()}
@@ -131,7 +159,7 @@ def dispatch_model(
     on_cpu = [name for name in weights_of(model) if name not in on_disk]
     device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
     model = _streamed(model, index or {}, offload_dir, kept, device, enabled, on_cpu)
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # which transformers looks at
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # transformers reads it
     return model
 
 
@@ -144,20 +172,30 @@ def _streamed(
     options: _Options,
     on_cpu: Sequence[str] = (),
 ) -> nn.Module:
-    """The model, on a store in the folder. ``kept``: weights that count, where they are in memory, whatever the index has.
-    ``on_cpu``: those that may stay in memory."""
+    """Stream the model from a store in the folder, attach the hook that undoes this, and return the model.
+
+    Args:
+        model: The model.
+        index: accelerate's offload index of the weights that are in files.
+        folder: The offload folder.
+        kept: Weights by name. Those that are in memory are used, even if the index has them too.
+        device: Where the model runs; None for the CPU.
+        options: As given to :func:`enable`.
+        on_cpu: Names of the weights that may stay in memory.
+    """
     given: list[Mapping[str, torch.Tensor]] = [kept]
     names = tuple(kept)
 
     def offload(model: nn.Module) -> Streaming:
-        # Those given count once: the hook keeps no weights, and the model itself has them after it was undone.
+        # The given weights are used only the first time, so that the hook does not keep them alive. After the offload was undone,
+        # the model itself has the weights.
         found = given.pop() if given else {name: weight for name, weight in weights_of(model).items() if name in names}
         return _offloaded(model, index, folder, found, device, options, on_cpu)
 
     hook = _Hook(model, offload, torch.device("cpu" if device is None else device))
     try:
         hook.init_hook(model)
-        model._hf_hook = hook  # type: ignore[assignment]  # not before: accelerate's own hooks stay where ours fails
+        model._hf_hook = hook  # type: ignore[assignment]  # only now, so that accelerate's own hooks stay if ours fails
     except BaseException:
         hook.detach_hook(model)
         raise
@@ -173,11 +211,11 @@ def _offloaded(
     options: _Options,
     on_cpu: Sequence[str],
 ) -> Streaming:
-    """See :func:`_streamed`, whose hook is still to be attached."""
-    if hasattr(model, "_get_dtype_plan"):  # it is of transformers
+    """Build or open the store and stream the model, without the hook: see :func:`_streamed`."""
+    if hasattr(model, "_get_dtype_plan"):  # a model of transformers
         index = with_dtypes_kept(model, index)
     if callable(tie := getattr(model, "tie_weights", None)):
-        tie()  # whoever has put weights into the model one by one has parted those that are one
+        tie()  # code that set weights one by one has separated tied ones
     weights = weights_of(model)
     ties = ties_of(weights)
     known = {ties.get(name, name) for name in index if name in weights}
@@ -208,32 +246,38 @@ def _offloaded(
         streaming = stream(model, store, prefetch=options.prefetch, memory_budget=budget, device=device)
         streaming.owns_store = True
     except BaseException:
-        if streaming_of(model) is None:  # else whoever undoes the offload closes it
+        if streaming_of(model) is None:  # otherwise undoing the offload closes the store
             store.close()
         raise
     return streaming
 
 
 class _Hook:
-    """By which ``accelerate.hooks.remove_hook_from_submodules`` undoes the offload; one for a model, at its root.
+    """The hook at a model's root through which ``accelerate.hooks.remove_hook_from_submodules`` undoes the offload.
 
-    It has the methods of an ``accelerate.hooks.ModelHook``, and leaves calls of the model as they are.
+    Has the methods of ``accelerate.hooks.ModelHook``. Does not change calls of the model.
     """
 
     no_grad = False
 
     def __init__(self, model: nn.Module, offload: Callable[[nn.Module], Streaming], device: torch.device) -> None:
-        """``offload``: streams the model, which has its own weights then; called again for each offload after one was undone."""
-        self.execution_device = device  # which transformers asks the hooks of some models
+        """Record where the model's weights are, to restore them later.
+
+        Args:
+            model: The model.
+            offload: Streams the model. Called once for each time the hook is attached, also after the offload was undone.
+            device: Where the model runs.
+        """
+        self.execution_device = device  # transformers reads it from the hooks of some models
         self._offload = offload
         self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
         self._streaming: Streaming | None = None
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Stream the model. accelerate detaches a hook and attaches it again when it puts another beside it."""
+        """Stream the model. accelerate also calls this after :meth:`detach_hook`, when it adds another hook to this one."""
         if self._streaming is None:
             self._streaming = self._offload(module)
-            module.streaming = self._streaming  # type: ignore[assignment]  # which is no module and no tensor
+            module.streaming = self._streaming  # type: ignore[assignment]  # it is neither a module nor a tensor
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -243,12 +287,13 @@ class _Hook:
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """End the stream and close the store. The weights that were in memory before are there again, where they were, and
-        require grad if they did; the others are on the meta device.
+        """End the stream, close the store, and restore the model's weights.
 
-        Raises OSError from reading: the model is streamed still, and has its hook. May be repeated after an interrupt.
+        Weights that were in memory before are read back to the device they were on, and require grad if they did. The others
+        are on the meta device then. If reading raises OSError, the model is still streamed and has its hook. May be repeated
+        after an interrupt.
         """
-        streaming = self._streaming or streaming_of(module)  # that of an offload which was interrupted
+        streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
         if streaming is None:
             return module
         streaming.owns_store = True
@@ -271,12 +316,12 @@ class _Hook:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers, by all of their names."""
+    """Return the model's parameters and buffers, each under all of its names."""
     return {**weights_of(model), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Of a model that accelerate has offloaded itself, whose weights stay where they are: on the meta device."""
+    """Remove accelerate's own hooks from a model that accelerate has offloaded. Its weights stay on the meta device."""
     from accelerate.hooks import remove_hook_from_module
 
     for module in model.modules():
@@ -284,13 +329,16 @@ def _remove_hooks(model: nn.Module) -> None:
         if hook is None:
             continue
         for each in getattr(hook, "hooks", (hook,)):
-            getattr(each, "original_devices", {}).clear()  # to which it would read them
+            getattr(each, "original_devices", {}).clear()  # otherwise detaching reads the weights back to these devices
         remove_hook_from_module(module)
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What tells a store of these weights from one of others: the version of a checkpoint's files; a checksum of what is in
-    memory, and of what is written to the folder each time that a model is loaded."""
+    """Return facts that identify the weights, to tell whether an existing store was built from the same ones.
+
+    These are size and modification time of a checkpoint's files, and checksums of weights in memory. Files in the offload folder
+    are checksummed as well, because they are written anew, with a new time, whenever a model is loaded.
+    """
     facts: dict[str, Any] = {}
     for name, entry in index.items():
         if name in there:
@@ -313,7 +361,7 @@ def _crc32(path: str) -> int:
 
 
 def _index_in(folder: Any) -> Mapping[str, Any] | None:
-    """What accelerate has left there."""
+    """Return the offload index that accelerate wrote to the folder, or None if there is none."""
     try:
         return read_offload_index(Path(folder, "index.json"))
     except FileNotFoundError:
@@ -321,7 +369,7 @@ def _index_in(folder: Any) -> Mapping[str, Any] | None:
 
 
 def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:
-    """Where the map sends a weight: what it says of the innermost module around it."""
+    """Return the device that the map gives for the innermost module that contains the weight; None if it names none."""
     parts = name.split(".")
     for count in range(len(parts), -1, -1):
         prefix = ".".join(parts[:count])
@@ -331,11 +379,12 @@ def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:
 
 
 def _options() -> _Options | None:
+    """Return the options of :func:`enable`; None if not enabled, or while ``as_accelerate_does`` is set."""
     return None if as_accelerate_does.get() else _enabled
 
 
 def _is_there(weight: torch.Tensor) -> bool:
-    """Whether it is a buffer that was loaded, as they are, which accelerate does not look for on the disk."""
+    """Return whether a weight is a buffer in memory: buffers are loaded there, and accelerate does not read them from disk."""
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
 
 
@@ -344,7 +393,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _places() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Where others look for what is replaced."""
+    """Return (module, name, replacement) for each imported module that has one of the replaced functions by name."""
     ours: dict[str, Callable[..., Any]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
     modules = ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate")
     return [(sys.modules[module], name, ours[name]) for module in modules if module in sys.modules for name in ours]

@@ -1,4 +1,4 @@
-"""SGLang: the layers' weights streamed from a drive, through the interface that its own offloaders have."""
+"""Stream the weights of SGLang's decoder layers from a drive, through the interface of SGLang's own offloaders."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ except ImportError as error:
 
 
 class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # whatever SGLang is
-    """For ``set_offloader``, before SGLang makes a model: its decoder layers have their weights on the drive.
+    """An SGLang offloader that streams the weights of a model's decoder layers from a drive.
 
-    While the model is made and loaded, a layer's weights are in files without a name in ``path``, mapped into memory, so that the
-    kernel needs memory only for those that are being written. When they are loaded, :meth:`post_init` builds a store from them in
-    ``path``/weights, and streams that.
+    Pass it to SGLang's ``set_offloader`` before SGLang creates a model, or use :func:`enable`.
 
-    ``path``: a directory on a drive, another for each rank, with room for the weights twice. ``prefetch``, ``memory_budget``: see
-    :func:`deepnvme.streaming.stream`. ``reuse``: stream the store that an earlier run has built there; what SGLang has loaded is
-    dropped then, so that ``--load-format dummy`` will do. Only shapes and dtypes are compared.
+    While the model is created and loaded, the layers' weights are in unnamed files in ``path``, mapped into memory, so that the
+    kernel needs memory only for weights that are being written. When all are loaded, :meth:`post_init` builds a store from them
+    in ``path``/weights and streams from it.
 
-    Needs ``--disable-cuda-graph``: a graph would replay addresses, and read nothing.
+    Start SGLang with ``--disable-cuda-graph``: a replayed graph uses recorded addresses and would not read any weights.
+
+    Args:
+        path: A directory on a drive with room for the weights twice; a different one for each rank. Made if missing.
+        prefetch: See :func:`deepnvme.streaming.stream`.
+        memory_budget: See :func:`deepnvme.streaming.stream`.
+        reuse: Stream from the store that an earlier run built in ``path``. The weights SGLang loads are ignored, so
+            ``--load-format dummy`` saves loading them. Only shapes and dtypes are compared with the model's.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         self._streaming: Streaming | None = None
         self._path.mkdir(parents=True, exist_ok=True)
 
-    # SGLang's interface.
+    # Called by SGLang: the interface of sglang.srt.utils.offloader.BaseOffloader, SGLang 0.5
 
     def wrap_modules(
         self,
@@ -54,10 +59,22 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         submodule_accessor: Callable[[nn.Module], nn.Module] | None = None,
         whitelist_param_names_creator: Callable[[nn.Module], list[str]] | None = None,
     ) -> list[nn.Module]:
-        """Take the layers, one after the other as they are made. All of their weights are streamed, whatever the other arguments
-        choose: those are for offloaders that keep a part on the device.
+        """Move each layer's weights to files as the layer is created. Called by SGLang when it creates a model.
 
-        Raises RuntimeError for a second list of layers, as of a draft model; OSError (ENOSPC) where there is no room for them.
+        All weights are streamed. The arguments that select a part are ignored: they are for offloaders that keep the other part
+        on the device.
+
+        Args:
+            all_modules_generator: Creates the layers, one at a time.
+            submodule_accessor: Ignored.
+            whitelist_param_names_creator: Ignored.
+
+        Returns:
+            The layers.
+
+        Raises:
+            RuntimeError: For a second list of layers, such as a draft model's.
+            OSError: If there is no room for the weights (ENOSPC).
         """
         if len(self._layers):
             raise RuntimeError("an offloader serves one list of layers, and has one: give each model its own")
@@ -67,16 +84,20 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         return list(self._layers)
 
     def post_init(self) -> None:
-        """Stream the weights, which are loaded by now. Blocks while the store is built.
+        """Build the store from the loaded weights, or open it, and start streaming. Called by SGLang after loading. Blocks.
 
-        Raises ValueError for weights that the store would not give back as they are, FileExistsError where there is a store and
-        ``reuse`` was not asked for, OSError, and what :func:`deepnvme.streaming.stream` raises.
+        Raises:
+            ValueError: For weights that are not contiguous, whose strides the store would not keep.
+            FileExistsError: If there is a store in ``path`` and ``reuse`` is False.
+            OSError: From the drive.
+
+        What :func:`deepnvme.streaming.stream` raises is raised, too. After any exception the offloader is closed.
         """
         strided = [name for name, weight in self._layers.named_parameters() if not weight.is_contiguous()]
         if strided:
             raise ValueError(f"weights must be contiguous to be streamed, and these are not: {', '.join(strided[:4])}")
         where = self._path / "weights"
-        self._layers.requires_grad_(False).to("cpu")  # what was made after the layers were taken
+        self._layers.requires_grad_(False).to("cpu")  # for tensors that were created after wrap_modules
         try:
             self._store = WeightStore.open(where) if self._reuse else WeightStore.build(self._layers, where)
             self._streaming = stream(
@@ -91,33 +112,33 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
 
     @property
     def forbid_copy_engine_usage(self) -> bool:
-        """Whether SGLang's kernels are to leave the device's copy engine to the offloader: it is what brings the weights."""
+        """Whether SGLang's kernels must leave the device's copy engine to this offloader. Read by SGLang; True on CUDA."""
         return self._device.type == "cuda"
 
-    # For users.
+    # Called by users
 
     def report(self) -> StreamReport:
-        """Of what was streamed. Raises RuntimeError before :meth:`post_init`."""
+        """Return timings and bytes of streaming so far. Raises RuntimeError before :meth:`post_init`."""
         if self._streaming is None:
             raise RuntimeError("nothing is streamed yet: SGLang calls post_init() when the weights are loaded")
         return self._streaming.report()
 
     def close(self) -> None:
-        """End the stream; the layers have no weights then. The store stays where it is. Idempotent."""
-        streaming = self._streaming or streaming_of(self._layers)  # that of a post_init() which was interrupted
+        """End streaming. The layers have no weights afterwards; the store's files are kept. Idempotent."""
+        streaming = self._streaming or streaming_of(self._layers)  # the latter if post_init() was interrupted
         if streaming is not None:
             streaming.close()
         if self._store is not None:
             self._store.close()
 
     def _park(self, layer: nn.Module) -> None:
-        """Have its weights in memory that the kernel can write to the drive, and does where it needs the room."""
+        """Move a layer's weights to file mappings, which the kernel can write to the drive when it needs the memory."""
         for weight in layer.parameters():
             if weight.is_meta or weight.numel() == 0:
                 continue
             self._device = weight.device
             with tempfile.NamedTemporaryFile(prefix="deepnvme-loading-", dir=self._path) as file:
-                # Without room, what is written to the mapping would end the process.
+                # On a full drive, writing to the mapping would end the process with SIGBUS, so reserve the space here.
                 preallocate(file.fileno(), 0, weight.nbytes, str(self._path), "make room, or choose another path")
                 mapped = torch.from_file(file.name, shared=True, size=weight.nbytes, dtype=torch.uint8)
             parked = mapped.view(weight.dtype).view(weight.shape)
@@ -126,9 +147,16 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
 
 
 def enable(path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: int = 0, reuse: bool = False) -> None:
-    """Have SGLang use a :class:`StreamingOffloader` for each model that it makes in this process, in ``path``/rank-N.
+    """Make SGLang use a :class:`StreamingOffloader`, in ``path``/rank-N, for each model that it creates in this process.
 
-    In the process that runs the model, before it does: SGLang chooses an offloader when its ModelRunner begins.
+    Call it in the process that runs the model, before SGLang's ``ModelRunner`` is created: that is when SGLang chooses an
+    offloader.
+
+    Args:
+        path: A directory on a drive, with room for the weights of all ranks twice.
+        prefetch: See :class:`StreamingOffloader`.
+        memory_budget: See :class:`StreamingOffloader`.
+        reuse: See :class:`StreamingOffloader`.
     """
 
     def create_offloader() -> StreamingOffloader:
@@ -137,10 +165,11 @@ def enable(path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: in
 
     offloader.create_offloader = create_offloader
     runner = sys.modules.get("sglang.srt.model_executor.model_runner")
-    if runner is not None:  # it has its own name for it
+    if runner is not None:  # it was imported already, and has its own reference to create_offloader
         runner.create_offloader = create_offloader  # type: ignore[attr-defined]
 
 
 def _refuse_graphs(module: nn.Module, arguments: Any) -> None:
+    """Raise RuntimeError if a CUDA graph is being captured; a forward pre-hook."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("streamed weights cannot be captured in a CUDA graph: start SGLang with --disable-cuda-graph")

@@ -1,4 +1,4 @@
-"""``python -m deepnvme.integrations.deepspeed [--swappers] [--checkpoint] [-m] SCRIPT ...``: see :mod:`.launching`."""
+"""Entry point of ``python -m deepnvme.integrations.deepspeed [--swappers] [--checkpoint] [-m] SCRIPT``: see :mod:`.launching`."""
 
 from .launching import main
 

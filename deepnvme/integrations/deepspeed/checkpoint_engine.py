@@ -1,4 +1,4 @@
-"""A checkpoint engine for DeepSpeed, of which nothing is imported here."""
+"""A checkpoint engine for DeepSpeed. Does not import DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepnvme.checkpoint.storage_placement import MapLocation
 
 
 class CommitInfo(Protocol):
-    """DeepSpeed's ``CheckpointCommitInfo``."""
+    """DeepSpeed's ``CheckpointCommitInfo``: which checkpoint is being saved, and where."""
 
     tag: str
     save_dir: str
@@ -23,11 +23,14 @@ class CommitInfo(Protocol):
 class NVMeCheckpointEngine:
     """Saves and loads DeepSpeed's checkpoints with :func:`deepnvme.save` and :func:`deepnvme.load`.
 
-    The files are those of DeepSpeed's own ``TorchCheckpointEngine``, each of which appears whole or not at all, and either engine
-    loads what the other saved. Contract: DeepSpeed 0.19, ``runtime/checkpoint_engine/checkpoint_engine.py``.
+    Files have the names and the format of DeepSpeed's own ``TorchCheckpointEngine``, so either engine loads what the other saved.
+    Each file appears whole or not at all. Methods are called by DeepSpeed's engine and raise what the two functions raise.
 
-    ``config_params``: DeepSpeed's configuration, which it gives to all of its engines; not looked at. ``fsync``: see
-    :func:`deepnvme.save`. Raises what those functions raise.
+    Contract: DeepSpeed 0.19, ``runtime/checkpoint_engine/checkpoint_engine.py``.
+
+    Args:
+        config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines; ignored.
+        fsync: Whether to have the drive make files stable: see :func:`deepnvme.save`.
     """
 
     name = "NVMeCheckpointEngine"
@@ -36,40 +39,57 @@ class NVMeCheckpointEngine:
         self._fsync = fsync
 
     def create(self, info: CommitInfo) -> None:
-        """A checkpoint begins. Nothing has to be done."""
+        """Do nothing. Called when saving a checkpoint begins."""
 
     def makedirs(self, path: str | os.PathLike[str], exist_ok: bool = False) -> None:
+        """Make a directory and its parents. Raises OSError."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
-        """Blocks until the file is there, and on stable storage."""
+        """Save a checkpoint file. Blocks until it is complete and, with ``fsync``, on stable storage."""
         save(state_dict, path, fsync=self._fsync)
 
     def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
-        """Objects of any class, as DeepSpeed's checkpoints have them: load only what you trust."""
+        """Load a checkpoint file. Blocks.
+
+        Objects of any class are unpickled, because DeepSpeed's checkpoints have them, and that can run code: load only files
+        that you trust.
+        """
         return load(path, map_location, weights_only=False)
 
     def commit(self, info: CommitInfo) -> bool:
-        """All files of the checkpoint are there; have the names of its directories on stable storage too. Blocks."""
+        """Make the names of the checkpoint's directories stable on the drive, and return True. Blocks.
+
+        Called when all files of a checkpoint have been saved.
+        """
         directory = Path(info.save_dir)
         if self._fsync and directory.is_dir():
             sync_directory(directory)
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Return whether this data-parallel rank writes what is the same on all: the first one does."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether files may still be written after ``save``."""
+        """Return whether files may still be being written after :meth:`save` returns: no."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether views of one tensor stay that, so that DeepSpeed has to copy a part of a larger one to save no more than it."""
+        """Return whether tensors that share memory still do after loading: yes.
+
+        So a view is saved with the whole tensor it is a part of, unless DeepSpeed copies it first.
+        """
         return True
 
-    def set_commit_info(self, info: CommitInfo) -> None: ...
+    def set_commit_info(self, info: CommitInfo) -> None:
+        """Do nothing: only decoupled engines commit later."""
+        ...
 
     def get_commit_info(self) -> CommitInfo | None:
+        """Return None: only decoupled engines commit later."""
         return None
 
-    def cleanup(self) -> None: ...
+    def cleanup(self) -> None:
+        """Do nothing: only decoupled engines have work left when DeepSpeed's engine is destroyed."""
+        ...

@@ -1,4 +1,4 @@
-"""The checkpoint engine that DeepSpeed makes for the fast writer."""
+"""Make DeepSpeed create this package's checkpoint engine if its configuration asks for the fast writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optim
 
 
 def replacements() -> Iterator[Replacement]:
-    """Of the function that makes engines, wherever DeepSpeed has it by name."""
+    """Return replacements of ``create_checkpoint_engine`` in every module of DeepSpeed that has it by name.
+
+    Raises UnknownShape if one of these modules does not have it, or its parameters differ.
+    """
     places = [module(f"deepspeed.runtime.{name}") for name in ("engine", "checkpoint_engine", "checkpoint_engine.utils")]
     theirs = attribute(places[-1], "create_checkpoint_engine", _PARAMETERS)
 

@@ -1,4 +1,4 @@
-"""What is put in place of DeepSpeed's, all of it or nothing."""
+"""Replace parts of DeepSpeed by this package's, all of them or none, and restore them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import checkpoints, failures, ops, swapping
 from .places import Replacement, UnknownShape, set_all, undo_all
 
 TESTED = ("0.19.5", "0.19.8")
-"""The first and the last version of DeepSpeed that this was tested with."""
+"""The first and the last version of DeepSpeed that this package was tested with."""
 
 
 class _Options(NamedTuple):
@@ -30,18 +30,25 @@ _changing = threading.Lock()
 
 
 def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
-    """Have DeepSpeed use this package in this process, from the next engine on. Before or after ``import deepspeed``.
+    """Make DeepSpeed use this package in this process, for engines created from now on.
 
-    DeepSpeed's ``AsyncIOBuilder``, ``GDSBuilder`` and ``PinMemoryBuilder`` give this package's ops, and the accelerator's
-    ``is_pinned`` knows their memory. ``swappers``: ZeRO stage 3 takes this package's swapper classes. ``checkpoint``: where
-    the JSON says ``"checkpoint": {"writer": {"type": "fast"}}``, without ``decoupled``, checkpoints go through
-    :class:`deepnvme.checkpoint.NVMeCheckpointEngine`. docs/deepspeed.md says what else changes.
+    DeepSpeed's ``AsyncIOBuilder``, ``GDSBuilder`` and ``PinMemoryBuilder`` then load this package's ops, and the accelerator's
+    ``is_pinned`` recognises memory that these ops have pinned. docs/deepspeed.md lists what else changes.
 
-    Idempotent; called again with other options, those count. Blocks while the op is compiled, if it was not yet. Where it
-    cannot be, DeepSpeed's own stays in all places, and one RuntimeWarning says why.
+    May be called before or after ``import deepspeed``. Idempotent; if called again with other options, the last ones count.
+    Blocks while the op is compiled, if it was not compiled before. If it cannot be compiled, nothing of DeepSpeed is replaced
+    and one RuntimeWarning says why. Thread-safe.
 
-    Raises ModuleNotFoundError without DeepSpeed, RuntimeError for a version that this was not tested with, or one that does
-    not have what is replaced where it is expected; nothing is changed then.
+    Args:
+        swappers: Also replace ZeRO stage 3's swapper classes.
+        checkpoint: Also save and load checkpoints with :class:`deepnvme.checkpoint.NVMeCheckpointEngine` if DeepSpeed's JSON has
+            ``"checkpoint": {"writer": {"type": "fast"}}`` without ``decoupled``.
+
+    Raises:
+        ModuleNotFoundError: If DeepSpeed is not installed.
+        RuntimeError: If this version of DeepSpeed was not tested, or a part to be replaced is not where it is expected.
+
+    After an exception nothing is changed.
     """
     global _enabled, _warned
     options = _Options(swappers, checkpoint)
@@ -71,7 +78,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
 
 
 def disable() -> None:
-    """Have DeepSpeed be as it was. Engines that were made meanwhile keep what they were made with. Idempotent."""
+    """Restore DeepSpeed's own parts. Engines that exist already keep what they were created with. Idempotent; thread-safe."""
     global _enabled
     with _changing:
         _enabled = None
@@ -80,7 +87,7 @@ def disable() -> None:
 
 def _put(options: _Options) -> None:
     global _enabled
-    _set.extend(set_all(list(_replacements(options))))  # each is looked at before the first is set
+    _set.extend(set_all(list(_replacements(options))))  # list(): check that all can be replaced before replacing the first
     _enabled = options
 
 
@@ -93,7 +100,7 @@ def _replacements(options: _Options) -> Iterator[Replacement]:
 
 
 def _version() -> str:
-    """DeepSpeed's, which is imported here."""
+    """Import DeepSpeed and return its version. Raises RuntimeError if that was not tested."""
     first, last = TESTED
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
@@ -112,6 +119,6 @@ def _version() -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of "0.19.8+abc": (0, 19, 8); a pre-release counts as what it precedes."""
+    """Return the numbers of a version, to compare it: (0, 19, 8) of "0.19.8+abc". A pre-release compares like the release."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()

@@ -1,9 +1,9 @@
-"""A drive that fails one rank ends the training of all: each rank's error names the path and errno.
+"""Report a drive's failure on one rank to all ranks, so that each rank's error names the path and errno.
 
-DeepSpeed alone leaves the other ranks in a collective until the failed rank's process has gone, with an error that says no more
-than that a connection was closed. Here the failed rank puts its error into the store that the ranks met in, before it raises it;
-a thread of each rank looks there twice a second, so that no step costs anything, and what a collective raises is turned into that
-error.
+With DeepSpeed alone, the other ranks wait in a collective until the failed rank's process is gone, and then get an error that
+says only that a connection was closed. Here the failed rank writes its error to the process group's store before raising it. A
+thread of each rank reads that store twice a second, so steps cost no time. When a collective then fails on another rank, its
+error is replaced by the failed rank's.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _METHODS = {
     "deepspeed.runtime.zero.partition_parameters.Init": ("__init__", "_post_init_method"),
 }
 _LOOKS_EVERY = 0.5  # seconds
-_HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to look
-_PARTED_WITHIN = 1.0  # seconds that a rank which serves the store waits at its end
+_HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to read its error
+_PARTED_WITHIN = 1.0  # seconds that the rank which serves the store waits for the others when its process ends
 _FAILURE, _HEARD = "failure", "heard"
 _PARTED = "null"
-"""In place of a failure: looking on would find no store, of which torch prints a page."""
+"""Stored in place of a failure when a process ends, so that ranks stop reading: torch prints a page if the store is gone."""
 
 
 def replacements() -> Iterator[Replacement]:
-    """Of the methods, the engine's and those of ``zero.Init``, that transfer something or wait for ranks that do."""
+    """Return replacements of the methods of DeepSpeed's engine and ``zero.Init`` that do I/O, or wait for ranks that do."""
     for path, names in _METHODS.items():
         place, _, name = path.rpartition(".")
         owner = attribute(module(place), name)
@@ -47,7 +47,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _shared(own: Any) -> Any:
-    """A method whose OSErrors are raised on all ranks."""
+    """Return a method that reports its OSErrors to all ranks, and raises another rank's in place of a RuntimeError."""
 
     @functools.wraps(own)
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -65,44 +65,55 @@ def _shared(own: Any) -> Any:
                 raise
             raise failure from error
         if own.__name__ == "__init__":
-            _ranks_of_this_process()  # looks from now on
+            _ranks_of_this_process()  # starts the thread that watches for failures
         return result
 
     return method
 
 
 class RankFailures:
-    """What the ranks of one process group tell each other: the first failure.
+    """Shares the first failure of any rank with all ranks of a process group, through the group's store.
 
-    In the group's own store, which ends with the rank that serves it: the failed rank waits, for some seconds at most, until
-    the others have looked.
+    Starts a daemon thread that reads the store twice a second. The store ends with the rank that serves it, so the failed rank
+    waits, for some seconds at most, until the others have read its failure. Thread-safe.
+
+    Args:
+        store: The process group's ``torch.distributed`` store.
+        rank: This rank.
+        count: Number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store = dist.PrefixStore("deepnvme", store)  # type: ignore[attr-defined]
         self._rank, self._count = rank, count
         self._failure: dict[str, Any] | None = None
-        self._over = False  # nobody will tell anything any more
+        self._over = False  # there is nothing more to read: a failure was found, or the ranks are ending
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deepnvme-failures", daemon=True)
         self._thread.start()
 
     def tell(self, error: OSError) -> None:
-        """Have the other ranks know. Once; blocks until they do, some seconds at most. Never raises."""
+        """Send this rank's error to the other ranks. Only the first call has an effect.
+
+        Blocks until all have read it, for some seconds at most. A store that is gone raises nothing.
+        """
         self._ended.set()
         self._thread.join()
         if self._over:
             return
         self._over = True
-        text = error.strerror if error.errno is not None else str(error)  # as shutil.Error, of several
+        text = error.strerror if error.errno is not None else str(error)  # shutil.Error, of several errors, has no errno
         self._failure = {"rank": self._rank, "errno": error.errno, "text": text, "path": _text(error.filename)}
-        with contextlib.suppress(RuntimeError):  # the store has gone, with the rank that served it
+        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
             self._store.set(_FAILURE, json.dumps(self._failure))
             self._wait_for_the_others(_HEARD_WITHIN)
 
     def part(self) -> None:
-        """At the end of this process: no rank looks any longer. Never raises."""
+        """Make all ranks stop reading the store, because this process ends. A store that is gone raises nothing.
+
+        The rank that is likely to serve the store, rank 0, waits up to a second until the others have read this.
+        """
         self._ended.set()
         self._thread.join()
         if not self._over:
@@ -111,7 +122,7 @@ class RankFailures:
                 self._wait_for_the_others(_PARTED_WITHIN if self._rank == 0 else 0.0)
 
     def failure(self) -> OSError | None:
-        """What another rank has told, as an error of this one."""
+        """Return an OSError with another rank's errno, text and path; None if no other rank has failed."""
         self._look()
         if self._failure is None or self._failure["rank"] == self._rank:
             return None
@@ -139,7 +150,7 @@ class RankFailures:
                     return
                 self._failure = json.loads(self._store.get(_FAILURE))
                 self._store.add(_HEARD, 1)
-            except RuntimeError:  # the store has gone, with the rank that served it
+            except RuntimeError:  # the store is gone, with the rank that served it
                 pass
             self._over = True
         if self._failure is not None:
@@ -151,7 +162,7 @@ _group: tuple[Any, RankFailures] | None = None
 
 
 def _ranks_of_this_process() -> RankFailures | None:
-    """None where there is one only."""
+    """Return the RankFailures of the default process group, made when first needed; None if there is only one rank."""
     global _group
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None

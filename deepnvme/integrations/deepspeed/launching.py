@@ -1,11 +1,11 @@
-"""Runs a program as it is, with this package in DeepSpeed.
+"""Run an unchanged program after :func:`enable`, which makes DeepSpeed use this package.
 
     python -m deepnvme.integrations.deepspeed [--swappers] [--checkpoint] train.py ...
     torchrun --nproc-per-node 2 -m deepnvme.integrations.deepspeed --swappers train.py ...
     deepspeed --module deepnvme.integrations.deepspeed --swappers train.py ...
 
-Without options, ``DEEPNVME_DEEPSPEED`` says what to enable: 1 the ops, or "swappers", "checkpoint", or both with a comma between.
-0 is nothing, whatever the options, which is how to compare without changing the command.
+Without options, the environment variable ``DEEPNVME_DEEPSPEED`` says what to enable: "1" for the ops only, "swappers",
+"checkpoint", or "swappers,checkpoint". "0" enables nothing, whatever the options, to compare without changing the command.
 """
 
 from __future__ import annotations
@@ -20,19 +20,31 @@ from typing import NamedTuple
 from . import enabling
 
 VARIABLE = "DEEPNVME_DEEPSPEED"
+"""The environment variable that says what to enable."""
 _OPTIONS = ("swappers", "checkpoint")
 
 
 class Launch(NamedTuple):
-    """``enable``: arguments for :func:`enable`; None for DeepSpeed as it is. ``program``: its ``sys.argv``."""
+    """What to enable, and which program to run."""
 
     enable: dict[str, bool] | None
+    """Keyword arguments for :func:`enable`; None not to call it."""
     is_module: bool
+    """Whether the program is a module's name, as with ``python -m``, and not a script's path."""
     program: list[str]
+    """``sys.argv`` of the program."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """Raises SystemExit, as argparse does, for what makes no sense."""
+    """Parse the command line and the environment.
+
+    Args:
+        arguments: Command line without the program name.
+        environment: Environment variables.
+
+    Raises:
+        SystemExit: As from argparse, for arguments or a value of the variable that are not valid.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m deepnvme.integrations.deepspeed",
         description="Run a program with DeepSpeed on deepnvme's ops.",
@@ -42,7 +54,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     parser.add_argument("--swappers", action="store_true", help="deepnvme's swapper classes in ZeRO stage 3 too")
     parser.add_argument("--checkpoint", action="store_true", help="deepnvme's checkpoint engine for the fast writer too")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
-    # DeepSpeed's launcher puts it before the program's own arguments, which for it is here.
+    # DeepSpeed's launcher inserts it before the arguments of the program it starts, which is this module.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
     parsed = parser.parse_args(arguments)
@@ -61,7 +73,10 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, bool] | None:
-    """Raises ValueError for a value that means nothing."""
+    """Return keyword arguments for :func:`enable` from the environment variable; None if it is "0".
+
+    Raises ValueError for any other value that is not documented in this module.
+    """
     value = environment.get(VARIABLE, "1").strip()
     if value == "0":
         return None
@@ -73,7 +88,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, bool] | None:
 
 
 def main() -> None:
-    """With the arguments and the environment of this process, of which the program sees its own."""
+    """Run the program named on this process's command line. It sees only its own arguments in ``sys.argv``."""
     launch = parse(sys.argv[1:], os.environ)
     if launch.enable is not None:
         enabling.enable(**launch.enable)
@@ -81,6 +96,6 @@ def main() -> None:
     if launch.is_module:
         runpy.run_module(launch.program[0], run_name="__main__", alter_sys=True)
     else:
-        if not getattr(sys.flags, "safe_path", False):  # else what is first there is not the launcher's folder
+        if not getattr(sys.flags, "safe_path", False):  # with safe_path, sys.path[0] is not the launcher's folder
             sys.path[0] = os.path.dirname(os.path.realpath(launch.program[0]))
         runpy.run_path(launch.program[0], run_name="__main__")

@@ -1,6 +1,6 @@
-"""This package's ops, as DeepSpeed's builders give them, and its record of pinned memory, as DeepSpeed's accelerator sees it.
+"""Make DeepSpeed's op builders load this package's ops, and its accelerator's ``is_pinned`` recognise their pinned memory.
 
-The builders' methods are replaced and not the classes: a class has been imported under many names, some of them in programs.
+The builders' methods are replaced rather than the classes, because programs may have imported a class already, by any name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from .places import Replacement, UnknownShape, attribute, module
 
 
 def replacements() -> Iterator[Replacement]:
-    """Of builders, and of the accelerator's check. Where DeepSpeed has no op for its accelerator, as gds on a CPU, none."""
+    """Return the replacements of the builders' methods and of the accelerator's ``is_pinned``.
+
+    A builder is left alone if DeepSpeed has no such op for its accelerator, such as gds on a CPU.
+
+    Raises:
+        UnknownShape: If a part of DeepSpeed is not where it is expected.
+        RuntimeError: If this package's async_io op cannot be loaded.
+    """
     builders = module("deepspeed.ops.op_builder")
     accelerator = module("deepspeed.accelerator").get_accelerator()
     pin_memory = attribute(builders, "PinMemoryBuilder")
@@ -42,7 +49,11 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) -> Iterator[Replacement]:
-    """Ours, and where that does not load DeepSpeed's own, which says what it lacks, and has its own pin_memory to link with."""
+    """Return the replacements for one builder.
+
+    ``load`` falls back to DeepSpeed's own op if ours cannot be loaded. DeepSpeed's op then says what it lacks itself. It links
+    with DeepSpeed's pin_memory op, which ``before_theirs`` loads.
+    """
     load = attribute(theirs, "load", ("verbose",))
     jit_load = attribute(theirs, "jit_load", ("verbose",))
     is_compatible = attribute(theirs, "is_compatible", ("verbose",))
@@ -66,7 +77,7 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
         compiled = not ours.lacking() and ours.existing_build() is not None
         if not ours.is_compatible(verbose) and not compiled:
             return bool(is_compatible(self, verbose))
-        if verbose:  # as in ds_report
+        if verbose:  # called by ds_report
             print(f" [INFO]  {ours.NAME} is that of deepnvme {__version__}")
         return True
 
@@ -76,34 +87,48 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
 
 
 class PinHandle:
-    """DeepSpeed's ``pin_handle``, which serves ``DS_PIN_MEMORY_BACKEND=native``: memory that is pinned for our handles too."""
+    """DeepSpeed's ``pin_handle``, which pins memory with ``DS_PIN_MEMORY_BACKEND=native``.
+
+    All of this package's handles recognise the memory as pinned.
+
+    Contract: the op of DeepSpeed's ``PinMemoryBuilder``, as ``deepspeed/utils/pin_memory.py`` of 0.19 calls it.
+    """
 
     def __init__(self) -> None:
         self._handle = AsyncIOBuilder().load().aio_handle()
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return a pinned CPU tensor of ``num_elem`` elements, with the dtype of ``example_tensor``."""
         locked: torch.Tensor = self._handle.new_cpu_locked_tensor(num_elem, example_tensor)
         return locked
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """Unpin a tensor of :meth:`new_cpu_locked_tensor`, and return whether it was one."""
         return bool(self._handle.free_cpu_locked_tensor(locked_tensor))
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """Of memory of :meth:`new_cpu_locked_tensor`, which may live on in views of it."""
+        """Unpin the memory of :meth:`new_cpu_locked_tensor` at this address, and return whether there was any.
+
+        Views of the tensor may live on.
+        """
         first = torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8)
         return self.free_cpu_locked_tensor(first)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Return whether a tensor's memory is pinned, by this handle or another one."""
         return bool(self._handle.is_pinned(buffer))
 
 
 def _recorded(op: Any, tensor: torch.Tensor) -> bool:
-    """Fake and meta tensors, which a compiler asks about, have no memory."""
+    """Return whether this package has pinned the tensor's memory. Fake and meta tensors, which a compiler passes, have none."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and bool(op.is_pinned(tensor))
 
 
 def _compatible_ops() -> Iterator[Replacement]:
-    """What DeepSpeed knows already, or finds out when it is asked, and forgets when this is undone."""
+    """Return the replacement for DeepSpeed's record of ops that can be built.
+
+    If DeepSpeed has not made the record yet, it will make it with the replaced builders; undoing removes it then.
+    """
     ops = module("deepspeed.ops")
     known = vars(ops).get("__compatible_ops__")
     if known is None:
@@ -113,7 +138,7 @@ def _compatible_ops() -> Iterator[Replacement]:
 
 
 class _Forgotten(Replacement):
-    """A name that DeepSpeed makes when it is first asked for."""
+    """A name that DeepSpeed sets when it is first read. Nothing is set here, but undoing removes it."""
 
     def set(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed looks for what is replaced: checked first, set together, put back."""
+"""Replace names in DeepSpeed's modules and classes: check that they exist, set all or none, and restore them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ABSENT: Any = object()
 
 
 class UnknownShape(RuntimeError):
-    """DeepSpeed does not have a thing where it is looked for, or has another kind of thing there."""
+    """Raised if a part of DeepSpeed is missing where it is expected, or is of another kind or signature."""
 
 
 def module(name: str) -> Any:
-    """A module of DeepSpeed's. Raises UnknownShape if there is none of that name."""
+    """Import and return one of DeepSpeed's modules. Raises UnknownShape if there is none of that name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -26,7 +26,16 @@ def module(name: str) -> Any:
 
 
 def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) -> Any:
-    """A function or a class that DeepSpeed has there, with these parameters if given. Raises UnknownShape if there is no such."""
+    """Return a function or class of a module or class of DeepSpeed's.
+
+    Args:
+        owner: The module or class.
+        name: Name of the attribute.
+        parameters: Names of the parameters it must have, in order, without ``self``. None to accept any.
+
+    Raises:
+        UnknownShape: If it is missing, cannot be called, or has other parameters.
+    """
     path = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
     found = getattr(owner, name, None)
     if not callable(found):
@@ -39,7 +48,7 @@ def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) ->
 
 @dataclass
 class Replacement:
-    """A name of a module or class, and what it is to be."""
+    """A name of a module or class, and the value to replace it by."""
 
     owner: Any
     name: str
@@ -47,11 +56,12 @@ class Replacement:
     _before: Any = field(default=_ABSENT, init=False)
 
     def set(self) -> None:
+        """Replace the value, and remember the one before."""
         self._before = vars(self.owner).get(self.name, _ABSENT)
         setattr(self.owner, self.name, self.ours)
 
     def undo(self) -> None:
-        """Nothing where somebody else has put something of his there since."""
+        """Restore the value. Does nothing if other code has replaced it again since."""
         if vars(self.owner).get(self.name) is not self.ours:
             return
         if self._before is _ABSENT:
@@ -61,7 +71,7 @@ class Replacement:
 
 
 def set_all(replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Set all of them or, after an error, none. Returns them in the order in which they were set."""
+    """Set all replacements or, after an exception, none. Returns them in the order they were set."""
     done: list[Replacement] = []
     try:
         for replacement in replacements:
@@ -74,6 +84,6 @@ def set_all(replacements: Iterable[Replacement]) -> list[Replacement]:
 
 
 def undo_all(replacements: list[Replacement]) -> None:
-    """Put back what was there, the last first; the list is empty then."""
+    """Undo all replacements, the last one first, and empty the list."""
     while replacements:
         replacements.pop().undo()

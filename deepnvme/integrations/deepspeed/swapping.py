@@ -1,7 +1,7 @@
-"""Whose swapper classes ZeRO stage 3 takes, and in which folder of ``nvme_path`` each swapper has its files.
+"""Replace the swapper classes that ZeRO stage 3 uses, and give each swapper a folder of its own in ``nvme_path``.
 
-DeepSpeed names the files by rank and parameter alone: two jobs on one ``nvme_path`` would train with each other's states, and the
-one that starts later removes the other's parameters.
+DeepSpeed names swap files by rank and parameter only. So two jobs with one ``nvme_path`` would train with each other's states, and
+the job that starts later would remove the other's parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,16 @@ _SWAPPING = ("offload_optimizer_config", "aio_config")
 
 
 def replacements(*, ours: bool) -> Iterator[Replacement]:
-    """Of the swapper classes, where stage 3 looks for them: by ``ours``, or by DeepSpeed's own, kept apart from other jobs'."""
+    """Return replacements of the swapper classes in the modules where stage 3 looks for them.
+
+    Every replacement keeps its files apart from other jobs'.
+
+    Args:
+        ours: Whether to use this package's swapper classes, or else classes derived from DeepSpeed's own.
+
+    Raises:
+        UnknownShape: If a part of DeepSpeed is not where it is expected, or has other parameters.
+    """
     stage3 = module("deepspeed.runtime.zero.stage3")
     for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
         theirs = attribute(stage3, name, _OPTIMIZER)
@@ -72,10 +81,10 @@ def _parameter_swapper(base: Any) -> type:
 
 
 def _with_last_gradients(theirs: Any, partition_grads: Any) -> Any:
-    """Gives our swapper stage 3's own gradient buffers, which hold each parameter's gradient until the next one comes.
+    """Return a ``_configure_tensor_swapping`` that gives our swapper access to stage 3's own gradient buffers.
 
-    DeepSpeed's swappers keep it in their files. Either way a parameter that a backward does not reach is stepped with its last
-    gradient.
+    These hold each parameter's gradient until the next one arrives. DeepSpeed's swappers keep gradients in their files instead.
+    Either way, a parameter that a backward does not reach is stepped with its last gradient.
     """
 
     @functools.wraps(theirs)
@@ -91,12 +100,12 @@ def _with_last_gradients(theirs: Any, partition_grads: Any) -> Any:
 def _partition_grads(
     stage3_optimizer: weakref.ref[Any], theirs: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
 ) -> Any:
-    """Before stage 3 adds the gradients of a micro-batch that is not a step's last to its buffers, has our swapper copy these.
+    """Run stage 3's ``partition_grads``, after having our swapper copy the gradients in the buffers that it will add to.
 
-    Stage 3 gives the swapper only gradients of parameters that the last micro-batch reaches. What only an earlier one reaches is
-    stepped with the gradient that was given before.
+    The copy is made in every micro-batch of a step but the last. Stage 3 passes the swapper only gradients of parameters that the
+    last micro-batch reaches. Parameters that only an earlier one reaches are stepped with the gradient passed before.
     """
-    stage3: Any = stage3_optimizer()  # which is calling
+    stage3: Any = stage3_optimizer()  # alive: it is calling this function
     if not stage3.is_gradient_accumulation_boundary():
         for sub_group in dict.fromkeys(stage3.grad_position[stage3.get_param_id(param)][0] for param in params_to_release):
             stage3.optimizer_swapper.keep_last_gradients(stage3.fp32_partitioned_groups_flat[sub_group])
@@ -104,11 +113,12 @@ def _partition_grads(
 
 
 def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each parameter of a sub-group's flat tensor: its offset in it (elements), and this rank's part of its gradient."""
+    """Yield, for each parameter in a sub-group's flat tensor, its offset (elements) and this rank's part of its gradient."""
     stage3 = stage3_optimizer()
     if stage3 is None:
         return
-    partitions = getattr(stage3, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})  # none yet when it is made
+    # stage 3 makes the buffers in its constructor, after the swapper
+    partitions = getattr(stage3, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})
     offset = 0
     for group, flat in zip(stage3.fp16_groups, stage3.fp32_partitioned_groups_flat, strict=True):
         for param in group if flat is parameter and partitions else ():
@@ -117,17 +127,21 @@ def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor)
 
 
 def _derived(base: type, __init__: Any) -> type:
+    """Return a subclass of ``base`` with this constructor, and the name, module and docstring of ``base``."""
     own = {"__init__": __init__, "__doc__": base.__doc__, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), own)
 
 
 class _Held:
-    """A file that is closed when this is dropped, also where an interrupt ends that: then the file closes itself."""
+    """Keeps a lock file open until this object is dropped.
+
+    If an interrupt ends ``__del__``, the file still closes, because ``io.FileIO`` closes itself.
+    """
 
     def __init__(self, path: str) -> None:
         with contextlib.suppress(FileExistsError):
             io.FileIO(path, "x").close()
-        self.file = io.FileIO(path)  # another user's, it may be, who lets nobody else write
+        self.file = io.FileIO(path)  # read-only: the file may be another user's, and not writable
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
@@ -135,10 +149,10 @@ class _Held:
 
 
 def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
-    """``nvme_path``, or where another swapper of this kind and rank is using that, the first folder job-N in it that none uses.
+    """Return a folder that no other swapper of this kind and rank uses: ``nvme_path``, or else the first free ``job-N`` in it.
 
-    It is the swapper's until that is dropped, or its process ends. Raises OSError naming the path where files cannot be made or
-    locked.
+    The folder is locked until the swapper is dropped or its process ends. Raises OSError naming the path if files cannot be made
+    or locked.
     """
     for number in range(_MOST_JOBS):
         folder = os.path.join(nvme_path, f"job-{number + 1}") if number else os.fspath(nvme_path)
