@@ -1,7 +1,7 @@
 """Replace the swapper classes that ZeRO stage 3 uses, and give each swapper a folder of its own in ``nvme_path``.
 
-DeepSpeed names swap files by rank and parameter only. So two jobs with one ``nvme_path`` would train with each other's states, and
-the job that starts later would remove the other's parameters.
+DeepSpeed names swap files by rank and parameter only. So two jobs with one ``nvme_path`` would train with each other's states,
+and the job that starts later would remove the other's parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed's file writers (``deepspeed.io`` of 0.19): file objects for ``torch.save`` and the like."""
+"""DeepSpeed's file writers (``deepspeed.io`` of 0.19): file objects for ``torch.save`` and other writers of files."""
 
 from __future__ import annotations
 

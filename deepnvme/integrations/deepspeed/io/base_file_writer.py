@@ -1,4 +1,4 @@
-"""What DeepSpeed's file writers have in common: a path and statistics."""
+"""Base class of DeepSpeed's file writers, with the path and the statistics."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _COUNTED = (
 
 
 class BaseFileWriter(io.RawIOBase):
-    """A file that is written to. A context manager, which closes it, as does dropping the last reference.
+    """A file object to write to, which counts what is written. Closed as a context manager and when it is dropped.
 
-    Contract: DeepSpeed 0.19, ``io/base_file_writer.py``, of which ``_dump_state`` and the keys of ``_stats`` are part.
+    Contract: DeepSpeed 0.19, ``io/base_file_writer.py``, including ``_dump_state`` and the keys of ``_stats``.
     """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
@@ -41,29 +41,32 @@ class BaseFileWriter(io.RawIOBase):
         self._stats: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
 
     def file_path(self) -> str | os.PathLike[str]:
-        """As it was given."""
+        """Return the path as it was given."""
         return self._file_path
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """-1, as DeepSpeed's: torch's older file format would write to a descriptor past this object."""
+        """Return -1, as DeepSpeed's writers do: with a real one, torch's older format would bypass this object."""
         self._incr_stats(FILENO_COUNT_KEY)
         return INVALID_FD
 
     def flush(self) -> None:
+        """Count a flush. Has no effect after :meth:`close`."""
         if not self.closed:
             self._incr_stats(FLUSH_COUNT_KEY)
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         if not self.closed:
             self._incr_stats(CLOSE_COUNT_KEY)
             flushes = self._stats[FLUSH_COUNT_KEY]
             try:
                 super().close()
             finally:
-                self._stats[FLUSH_COUNT_KEY] = flushes  # those that were asked for
+                self._stats[FLUSH_COUNT_KEY] = flushes  # without the flush that io.RawIOBase.close makes
 
     def _incr_stats(self, key: str, incr: float = 1) -> None:
         self._stats[key] += incr
@@ -74,12 +77,12 @@ class BaseFileWriter(io.RawIOBase):
         self._incr_stats(WRITE_SEC_KEY, seconds)
 
     def _dump_state(self) -> None:
-        """Print the statistics, as ``show_statistics`` has DeepSpeed do."""
+        """Print the statistics. Called by DeepSpeed's checkpoint writer with ``show_statistics``."""
         self._stats[WRITE_SPEED_KEY] = self._speed(WRITE_BYTES_KEY, WRITE_SEC_KEY)
         self._stats[FILE_PATH_KEY] = self._file_path
         print(f"stats = {self._stats}")
 
     def _speed(self, bytes_key: str, seconds_key: str) -> float:
-        """GiB/s."""
+        """Return a speed in GiB/s."""
         seconds = self._stats[seconds_key]
         return float(self._stats[bytes_key] / seconds / (1 << 30)) if seconds > 0 else 0.0

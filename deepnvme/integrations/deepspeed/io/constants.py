@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 INVALID_FD = -1
-"""What ``fileno`` returns: torch takes it for a file that it cannot write to past the writer."""
+"""What ``fileno`` returns, so that torch writes through the writer and not to a file descriptor."""
 
 FILE_PATH_KEY = "path"
 FLUSH_COUNT_KEY = "flush"
@@ -13,7 +13,7 @@ FILENO_COUNT_KEY = "fileno"
 WRITE_BYTES_KEY = "bytes"
 WRITE_SEC_KEY = "write_secs"
 WRITE_SPEED_KEY = "write_GB/s"
-"""GiB/s, as the others."""
+"""In GiB/s despite its name, as are all speeds here."""
 
 AIO_WRITE_SEC_KEY = "aio_write_secs"
 AIO_WRITE_BYTES_KEY = "aio_bytes"
@@ -28,6 +28,6 @@ SAVE_STORAGE_KEY = "save_storage"
 SAVE_STORAGE_BYTES_KEY = "save_storage_bytes"
 SAVE_STORAGE_SEC_KEY = "save_storage_secs"
 STORAGE_OBJ_SIZE = 8
-"""Bytes of a storage's length in torch's older file format."""
+"""Bytes that a storage's number of elements takes in torch's older file format."""
 
 RANK_KEY = "rank"

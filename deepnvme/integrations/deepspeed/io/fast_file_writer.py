@@ -1,4 +1,4 @@
-"""A file to write to, for ``torch.save`` and the like, whose bytes go to the drive from pinned memory."""
+"""A file object for ``torch.save`` that collects bytes in pinned memory and writes them with an ``aio_handle``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_TENSOR = 2 * PAGE
-"""Bytes of a ``pinned_tensor`` that is used in halves."""
+"""Least bytes of a ``pinned_tensor`` with double buffering: one page for each half."""
 _COUNTED = (
     AIO_WRITE_SEC_KEY,
     AIO_WRITE_BYTES_KEY,
@@ -48,41 +48,54 @@ _COUNTED = (
 
 @dataclass
 class FastFileWriterConfig:
-    """Contract: DeepSpeed 0.19, ``io/fast_file_writer.py``."""
+    """Options of a :class:`FastFileWriter`.
+
+    Contract: DeepSpeed 0.19, ``io/fast_file_writer.py``.
+    """
 
     dnvme_handle: Any
-    """An ``aio_handle`` that has nothing else to do meanwhile; or a ``gds_handle``, with a tensor on its device."""
+    """An ``aio_handle``, or a ``gds_handle`` with a tensor on its device. Not to be used otherwise until the file is closed."""
     pinned_tensor: torch.Tensor
-    """Dense bytes of the handle's locked memory; not to be touched before the file is closed."""
+    """A contiguous tensor of bytes in the handle's locked memory. Not to be touched until the file is closed."""
     double_buffer: bool = True
-    """Fill one half of the tensor while the other is being written."""
+    """Whether to fill one half of the tensor while the other half is being written."""
     num_parallel_writers: int = 1
     """How many writers share a list of storages: see :meth:`FastFileWriter.save_torch_storage_object_list`."""
     writer_rank: int = 0
-    """Which of them this is."""
+    """This writer's number among ``num_parallel_writers``, from 0."""
     global_rank: int = 0
-    """Of the process, in DeepSpeed's logs only."""
+    """The process's rank. DeepSpeed uses it in logs only; ignored here."""
 
 
 class FastFileWriter(BaseFileWriter):
-    """Opens ``file_path`` for writing, empty. ``write`` copies into the pinned tensor and blocks only while that is full.
+    """A file object that copies bytes into a pinned tensor and writes them to the drive in the background.
 
-    What is written is in the file after :meth:`flush`, and on stable storage after :meth:`close`, as with DeepSpeed's. Raises
-    ValueError for a tensor too small or of another type and for a writer's rank out of range, OSError from opening and, for a
-    write that failed behind, from the next ``write``, ``seek``, ``flush`` or ``close``. Not thread-safe.
+    The file is created, or emptied. ``write`` blocks only while the tensor is full. As with DeepSpeed's writer, bytes are in the
+    file after :meth:`flush`, and on stable storage after :meth:`close`. Not thread-safe.
 
-    In the statistics "slow" bytes are those of pages that were written in part, which pass through the page cache; the time that
-    they take is part of that of all.
+    In the statistics, "slow" bytes are those in partly written pages, which go through the page cache. Their time is included in
+    the time of all writes.
+
+    Contract: DeepSpeed 0.19, ``io/fast_file_writer.py``.
+
+    Args:
+        file_path: The file to write.
+        config: The handle, the pinned tensor and other options.
+
+    Raises:
+        ValueError: If the tensor is too small, not contiguous or not of one-byte elements, or ``writer_rank`` is out of range.
+        OSError: If the file cannot be opened. A write that failed in the background is raised by the next ``write``, ``seek``,
+            ``flush`` or ``close``.
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
-        self._file: io.FileIO | None = None  # nothing to flush or close
+        self._file: io.FileIO | None = None  # until it is opened below, close() has nothing to do
         self._sending = False  # whether a write of ours may be under way on the handle
         self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1
-        self._size = tensor.nbytes // halves // PAGE * PAGE  # whole pages go past the page cache
+        self._size = tensor.nbytes // halves // PAGE * PAGE  # whole pages bypass the page cache
         if tensor.element_size() != 1 or not tensor.is_contiguous() or self._size == 0:
             raise ValueError(
                 f"pinned_tensor must be contiguous bytes, at least {halves * PAGE} of them, "
@@ -96,18 +109,32 @@ class FastFileWriter(BaseFileWriter):
         self._writers, self._rank = config.num_parallel_writers, config.writer_rank
         self._halves = [tensor.view(-1)[half * self._size : (half + 1) * self._size] for half in range(halves)]
         self._begin = 0  # where in the file the first of the halves begins
-        self._filled = 0  # bytes in it
-        self._flushed = 0  # of those, written already
+        self._filled = 0  # bytes in the first of the halves
+        self._flushed = 0  # how many of these are written already
         self._file = io.FileIO(os.fspath(file_path), "w")
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
+        """Return the position in the file, in bytes."""
         return self._begin + self._filled
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go elsewhere in the file, to write over what is there, or to leave zeros in between; all before is flushed."""
+        """Flush, and move to another position in the file. Blocks. Past the end, the gap is filled with zeros.
+
+        Args:
+            offset: Bytes from ``whence``.
+            whence: ``os.SEEK_SET``, ``os.SEEK_CUR`` or ``os.SEEK_END``.
+
+        Returns:
+            The new position, in bytes.
+
+        Raises:
+            ValueError: If the position would be negative, ``whence`` is another number, or the file is closed.
+            OSError: From an earlier write.
+        """
         self._open_file()
         self._drain()
         if whence == os.SEEK_CUR:
@@ -122,7 +149,10 @@ class FastFileWriter(BaseFileWriter):
         return offset
 
     def write(self, data: Any) -> int:
-        """Take all of ``data``, anything with the buffer protocol, and return its length in bytes."""
+        """Copy all of ``data``, an object with the buffer protocol, and return its length in bytes.
+
+        Blocks only while the pinned tensor is full. Raises ValueError if the file is closed, OSError from an earlier write.
+        """
         self._open_file()
         began = time.perf_counter()
         with memoryview(data) as given, given.cast("B") as source:
@@ -137,11 +167,19 @@ class FastFileWriter(BaseFileWriter):
             return taken
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[tuple[Any, torch.dtype]], save_size: bool) -> int:
-        """Write storages, each given with the dtype of its elements, one after the other; return the bytes written.
+        """Write storages one after the other, or this writer's part of them.
 
-        ``save_size``: each after its number of elements, as 8 bytes, little-endian, as in torch's older file format. Of several
-        writers each has a file of its own, and writes the ``writer_rank``-th of ``num_parallel_writers`` parts of these
-        bytes, the first ones a byte longer where they are not equal: their files make the whole. Storages may be on a device.
+        With ``num_parallel_writers`` above 1, the bytes are divided into as many parts, and this writer writes only part number
+        ``writer_rank`` to its own file. The writers' files in order make up the whole. If the bytes cannot be divided equally,
+        the first parts are a byte longer.
+
+        Args:
+            storage_obj_list: (storage, dtype of its elements). Storages may be on a device.
+            save_size: Whether to write each storage's number of elements before it, as 8 bytes in little-endian order, as in
+                torch's older file format.
+
+        Returns:
+            The number of bytes that this writer has written.
         """
         self._open_file()
         pieces: list[bytes | torch.Tensor] = []
@@ -164,24 +202,27 @@ class FastFileWriter(BaseFileWriter):
         return end - begin
 
     def flush(self) -> None:
-        """Wait until all that was written is in the file."""
+        """Wait until all bytes written so far are in the file. Raises OSError."""
         super().flush()
         if not self.closed:
             self._drain()
 
     def close(self) -> None:
-        """Flush, have the drive make it stable (as DeepSpeed's does), and close. The file is closed also if that raises."""
+        """Flush, make the file stable on the drive as DeepSpeed's writer does, and close it. Blocks. Idempotent.
+
+        The file is closed even if this raises OSError.
+        """
         if self.closed:
-            if self._sending:  # since a close() that was interrupted
+            if self._sending:  # an earlier close() was interrupted
                 self._wait()
             return
-        if self._file is None or self._file.closed:  # by a close() that was interrupted
+        if self._file is None or self._file.closed:  # never opened, or an earlier close() was interrupted
             super().close()
             return
         try:
-            with self._file:  # closed whatever happens, so that nothing is written to its number when another file has that
+            with self._file:  # always closed, so that no write goes to this descriptor when another file has its number
                 try:
-                    super().close()  # which flushes
+                    super().close()  # calls flush()
                 finally:
                     self._wait()
                 os.fsync(self._file.fileno())
@@ -196,7 +237,7 @@ class FastFileWriter(BaseFileWriter):
         return self._file
 
     def _room(self) -> int:
-        """Bytes until the half ends: on a page of the file, so that the next one begins on one."""
+        """Return the bytes left in this half. It ends on a page of the file, so that the next half begins on one."""
         return self._size - self._begin % PAGE - self._filled
 
     def _fill_from(self, piece: memoryview) -> None:
@@ -225,6 +266,7 @@ class FastFileWriter(BaseFileWriter):
         self._wrote(taken, time.perf_counter() - began)
 
     def _advance(self, count: int) -> None:
+        """Count bytes that were copied into the half; once it is full, start writing it and go on with the other half."""
         self._filled += count
         if not self._room():
             self._start()
@@ -235,7 +277,7 @@ class FastFileWriter(BaseFileWriter):
                 self._wait()
 
     def _drain(self) -> None:
-        """Have all in the file, and keep of it what does not fill a page: that page is to be written again with what follows."""
+        """Write everything, and wait. The last, partly filled page is kept, to be written again with the bytes that follow."""
         if self._file is None or self._file.closed:
             return
         if self._filled > self._flushed:
@@ -250,7 +292,7 @@ class FastFileWriter(BaseFileWriter):
         self._filled = self._flushed = kept
 
     def _start(self) -> None:
-        """Send off what has been filled, once the write before it has ended: then its half can be filled."""
+        """Wait for the write before, whose half is then free, and start writing the half that has been filled."""
         self._wait()
         began = time.perf_counter()
         self._sending = True
@@ -265,7 +307,7 @@ class FastFileWriter(BaseFileWriter):
         began = time.perf_counter()
         try:
             self._handle.wait()
-        except OSError:  # all have ended, one of them by failing
+        except OSError:  # all writes have ended, and at least one failed
             self._sending = False
             raise
         self._sending = False
@@ -282,7 +324,7 @@ class FastFileWriter(BaseFileWriter):
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    """A view of the bytes of an untyped storage, or of a typed one."""
+    """Return the bytes of an untyped or typed storage as a tensor that shares its memory."""
     import torch
 
     untyped = getattr(storage, "_untyped_storage", storage)
@@ -290,7 +332,7 @@ def _bytes_of(storage: Any) -> torch.Tensor:
 
 
 def _part(nbytes: int, parts: int, number: int) -> tuple[int, int]:
-    """Where one of ``parts`` equal parts begins and ends; the first ones have a byte more where there is a remainder."""
+    """Return where part ``number`` of ``parts`` equal parts begins and ends; the first parts get a remainder's bytes."""
     size, more = divmod(nbytes, parts)
     begin = size * number + min(number, more)
     return begin, begin + size + (number < more)

@@ -1,4 +1,4 @@
-"""A writer that writes nothing, to measure all else."""
+"""A file writer that writes nothing, to measure everything but the writing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .constants import SAVE_STORAGE_BYTES_KEY, SAVE_STORAGE_KEY, STORAGE_OBJ_SIZ
 
 
 class MockFileWriter(BaseFileWriter):
-    """Makes ``file_path`` an empty file and counts what it is given. Contract: DeepSpeed 0.19, ``io/mock_file_writer.py``."""
+    """A file object that counts the bytes it is given and drops them. ``file_path`` is created, or emptied.
+
+    Contract: DeepSpeed 0.19, ``io/mock_file_writer.py``.
+    """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
         super().__init__(file_path)
@@ -21,15 +24,19 @@ class MockFileWriter(BaseFileWriter):
             pass
 
     def write(self, buffer: Any) -> int:
-        """The length of ``buffer`` in bytes."""
+        """Count the bytes of ``buffer``, an object with the buffer protocol, and return their number."""
         with memoryview(buffer) as view:
             return self._count(view.nbytes)
 
     def tell(self) -> int:
+        """Return the number of bytes counted so far."""
         return self._position
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[tuple[Any, Any]], save_size: bool) -> int:
-        """As :meth:`FastFileWriter.save_torch_storage_object_list`, of one writer: the bytes that it would write."""
+        """Count the bytes that :meth:`FastFileWriter.save_torch_storage_object_list` of a single writer would write.
+
+        Returns their number.
+        """
         written = 0
         for storage, _ in storage_obj_list:
             self._incr_stats(SAVE_STORAGE_KEY)
