@@ -1,4 +1,4 @@
-"""The swappers of DeepSpeed's ZeRO stage 3, with its names and arguments, on this package's engine and buffers."""
+"""The swapper classes of DeepSpeed's ZeRO stage 3, with DeepSpeed's names and arguments, on this package's engine and buffers."""
 
 from .aio_config import (
     AIO,

@@ -1,4 +1,4 @@
-"""The ``aio`` block as DeepSpeed hands it to its swappers: a dict with these keys, and how large and how aligned transfers are.
+"""The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes and alignment of their transfers.
 
 Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``, ``aio_config.py`` and ``utils.py``.
 """
@@ -22,34 +22,41 @@ AIO_KEYS = (AIO_BLOCK_SIZE, AIO_QUEUE_DEPTH, AIO_INTRA_OP_PARALLELISM, AIO_SINGL
 AIO_DEFAULT_DICT: dict[str, Any] = AioConfig().model_dump(include=set(AIO_KEYS))
 
 MIN_AIO_BYTES = 1 << 20
-"""What is smaller stays in memory."""
+"""Tensors of fewer bytes stay in memory: see :func:`min_swappable_bytes`."""
 AIO_ALIGNED_BYTES = 1024
-"""Files are multiples of this many bytes for each worker (``intra_op_parallelism``)."""
+"""The size of a swap file is a multiple of this many bytes times ``intra_op_parallelism``."""
 
 
 def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``aio`` block of a whole DeepSpeed configuration, with the defaults for what it leaves out.
+    """Return the ``aio`` block of a DeepSpeed configuration, with defaults for missing keys.
 
-    Raises pydantic.ValidationError (a ValueError) naming a key that does not exist, or the value that it cannot have.
+    Args:
+        param_dict: A whole DeepSpeed configuration.
+
+    Raises:
+        pydantic.ValidationError: A ValueError that names an unknown key, or an invalid value.
     """
     return AioConfig.from_deepspeed(param_dict).model_dump(include=set(AIO_KEYS))
 
 
 def handle_arguments(aio_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for ``aio_handle`` and ``gds_handle``."""
+    """Return the keyword arguments for ``aio_handle`` and ``gds_handle``."""
     return {key: aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
 
 
 def numel_alignment(aio_config: Mapping[str, Any], element_size: int) -> int:
-    """Elements that the length of a swapped tensor is rounded up to a multiple of."""
+    """Return the number of elements of which the length of a swapped tensor has to be a multiple.
+
+    ``element_size`` is in bytes.
+    """
     return max(AIO_ALIGNED_BYTES * int(aio_config[AIO_INTRA_OP_PARALLELISM]) // element_size, 1)
 
 
 def min_swappable_bytes(aio_config: Mapping[str, Any]) -> int:
-    """Tensors smaller than this many bytes stay in memory."""
+    """Return the least bytes of a tensor that is swapped: 1 MiB or one block. Smaller tensors stay in memory."""
     return max(MIN_AIO_BYTES, int(aio_config[AIO_BLOCK_SIZE]))
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is not below ``count``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``count``."""
     return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Which states the optimizer has for a sub-group, and which of them are swapped: found out anew each time it may have changed."""
+"""Track which states the optimizer has for a sub-group, and which of them are swapped; both may change in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from .tile_cache import TileCache
 
 
 class OptimizerStates:
-    """``optimizer``: has ``state``. ``folder``: of the swap files."""
+    """Keeps the swapped states of sub-groups in accordance with ``optimizer.state``.
+
+    Args:
+        optimizer: A torch optimizer; ``state`` is used.
+        cache: Where tensors are in memory and on their way to files.
+        folder: The folder of the swap files.
+    """
 
     def __init__(self, optimizer: Any, cache: TileCache, folder: str) -> None:
         self._optimizer = optimizer
@@ -24,10 +30,17 @@ class OptimizerStates:
         self._folder = folder
 
     def adopt(self, info: OptimizerStateSwapInfo, is_swappable: Callable[[torch.Tensor], bool]) -> None:
-        """Have tiles hold what a sub-group's parameter and states are now: what the optimizer made, or put in a state's place, is
-        copied, what it dropped goes. Raises OSError and OutOfBuffers, and then has done nothing.
+        """Update a sub-group's tiles to the current tensors of its parameter and states, before these are taken out of memory.
 
-        ``is_swappable``: whether a tensor is large enough.
+        Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are dropped.
+
+        Args:
+            info: The sub-group, which is swapped in.
+            is_swappable: Whether a tensor is large enough to be swapped.
+
+        Raises:
+            OSError: From an earlier write. Nothing is changed then.
+            OutOfBuffers: If there is not enough memory. Nothing is changed then.
         """
         state = self._state(info)
         changed = {name: value for name, value in state.items() if not info.is_in_place(name, value)}
@@ -55,21 +68,24 @@ class OptimizerStates:
                 info.states[name] = new
 
     def purge(self, info: OptimizerStateSwapInfo) -> None:
-        """Forget those that the optimizer does not have any more as they were swapped out."""
+        """Drop swapped states that the optimizer has removed or replaced since they were swapped out."""
         state = self._state(info)
         for name in [name for name in info.states if not info.is_swapped(name, state.get(name))]:
             self._cache.discard(info.states.pop(name).tile)
 
     def save(self, info: OptimizerStateSwapInfo) -> None:
-        """Have a file of what is in no swap file. Raises OSError."""
+        """Write a file with the sub-group's states that are not swapped, and a list of all its states. Raises OSError."""
         state = self._state(info)
         swapped = {name: (each.shape, each.stride, each.tensor.dtype) for name, each in info.states.items()}
         kept = {name: value for name, value in state.items() if name not in swapped}
         saved_states.save(saved_states.path_of(self._folder, info.param_id), SavedStates(kept, swapped, list(state)))
 
     def restore(self, info: OptimizerStateSwapInfo) -> None:
-        """Have the states of a checkpoint that may have been copied into the folder: which there are, and those not swapped.
-        What the file could not have stays as it is."""
+        """Read the file of :meth:`save`, which may be of another checkpoint now, and set the optimizer's states accordingly.
+
+        This sets which states there are, and the values of those that are not swapped. States whose values a file could not have
+        stay as they are. Does nothing without a file. Raises OSError.
+        """
         saved = saved_states.load(saved_states.path_of(self._folder, info.param_id))
         if saved is None or not (saved.order or info.parameter in self._optimizer.state):
             return
@@ -92,5 +108,5 @@ class OptimizerStates:
 
 
 def _can_be(value: Any) -> bool:
-    """Swapped, being an ordinary tensor."""
+    """Return whether a value is a dense CPU tensor, the only kind that can be swapped."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"

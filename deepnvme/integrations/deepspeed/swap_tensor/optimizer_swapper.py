@@ -1,4 +1,4 @@
-"""ZeRO stage 3's optimizer states on a drive: sub-group after sub-group in memory for its part of the step."""
+"""Keep ZeRO stage 3's optimizer states on a drive, and bring each sub-group into memory for its part of the step."""
 
 from __future__ import annotations
 
@@ -42,28 +42,41 @@ SWAP_INIT_TIMER = "swap_init_write"
 
 
 class OptimizerSwapper:
-    """What both of DeepSpeed's optimizer swappers do.
+    """Swaps the master weights, optimizer states and gradients of ZeRO stage 3's sub-groups between memory and files.
 
-    A parameter is a sub-group's flat partition of master weights, with a ``ds_id`` (str) that names its files; it and the states
-    that the optimizer has for it are empty except between :meth:`swap_in_optimizer_state` and :meth:`swap_out_optimizer_state`.
-    States come to be swapped when they are first seen by the latter, if they are large enough, in whatever shape and dtype.
+    Base of both of DeepSpeed's optimizer swapper classes. Its methods are called by DeepSpeed's
+    ``DeepSpeedZeroOptimizer_Stage3``. Not thread-safe.
 
-    ``swap_config``: has ``buffer_count``. That many buffers of ``largest_numel`` elements are the memory it keeps to; more is
-    taken, as far as ``pool`` allows, only where the sub-group at hand does not fit, and OutOfBuffers says what to set if even
-    that is not enough. What of it a step does not need to pass through holds a fixed set of sub-groups, whose files are
-    outdated until :attr:`swap_folder` is asked for, :meth:`flush` is called, or the swapper ends.
-    ``aio_config``: the ``aio`` block, with all keys. ``base_folder``: files go to its ``optimizer/rank<N>``. ``optimizer``: its
-    step uses up the gradients of the parameters that it steps; until then they wait, whatever is swapped in and out meanwhile.
-    ``device``: not looked at, as the optimizer runs on the CPU. ``timers``: DeepSpeed's, or None. ``engine`` and ``pool``: one of
-    its own, and the process's, by default.
+    A "parameter" is a sub-group's flat partition of master weights, with an attribute ``ds_id`` (str) that names its files. The
+    parameter and its optimizer states are empty except between :meth:`swap_in_optimizer_state` and
+    :meth:`swap_out_optimizer_state`. The latter starts to swap a state when it first sees it, if the state is large enough; its
+    shape and dtype do not matter.
 
-    Errors are OSError, with the path. Nothing is lost by one: the call that raised it can be repeated. A write that failed is
-    raised by the call after, before that does anything; its data stay in memory and are written again.
+    A gradient waits from when it arrives until a step of ``optimizer`` has used it, whatever is swapped in and out meanwhile.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. Different: what has not arrived of a gradient since the
-    last step is taken from :attr:`last_gradients`, else it is zero. DeepSpeed's swapper takes the last step's gradient if it is
-    large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
-    Not thread-safe.
+    **Memory.** The swapper keeps within ``buffer_count`` buffers of ``largest_numel`` elements. Only if the current sub-group
+    does not fit does it lease more from ``pool``; if that is not enough either, OutOfBuffers says what to set. Memory that a step
+    does not need for swapping keeps a fixed set of sub-groups resident. Their files are out of date until :attr:`swap_folder` is
+    read, :meth:`flush` is called, or the swapper ends.
+
+    **Errors** are OSError with the path. They lose nothing: a call that raised one can be repeated. A write that failed in the
+    background is raised by the next call, before that does anything; its data stay in memory and are written again.
+
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that have not
+    arrived since the last step are taken from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last step's
+    gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
+
+    Args:
+        swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
+        aio_config: The ``aio`` block, with all keys: see :func:`get_aio_config`.
+        base_folder: Files go to ``optimizer/rank<N>`` in this folder.
+        optimizer: The torch optimizer that steps the parameters.
+        largest_numel: Elements of the largest sub-group.
+        device: Ignored: the optimizer runs on the CPU.
+        dtype: Of the master weights.
+        timers: DeepSpeed's timers, or None.
+        engine: Reads and writes the files; by default an engine of its own.
+        pool: Where memory is leased; by default the process's pool.
     """
 
     SWAP_IN_TIMER = "swap_in_state"
@@ -71,7 +84,7 @@ class OptimizerSwapper:
 
     @staticmethod
     def parameter_id(param: Any) -> Any:
-        """What names a parameter's files."""
+        """Return the ``ds_id`` of a parameter, which names its files."""
         return param.ds_id
 
     def __init__(
@@ -94,8 +107,9 @@ class OptimizerSwapper:
         self.dtype = dtype
         self.timers = timers
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
-        """Given a sub-group's flat parameter, returns the latest gradients of its parts, used by a step or not: (offset in
-        elements, flat tensor)."""
+        """Given a sub-group's flat parameter, returns the latest gradients of its parts, as (offset in elements, flat tensor).
+
+        These are used for parts of which no gradient has arrived since the last step. They may have been used by a step."""
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         self.swap_element_size = dtype.itemsize
         self.min_aio_bytes = min_swappable_bytes(aio_config)
@@ -111,21 +125,22 @@ class OptimizerSwapper:
             limit=swap_config.buffer_count * self.largest_numel * self.swap_element_size,
         )
         self._states = OptimizerStates(optimizer, self._cache, self._folder)
-        self._order: list[OptimizerStateSwapInfo] = []  # as a step takes them
-        self._gradient_bytes = 0  # of the gradients that wait in memory
-        self._to_restore: set[Any] = set()  # parameters whose files may be another checkpoint's by now
+        self._order: list[OptimizerStateSwapInfo] = []  # in the order of a step
+        self._gradient_bytes = 0  # bytes of the gradients that wait in memory
+        self._to_restore: set[Any] = set()  # parameters whose files may have been replaced by a checkpoint's
         step_hook = optimizer.register_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, step_hook.remove).atexit = False
         self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
-        self._end.atexit = False  # that would be after the engine's
+        self._end.atexit = False  # it would run after the engine's finalizer; atexit below runs it before
         atexit.register(self._end)
         describe(self, exclude=("last_gradients", "optimizer", "swap_params_info", "timers"))
 
     @property
     def swap_folder(self) -> str:
-        """The folder of the files, which are up to date when this returns, and read again after.
+        """The folder of the swap files. Reading this attribute brings the files up to date, and later steps read them again.
 
-        DeepSpeed asks for it to copy the folder into a checkpoint, or a checkpoint into the folder. Raises OSError.
+        Read by DeepSpeed's ``save_checkpoint`` and ``load_checkpoint``, which copy the folder into a checkpoint and back. Blocks
+        while files are written. Raises OSError.
         """
         self.flush()
         for info in self._order:
@@ -136,20 +151,34 @@ class OptimizerSwapper:
 
     @property
     def timer_names(self) -> set[str]:
-        """Of the timers used since :meth:`init_timers`."""
+        """Names of the timers used since :meth:`init_timers`."""
         return self._timers.names
 
     def flush(self) -> None:
-        """Write what in the files is outdated, all but a sub-group that is swapped in. Raises OSError; then call it again."""
+        """Write everything that is newer in memory than in its file, except for a sub-group that is swapped in. Blocks.
+
+        Raises OSError; call it again then.
+        """
         for info in self._order:
-            if not info.active:  # after a Ctrl-C it may be half in
+            if not info.active:  # Ctrl-C may have left a sub-group partly swapped in
                 self._cache.release([*info.tiles(), info.gradient], changed=False, complete=False)
         self._cache.flush([tile for info in self._order for tile in info.tiles()])
 
     # Parameters
 
     def initialize_parameters(self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]) -> None:
-        """Take charge of parameters, with the values of ``src_tensors``, of any dtype. The order is that of a step."""
+        """Start to swap parameters. Called by DeepSpeed's ``_create_fp32_partitions``.
+
+        On an exception none of them is added.
+
+        Args:
+            parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
+            src_tensors: Their initial values, of any shape and dtype.
+
+        Raises:
+            ValueError: If a parameter was initialized before.
+            OSError: From writing.
+        """
         with self._timers.measure(SWAP_INIT_TIMER):
             self._take_charge(
                 parameters,
@@ -164,9 +193,20 @@ class OptimizerSwapper:
         fp16_pinned_buffers: Sequence[torch.Tensor],
         fp32_parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Take charge of parameters, each made up of partitions of low-precision ones: (tensor, elements, path or None).
+        """Start to swap parameters whose initial values are low-precision partitions, some of them in files.
 
-        A partition without a path is in its tensor. ``fp16_pinned_buffers``: of their dtype, any sizes, used while this runs.
+        Called by DeepSpeed's ``_create_fp32_partitions``. Blocks. On an exception no parameter is added.
+
+        Args:
+            fp16_partitions_info: For each parameter its partitions, as (tensor, elements, path). The values are in the file at
+                the path, or in the tensor if the path is None.
+            fp16_num_elems: The number of elements of each parameter.
+            fp16_pinned_buffers: Pinned buffers of the partitions' dtype and any size, to read into while this runs.
+            fp32_parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
+
+        Raises:
+            ValueError: If the lists differ in length, or a parameter was initialized before.
+            OSError: From reading or writing.
         """
         if not len(fp32_parameters) == len(fp16_partitions_info) == len(fp16_num_elems):
             raise ValueError(
@@ -180,7 +220,15 @@ class OptimizerSwapper:
         )
 
     def is_swappable_tensor(self, tensor: torch.Tensor | None = None, numel: int | None = None) -> bool:
-        """Whether a tensor, or one of ``numel`` elements, is large enough to be swapped, and not marked ``swappable = False``."""
+        """Return whether a tensor is large enough to be swapped. Called by DeepSpeed's ``_swappable_optimizer_subgroup``.
+
+        Args:
+            tensor: A tensor; not swappable in any size if it has an attribute ``swappable = False``.
+            numel: A number of elements, if ``tensor`` is None.
+
+        Raises:
+            ValueError: If both are None.
+        """
         if tensor is not None:
             if not getattr(tensor, "swappable", True):
                 return False
@@ -190,9 +238,10 @@ class OptimizerSwapper:
         return self.min_aio_bytes <= numel * self.swap_element_size
 
     def purge_state(self) -> None:
-        """Forget the states, which the optimizer has been given anew, and gradients; not the master weights.
+        """Drop swapped states and all gradients, because other states were loaded into the optimizer. Master weights stay.
 
-        A state that the optimizer still has as it was swapped out stays: its values are nowhere else.
+        Called by DeepSpeed after ``optimizer.load_state_dict``. A state tensor that is still the one that was swapped out is
+        kept: its values are nowhere else.
         """
         for info in self._order:
             self._states.purge(info)
@@ -204,9 +253,18 @@ class OptimizerSwapper:
     def swap_out_gradients(
         self, parameter: torch.Tensor, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Take parts of a parameter's gradient, at these offsets (elements). Copied when this returns.
+        """Take parts of a parameter's gradient, which wait for the step. Called by DeepSpeed during backward.
 
-        They wait for the step in memory as far as there is room, those needed last in the file. Nothing for an unknown parameter.
+        They wait in memory while there is room; the gradients that a step needs last are written to their files. A part replaces
+        an earlier one at the same offset. Does nothing for an unknown parameter.
+
+        Args:
+            parameter: The sub-group's parameter.
+            gradient_offsets: Where each part begins, in elements.
+            gradient_tensors: The parts, of any shape and dtype. They may be changed when this returns.
+
+        Raises:
+            OSError: From writing, also of an earlier write.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None:
@@ -232,8 +290,11 @@ class OptimizerSwapper:
                     self._cache.release([tile], changed=False, complete=info.gradient_complete())
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
-        """Take what :attr:`last_gradients` has for what has not come since the last step, as if it came now: for who is about to
-        change it. Blocks and raises as :meth:`swap_out_gradients`. Nothing for an unknown parameter."""
+        """Copy the parts of a gradient that have not arrived since the last step from :attr:`last_gradients`.
+
+        Called before those tensors change. From then on the parts count as arrived. Blocks and raises like
+        :meth:`swap_out_gradients`. Does nothing for an unknown parameter.
+        """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         last = [] if info is None else self._last_gradients(info)
         if last:
@@ -241,7 +302,7 @@ class OptimizerSwapper:
             self.swap_out_gradients(parameter, offsets, gradients)
 
     def flush_gradients(self) -> None:
-        """Have every gradient that does not wait in memory on its way to its file."""
+        """Start writing gradients that are not to wait in memory to their files. Part of DeepSpeed's interface."""
         for info in self._order:
             if not info.gradient.resident:
                 self._cache.send(info.gradient)
@@ -249,11 +310,18 @@ class OptimizerSwapper:
     # Steps
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Give a parameter and its states their values, and ``parameter.grad`` what has arrived of it since the last step; what
-        has not is taken from :attr:`last_gradients`, or else zero.
+        """Bring a parameter, its states and its gradient into memory. Called by DeepSpeed before it steps a sub-group. Blocks.
 
-        ``async_parameter``: the next one, which is then read in the meantime, with those after it. Nothing for an unknown
-        parameter; one that is in already is left as it is.
+        ``parameter.grad`` is what has arrived of the gradient since the last step. Other parts of it are taken from
+        :attr:`last_gradients`, or else are zero. Does nothing for an unknown parameter, or one that is swapped in already.
+
+        Args:
+            parameter: The parameter of the sub-group that will be stepped.
+            async_parameter: The parameter of the next sub-group. If given, reading it and those after it is started, too.
+
+        Raises:
+            OSError: From reading, or from an earlier write.
+            OutOfBuffers: If there is not enough memory.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None or info.active:
@@ -274,13 +342,22 @@ class OptimizerSwapper:
             self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
-        """Take the values of a parameter and its states, which are empty then.
+        """Take the values of a parameter and its states out of memory. Called by DeepSpeed after it has stepped a sub-group.
 
-        If the optimizer has stepped the parameter since it was swapped in, the gradient is used up and forgotten. Otherwise it
-        waits for the step as it came: see :meth:`writeback_optimizer_state_and_gradients` for one that was changed.
+        The tensors are empty afterwards. Values are written in the background, or kept if the sub-group is resident. If the
+        optimizer has stepped the parameter since it was swapped in, its gradient is dropped. Otherwise the gradient waits for the
+        step as it arrived; to keep changes to it, call :meth:`writeback_optimizer_state_and_gradients` instead.
 
-        ``async_swap`` makes no difference: writing always goes on while this returns. Nothing for an unknown parameter. Raises
-        RuntimeError for one that is not swapped in.
+        Does nothing for an unknown parameter.
+
+        Args:
+            parameter: The parameter of the sub-group that was stepped.
+            async_swap: Ignored: writing always continues after this returns.
+
+        Raises:
+            RuntimeError: If the parameter is not swapped in.
+            OSError: From an earlier write.
+            OutOfBuffers: If there is not enough memory for new states.
         """
         info = self._swapped_in(parameter)
         if info is None:
@@ -292,9 +369,21 @@ class OptimizerSwapper:
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Like :meth:`swap_out_optimizer_state`, before a step: the gradient, where it was changed, is kept for that.
+        """Take a parameter, its states and its gradient out of memory, and keep the changes that are to be written.
 
-        What is not to be written is left as it was in the file, where it is there and not in memory already.
+        Like :meth:`swap_out_optimizer_state`, but for tensors that were changed before a step. Called by DeepSpeed's
+        ``_writeback_swap_state``. A tensor that is not to be written keeps the values of its file, unless there are newer ones in
+        memory already.
+
+        Args:
+            parameter: The parameter of the sub-group.
+            write_opt_state: Whether to keep changes to the master weights and states.
+            write_gradients: Whether to keep changes to the gradient for the next step.
+
+        Raises:
+            RuntimeError: If the parameter is not swapped in.
+            OSError: From an earlier write.
+            OutOfBuffers: If there is not enough memory for new states.
         """
         info = self._swapped_in(parameter)
         if info is None:
@@ -304,7 +393,10 @@ class OptimizerSwapper:
         self._let_go(info, write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
-        """Empty a parameter and its states without writing them. Nothing for one that is not swapped in."""
+        """Take a parameter and its states out of memory without writing. Called by DeepSpeed's ``_release_swap_buffers``.
+
+        Does nothing for a parameter that is not swapped in.
+        """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is not None and info.active:
             self._let_go(info, write_opt_state=False, write_gradients=False)
@@ -312,12 +404,13 @@ class OptimizerSwapper:
     # Hooks
 
     def init_timers(self) -> None:
+        """Forget which timers were used. Called by DeepSpeed's ``initialize_optimizer_states``."""
         self._timers.names.clear()
 
     def log_timers(self) -> None:
-        """Log the timers, and forget gradients that no step has used.
+        """Log the timers, and drop gradients that no step has used.
 
-        Stage 3 calls this at the end of each step, also of one that it skips because gradients overflowed.
+        Called by DeepSpeed at the end of each step, and when it skips a step because gradients have overflowed.
         """
         for info in self._order:
             if info.has_gradients() and not info.active:
@@ -325,10 +418,12 @@ class OptimizerSwapper:
         self._timers.log()
 
     def pre_backward(self) -> None:
+        """Reset the timers' names and collect ended transfers. Never blocks. Called by DeepSpeed's ``backward_prologue``."""
         self.init_timers()
         self._cache.poll()
 
     def post_backward(self) -> None:
+        """Do nothing. Called by DeepSpeed's ``backward_epilogue``."""
         pass
 
     # Parts of the above
@@ -336,7 +431,10 @@ class OptimizerSwapper:
     def _take_charge(
         self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]
     ) -> None:
-        """Of all of the parameters or, after an error, of none. ``fill``: gives the one with this number its values, flat."""
+        """Start to swap all of the parameters or, after an exception, none.
+
+        ``fill`` writes the initial values of the parameter with this number into a flat tensor.
+        """
         known = len(self._order)
         try:
             for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
@@ -370,6 +468,7 @@ class OptimizerSwapper:
         return info
 
     def _let_go(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
+        """Take a sub-group out of memory, keep what is to be written, and drop a gradient that a step has used."""
         gradient = info.parameter.grad
         write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
@@ -382,7 +481,7 @@ class OptimizerSwapper:
             if used_up:
                 info.gradient_ranges.clear()
             elif write_gradients:
-                info.gradient_ranges = {0: info.numel()}  # also where none had come, and one was set
+                info.gradient_ranges = {0: info.numel()}  # also if no gradient had arrived, and one was set
             self._cache.release(info.tiles(), changed=write_opt_state)
             if info.has_gradients():
                 self._cache.release([info.gradient], changed=write_gradients)
@@ -390,8 +489,10 @@ class OptimizerSwapper:
                 self._consume_gradient(info)
 
     def _fill_gaps(self, info: OptimizerStateSwapInfo) -> None:
-        """Fill what has not arrived of a gradient from last_gradients, or else with zeros. Only parts that are missing as a
-        whole are taken from there."""
+        """Fill the parts of a gradient that have not arrived from last_gradients, or else with zeros.
+
+        A part of last_gradients is used only if nothing of it has arrived.
+        """
         last = self._last_gradients(info)
         for offset, length in info.gradient_gaps():
             info.gradient_memory()[offset : offset + length].zero_()
@@ -399,7 +500,7 @@ class OptimizerSwapper:
             info.gradient_memory()[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
-        """Those that nothing has come for."""
+        """Return (offset, gradient) for the parts of last_gradients of which nothing has arrived since the last step."""
         gaps = list(info.gradient_gaps())
         return [
             (start, gradient)
@@ -412,7 +513,7 @@ class OptimizerSwapper:
         self._cache.discard(info.gradient)
 
     def _decide_what_stays(self) -> None:
-        """At the beginning of a step, as what there is may have changed during the last one."""
+        """Choose resident sub-groups anew. Called when a step begins: sizes may have changed during the last one."""
         groups = [Footprint(tuple(tile.nbytes for tile in info.tiles()), info.gradient.nbytes) for info in self._order]
         decided = plan(groups, self._cache.memory.limit)
         for info, count, keep in zip(self._order, decided.resident_states, decided.kept_gradients, strict=True):
@@ -422,7 +523,11 @@ class OptimizerSwapper:
         self._gradient_bytes = decided.gradient_bytes
 
     def _read_ahead(self, info: OptimizerStateSwapInfo, following: torch.Tensor | None) -> None:
-        """What comes after ``info``; after the last one the first of the next step, in room that its gradients will not need."""
+        """Read ahead the sub-groups after ``info``, if ``following`` is given.
+
+        After that, and after the last sub-group, read ahead the first one of the next step that is not resident, in memory that
+        the gradients of the next backward will not need.
+        """
         limit = self._cache.memory.limit
         ahead: list[tuple[Tile, int]] = []
         if following is not None:
@@ -439,7 +544,7 @@ class OptimizerSwapper:
 
 
 def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """After each step of the optimizer: what of its parameters is swapped in has had its gradient used."""
+    """After a step of the optimizer: mark the gradients of its parameters that are swapped in as used."""
     alive = swapper()
     if alive is None:
         return
@@ -460,14 +565,14 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
 
 
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
-    """When a swapper or the program ends: DeepSpeed's files have every value, so these are to as well.
+    """Write everything that is newer in memory than in its file, when a swapper or the program ends, as DeepSpeed's files are.
 
-    Ctrl-C during a finalizer ends it silently; files not written by then keep an earlier step's values. Nobody reads those:
-    :attr:`OptimizerSwapper.swap_folder` writes all of them first. No memory leaks.
+    Ctrl-C during a finalizer ends it silently. Files that were not written by then keep an earlier step's values, but no code
+    reads them: :attr:`OptimizerSwapper.swap_folder` writes all files first. No memory leaks.
     """
-    if os.getpid() != process or not os.path.isdir(folder):  # they are the parent's, or were not wanted
+    if os.getpid() != process or not os.path.isdir(folder):  # a forked child: files are the parent's; or the folder was removed
         return
-    if cache.helping():  # garbage is collected anywhere
+    if cache.helping():  # a finalizer may run in the helper thread, which cannot wait for itself
         threading.Thread(target=_write_back, args=(cache, order, folder, process), name="deepnvme-write-back").start()
         return
     try:

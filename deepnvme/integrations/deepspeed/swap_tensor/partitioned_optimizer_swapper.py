@@ -1,4 +1,4 @@
-"""The optimizer swapper that DeepSpeed takes without ``pipeline_read`` and ``pipeline_write``."""
+"""The optimizer swapper that DeepSpeed uses without ``pipeline_read`` and ``pipeline_write``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from .optimizer_swapper import OptimizerSwapper
 
 
 class PartitionedOptimizerSwapper(OptimizerSwapper):
-    """As :class:`OptimizerSwapper` says. What idle buffers allow to overlap, overlaps here too: nobody can tell but by the clock.
+    """An :class:`OptimizerSwapper` under DeepSpeed's name. Reading and writing overlap the step here, too, if buffers are free.
+
+    DeepSpeed's class of this name does not overlap them. Only the duration of a step differs.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_optimizer_swapper.py``.
     """

@@ -1,4 +1,4 @@
-"""The optimizer swapper that DeepSpeed takes with ``pipeline_read`` or ``pipeline_write``."""
+"""The optimizer swapper that DeepSpeed uses with ``pipeline_read`` or ``pipeline_write``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .optimizer_swapper import OptimizerSwapper
 
 
 class PipelinedOptimizerSwapper(OptimizerSwapper):
-    """As :class:`OptimizerSwapper` says. Reading and writing both overlap the step, whichever of the two was asked for.
+    """An :class:`OptimizerSwapper` under DeepSpeed's name. Reading and writing both overlap the step, with either option.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
     """

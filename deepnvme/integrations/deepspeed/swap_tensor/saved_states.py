@@ -1,7 +1,7 @@
-"""What of a sub-group's states is in no swap file, kept beside those files for whoever copies the folder as a checkpoint.
+"""Read and write a file, beside a sub-group's swap files, with the states that are not in swap files.
 
-DeepSpeed copies the swap folder and nothing else of the optimizer. The steps taken, states too small to be swapped, and which
-states there are at all would be lost with the process.
+DeepSpeed's checkpoints have a copy of the swap folder and nothing else of the optimizer. Without this file, the number of steps,
+states too small to be swapped, and the list of states would be lost with the process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ from deepnvme.memory.tensor_bytes import dtype_named
 
 @dataclass
 class SavedStates:
-    """``kept``: states in memory, by name. ``swapped``: shape, stride, dtype of those in files. ``order``: of all the names."""
+    """The content of a sub-group's file: states that are not swapped, and a description of those that are."""
 
     kept: dict[str, Any]
+    """Values of the states that stay in memory, by name."""
     swapped: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype of the states in swap files, by name."""
     order: list[str]
+    """All names, in the order of the optimizer's state."""
 
 
 def path_of(folder: str, param_id: str) -> str:
+    """Return the path of a sub-group's file in the folder of its swap files."""
     return os.path.join(folder, f"{param_id}.states.pt")
 
 
 def save(path: str, states: SavedStates) -> None:
-    """Replace the file in one step. Values that torch.load would not take by default are left out."""
+    """Write the file, replacing an older one atomically. Raises OSError.
+
+    Values that ``torch.load`` does not accept by default (``weights_only=True``) are left out.
+    """
     kept = {name: value for name, value in states.kept.items() if isinstance(value, torch.Tensor | int | float | str | None)}
     swapped = {name: (list(shape), stride, str(dtype).split(".")[1]) for name, (shape, stride, dtype) in states.swapped.items()}
     beside = f"{path}.{os.getpid()}"
@@ -47,9 +54,13 @@ def save(path: str, states: SavedStates) -> None:
 
 
 def load(path: str) -> SavedStates | None:
-    """None where there is no file. Raises OSError naming it if it cannot be read or is none of these."""
+    """Read the file; return None if it does not exist.
+
+    Raises OSError naming the file if it cannot be read, is damaged, or was not written by :func:`save`.
+    """
     try:
-        found = contents(path)  # or torch would read one of an older format, and unpack what takes much memory
+        # Checked first: torch.load also reads files of older formats, and unpacks compressed ones of any size.
+        found = contents(path)
         if not found.stored or found.script:
             raise ValueError("it is not of torch.save")
         check_pickle(path, found)
