@@ -1,4 +1,4 @@
-"""Tensors that are done with for now, gradients above all, copied and written behind the program's back."""
+"""Write tensors to files in the background, above all gradients."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ ASYNC_SWAPPER_WAIT_TIMER = "async_swap_gradient_wait"
 
 
 class AsyncTensorSwapper:
-    """Copies tensors into pinned buffers and writes those as they fill up.
+    """Copies tensors into pinned buffers, and writes each buffer in the background once it is full. Not thread-safe.
 
-    ``aio_handle`` has nothing else to do from :meth:`add_buffers` to :meth:`release_buffers`. ``numel_alignment``: elements that
-    files' lengths are rounded up to. ``timers``: DeepSpeed's, or None.
+    Tensors that could not be written stay in their buffers. The method that waits for the write raises OSError with the path, and
+    the next call writes them again.
 
-    What could not be written stays in its buffers: whatever waits for it raises OSError with the path, and the next call tries
-    it again. Contract: DeepSpeed 0.19, ``runtime/swap_tensor/async_swapper.py``; a tensor larger than any buffer, which that
-    refuses, goes out in parts. Not thread-safe.
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/async_swapper.py``. One difference: a tensor larger than any buffer is written
+    in parts, where DeepSpeed's class refuses it.
+
+    Args:
+        aio_handle: Not to be used otherwise from :meth:`add_buffers` to :meth:`release_buffers`.
+        numel_alignment: File lengths are rounded up to a multiple of this many elements.
+        timers: DeepSpeed's timers, or None.
     """
 
     def __init__(self, aio_handle: Any, numel_alignment: int, timers: Callable[[str], Any] | None) -> None:
@@ -42,11 +46,19 @@ class AsyncTensorSwapper:
         self._writing: list[SwapBuffer] = []
 
     def has_buffers(self) -> bool:
-        """Whether it has been given any."""
+        """Return whether the swapper has buffers."""
         return bool(self._buffers)
 
     def add_buffers(self, buffer_list: Sequence[torch.Tensor]) -> None:
-        """Lend it pinned buffers of one dimension and dtype. Raises ValueError for others, or if it still has some."""
+        """Lend the swapper buffers, until :meth:`release_buffers`.
+
+        Args:
+            buffer_list: One-dimensional tensors of one dtype, pinned by the handle. At least one must have ``numel_alignment``
+                elements.
+
+        Raises:
+            ValueError: For other buffers, or if the swapper has buffers already.
+        """
         if self._buffers:
             raise ValueError(f"the swapper has {len(self._buffers)} buffers already: release_buffers first")
         dtypes = {buffer.dtype for buffer in buffer_list}
@@ -57,16 +69,20 @@ class AsyncTensorSwapper:
             raise ValueError(f"a buffer must have at least numel_alignment = {self.numel_alignment} elements, got {largest}")
         self.dtype = dtypes.pop()
         self.max_numel = largest
-        # the largest is taken first, so that there is one for every tensor
+        # sorted, because the largest buffer is used first: any part of a tensor fits into it
         self._buffers = sorted((SwapBuffer(buffer) for buffer in buffer_list), key=lambda buffer: buffer.buffer.numel())
         self._free = list(self._buffers)
         self._timers.names.clear()
 
     def get_timer_names(self) -> list[str]:
+        """Return the names of the timers used since :meth:`add_buffers`."""
         return list(self._timers.names)
 
     def release_buffers(self) -> list[torch.Tensor]:
-        """Wait until all is written, and give the buffers back. Raises OSError, and then keeps them: call it again."""
+        """Wait until everything is written, and return the buffers. Blocks.
+
+        Raises OSError, and keeps the buffers: call it again.
+        """
         self._write_all()
         buffers = [buffer.buffer for buffer in self._buffers]
         self._buffers, self._free = [], []
@@ -75,10 +91,18 @@ class AsyncTensorSwapper:
         return buffers
 
     def swap_out_tensors(self, tensor_list: Iterable[torch.Tensor], path_list: Iterable[str]) -> None:
-        """Write each tensor, of any shape, to its file, converted to the buffers' dtype. Copied when this returns.
+        """Write each tensor to its file in the background, converted to the buffers' dtype.
 
-        Blocks only while all buffers are being written. Raises OSError for a write, this one or an earlier one, that failed:
-        a tensor before the one that it happened at is not lost, that one and those after it were not taken.
+        The tensors are copied and may be changed when this returns. Blocks only while all buffers are being written.
+
+        Args:
+            tensor_list: Tensors of any shape and dtype.
+            path_list: A path for each of them.
+
+        Raises:
+            ValueError: If the swapper has no buffers.
+            OSError: If a write has failed, of these tensors or earlier ones. The tensors before the one at which it was raised
+                were taken and are not lost; that one and those after it were not taken.
         """
         for tensor, path in zip(tensor_list, path_list, strict=True):
             self._swap_out(tensor, path)
@@ -95,7 +119,7 @@ class AsyncTensorSwapper:
             buffer.insert_tensor(part, path, aligned, file_offset=start * buffer.buffer.element_size())
 
     def _with_room(self, numel: int) -> SwapBuffer:
-        """A buffer with room for so many elements, the current one from then on."""
+        """Return the current buffer if ``numel`` elements fit into it, else make another one the current one. May block."""
         if self._current is None or not self._current.has_space(numel):
             self._send()
             if not any(buffer.has_space(numel) for buffer in self._free):
@@ -105,7 +129,7 @@ class AsyncTensorSwapper:
         return self._current
 
     def _send(self) -> None:
-        """Start writing what is filled."""
+        """Start writing the current buffer, and those that could not be written before."""
         if self._current is not None:
             self._full.append(self._current)
             self._current = None
@@ -124,7 +148,7 @@ class AsyncTensorSwapper:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all writes, and make their buffers free."""
         with self._timers.measure(ASYNC_SWAPPER_WAIT_TIMER):
             try:
                 self.aio_handle.wait()
@@ -138,6 +162,6 @@ class AsyncTensorSwapper:
         self._writing = []
 
     def _keep(self) -> None:
-        """Have all that was under way written again: the handle does not say what of it failed."""
+        """Queue all buffers in flight for another write, because the handle does not say which of them failed."""
         self._full = self._writing + self._full
         self._writing = []

@@ -1,4 +1,4 @@
-"""Low-precision partitions of parameters, some of them in files, put together to one flat tensor."""
+"""Read low-precision partitions of parameters, some of them from files, into one flat tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from deepnvme.engine import Future
 from .tile_cache import TransferEngine
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
-"""A partition: its tensor, its elements, and its file if it is in one and not in the tensor."""
+"""A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None."""
 _Reading = tuple[Future, torch.Tensor, torch.Tensor]
 
 
 def read_partitions(
     engine: TransferEngine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
 ) -> None:
-    """Fill ``target`` (one dimension, any dtype) with the partitions, one after the other, converted.
+    """Fill a flat tensor with partitions, one after the other, converted to its dtype. Blocks.
 
-    ``buffers``: of the files' dtype, one dimension, to read into. A partition that fits into none of them is read into memory of
-    its own. Raises OSError, after which ``target`` is undefined.
+    Args:
+        engine: Reads the files.
+        partitions: Partitions in order.
+        buffers: One-dimensional tensors of the files' dtype to read into. A partition that fits into none of them is read into
+            new memory.
+        target: One dimension, any dtype.
+
+    Raises:
+        ValueError: If ``target`` does not have as many elements as all partitions.
+        OSError: From reading. The content of ``target`` is undefined then.
     """
     numels = [numel for _, numel, _ in partitions]
     if sum(numels) != target.numel():
@@ -49,11 +57,12 @@ def read_partitions(
             reading.append((engine.read(staging, path), staging, part))
         _convert(reading)
     finally:
-        for future, _, _ in reading:  # after an error: the buffers are the caller's again
+        for future, _, _ in reading:  # after an error: wait, because the caller may reuse the buffers
             future.exception()
 
 
 def _convert(reading: deque[_Reading]) -> None:
+    """Wait for all reads, and copy what was read to the target."""
     while reading:
         future, staging, part = reading[0]
         future.result()

@@ -1,4 +1,4 @@
-"""Where a parameter's partition is."""
+"""Whether a parameter's partition is in memory, in its file, or being read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from enum import Enum
 
 
 class PartitionedParamStatus(Enum):
-    """``param.ds_tensor.status``. Equal to DeepSpeed's member of the same name, whichever side of a comparison it is on: one part
-    of a program may have its class and another this one."""
+    """The type of ``param.ds_tensor.status``.
+
+    A member is equal to the member of the same name of DeepSpeed's enumeration, on either side of a comparison, because parts of
+    a program may use DeepSpeed's class and others this one.
+    """
 
     AVAILABLE = 1
     """In memory."""
@@ -21,4 +24,4 @@ class PartitionedParamStatus(Enum):
         return same_kind and other.name == self.name if isinstance(other, Enum) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self.name)  # as for other enumerations, so that equal members hash alike
+        return hash(self.name)  # as enum.Enum does, so that equal members of both classes have equal hashes

@@ -1,4 +1,4 @@
-"""ZeRO stage 3's partitions of parameters on a drive: fetched before a layer is gathered, dropped or written after it."""
+"""Keep ZeRO stage 3's parameter partitions on a drive: read before a layer is gathered, dropped or written after it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = PartitionedParamStatus
 
 
 class AsyncPartitionedParameterSwapper:
-    """Reads and writes the partitions of parameters, each a file, by way of pinned buffers.
+    """Reads and writes the partitions of parameters through pinned buffers. Each partition has a file. Not thread-safe.
 
-    A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, with ``ds_numel`` and ``status``; that is a scalar
-    placeholder while it is not in memory.
+    A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, which has ``ds_numel`` and ``status``. ``ds_tensor`` is a
+    scalar placeholder while the partition is not in memory. Methods are called by DeepSpeed's ``zero.Init``, its prefetching and
+    stage 3's optimizer.
 
-    ``ds_config``: has ``zero_config.offload_param`` (``nvme_path``, ``buffer_count``, ``buffer_size`` in elements) and
-    ``aio_config``, the ``aio`` block with all keys. ``model_dtype``: of the partitions. The folder
-    ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied.
+    When all buffers are in use, reading waits for writes in flight, whose buffers become free. If that is not enough, buffers are
+    leased from ``deepnvme.swap.buffer_pool()``; if that has no room, OutOfBuffers says what to set.
 
-    When all buffers are taken, reading waits for the writes under way, whose buffers come free, and then takes more from
-    ``deepnvme.swap.buffer_pool()``; OutOfBuffers says what to set where that has none. Errors are OSError with the path, and
-    leave the parameters concerned as they were before: a partition that could not be written stays in its buffer, one that could
-    not be read is not available; the call can be repeated.
+    Errors are OSError with the path, and leave the parameters concerned as they were before: a partition that could not be
+    written stays in its buffer, and one that could not be read is not available. The call can be repeated.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_param_swapper.py``. Not thread-safe.
+    The folder ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied when the swapper is created.
+
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_param_swapper.py``.
+
+    Args:
+        ds_config: Has ``zero_config.offload_param``, with ``nvme_path``, ``buffer_count`` and ``buffer_size`` (elements), and
+            ``aio_config``, the ``aio`` block with all keys.
+        model_dtype: The partitions' dtype.
     """
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
@@ -82,32 +87,43 @@ class AsyncPartitionedParameterSwapper:
         self.partitioned_swap_buffer: torch.Tensor | None = None
         self.partitioned_swap_pool: SwapBufferPool | None = None
         self.invalid_buffer = torch.tensor(1, device="cpu").half()
-        self._leases: dict[Any, Lease] = {}  # by parameter, beyond the buffers
+        self._leases: dict[Any, Lease] = {}  # by parameter: memory in addition to the configured buffers
         describe(self, exclude=("aio_read_handle", "aio_write_handle", "buffers"))
 
     @property
     def pending_reads(self) -> int:
-        """Reads that :meth:`synchronize_reads` waits for."""
+        """Number of reads that :meth:`synchronize_reads` waits for."""
         return len(self.inflight_params)
 
     @property
     def pending_writes(self) -> int:
-        """Writes that :meth:`synchronize_writes` waits for."""
+        """Number of writes that :meth:`synchronize_writes` waits for."""
         return len(self.swap_out_params)
 
     def available_swap_in_buffers(self) -> int:
-        """Of the configured buffers, those that are free."""
+        """Return how many of the configured buffers are free. Called by DeepSpeed's prefetching."""
         return len(self.available_buffer_ids)
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Whether a parameter's partition, or one of ``numel`` elements, is large enough to be swapped."""
+        """Return whether a partition is large enough to be swapped. Called by DeepSpeed's ``_partition_param``.
+
+        Args:
+            param: A parameter, or None if ``numel`` is given.
+            numel: Elements of a partition, or None if ``param`` is given.
+
+        Raises:
+            ValueError: If both or neither are given.
+        """
         if (param is None) == (numel is None):
             raise ValueError("swappable_tensor takes a parameter or a number of elements, and not both")
         count = int(param.ds_tensor.ds_numel if numel is None else numel)
         return self.min_aio_bytes <= count * self.swap_element_size
 
     def get_path(self, param: Any, must_exist: bool = False) -> str:
-        """Of a parameter's file. ``must_exist``: raise ValueError if it was not asked for, or written, before."""
+        """Return the path of the file of a parameter's partition.
+
+        With ``must_exist``, raises ValueError if this swapper has neither returned the path nor used the file before.
+        """
         if must_exist and param.ds_id not in self.id_to_path:
             raise ValueError(f"parameter {param.ds_id} has no swap file: swap it out first")
         return self.id_to_path.setdefault(param.ds_id, os.path.join(self.swap_folder, f"{param.ds_id}_param.tensor.swp"))
@@ -117,12 +133,20 @@ class AsyncPartitionedParameterSwapper:
     def swap_in(
         self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Read partitions into buffers, or into ``swap_in_buffers``; with ``async_op`` only start to: see synchronize_reads.
+        """Read partitions into buffers. Called by DeepSpeed before it gathers a layer, and to prefetch.
 
-        Raises ValueError for one that is available or being read already. One that is given twice is read once.
+        Args:
+            params: Parameters whose partitions are not available. One that is given twice is read once.
+            async_op: Whether to return when the reads have been started. :meth:`synchronize_reads` waits for them then.
+            swap_in_buffers: A buffer for each parameter; by default buffers of this swapper.
+
+        Raises:
+            ValueError: If a partition is available or being read already.
+            OutOfBuffers: If there is no buffer left.
+            OSError: From reading. None of the reads in flight has succeeded then.
         """
         if swap_in_buffers is None:
-            params = list({param.ds_id: param for param in params}.values())  # DeepSpeed's prefetching does not look
+            params = list({param.ds_id: param for param in params}.values())  # DeepSpeed's prefetching may pass duplicates
         here = [param.ds_id for param in params if param.ds_tensor.status != NOT_AVAILABLE]
         if here:
             raise ValueError(f"parameters {here} are available or being read already")
@@ -143,7 +167,10 @@ class AsyncPartitionedParameterSwapper:
             self.synchronize_reads()
 
     def synchronize_reads(self) -> None:
-        """Wait for all reads; the partitions are available then. Raises OSError: then none of those that were under way are."""
+        """Wait for all reads in flight, and make their partitions available. Called by DeepSpeed before it gathers a layer.
+
+        Raises OSError if one of them failed. None of the partitions is available then.
+        """
         if not self.inflight_params:
             return
         try:
@@ -160,7 +187,16 @@ class AsyncPartitionedParameterSwapper:
         self._clear_inflight()
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
-        """Read a partition into a tensor of the caller's, which it fills. Blocks."""
+        """Read a partition into the caller's tensor. Called by DeepSpeed's ``_move_to_flat_buffer``. Blocks.
+
+        Args:
+            param: A parameter whose partition is not available.
+            dest_buffer: A tensor with as many elements as the partition, which it fills. If it is pinned, and its size is
+                aligned, it is read in place, without a copy.
+
+        Raises:
+            OSError: From reading.
+        """
         direct = self.aio_read_handle.is_pinned(dest_buffer) and dest_buffer.numel() % self.numel_alignment == 0
         self.swap_in([param], async_op=False, swap_in_buffers=[dest_buffer] if direct else None)
         if not direct:
@@ -170,7 +206,19 @@ class AsyncPartitionedParameterSwapper:
     # Writing
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
-        """A buffer for a new partition of ``numel`` elements, to be swapped out when it is filled."""
+        """Return a buffer for a new partition, to be filled and swapped out. Called by DeepSpeed's ``_partition_param``.
+
+        Blocks if writes have to end first to free a buffer.
+
+        Args:
+            param: The parameter.
+            numel: Elements of its partition.
+
+        Raises:
+            ValueError: If the partition is larger than ``buffer_size``.
+            OutOfBuffers: If there is no buffer left.
+            OSError: From an earlier write.
+        """
         if numel > self.elements_per_buffer:
             raise ValueError(
                 f"the partition of parameter {param.ds_id} has {numel} elements, a buffer {self.elements_per_buffer}: "
@@ -180,8 +228,19 @@ class AsyncPartitionedParameterSwapper:
         return self._buffer_for(param).narrow(0, 0, int(numel))
 
     def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
-        """Write partitions from their buffers, which come free. With ``async_op`` when :meth:`synchronize_writes` is called, or
-        buffers run out; ``force_buffer_release`` says that the caller knows that, ValueError if it does not."""
+        """Write partitions from their buffers to their files, and free the buffers. Called by DeepSpeed's ``_partition_param``.
+
+        Args:
+            params: Parameters whose partitions have buffers of this swapper.
+            async_op: Whether to return when the writes have been started. The partitions are taken out of memory later: when
+                :meth:`synchronize_writes` is called or buffers run out.
+            force_buffer_release: Must be set with ``async_op``: confirms that the caller expects that.
+
+        Raises:
+            ValueError: If a parameter has no buffer, or ``async_op`` is set without ``force_buffer_release``.
+            OSError: From writing. The partitions keep their buffers, and the next call of :meth:`synchronize_writes` writes them
+                again.
+        """
         if async_op and not force_buffer_release:
             raise ValueError("buffers are taken away after this returns: set force_buffer_release=True, or async_op=False")
         missing = [param.ds_id for param in params if param.ds_id not in self.param_id_to_swap_buffer]
@@ -196,7 +255,10 @@ class AsyncPartitionedParameterSwapper:
             self.synchronize_writes()
 
     def synchronize_writes(self) -> None:
-        """Wait for all writes, and release their buffers. Raises OSError: then they are kept, and written again the next time."""
+        """Wait for all writes in flight, take their partitions out of memory, and free the buffers.
+
+        Raises OSError if one of them failed. All are kept then, and written again by the next call.
+        """
         if not self.swap_out_params:
             return
         if self._failed_writing:
@@ -211,7 +273,10 @@ class AsyncPartitionedParameterSwapper:
         self.remove_partition_and_release_buffers(written)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Have partitions not available, and their buffers free, without writing them."""
+        """Take partitions out of memory without writing them, and free their buffers. Called by DeepSpeed after a layer.
+
+        Waits first if one of them is being read or written. Raises OSError from that.
+        """
         if any(param.ds_tensor.status == INFLIGHT for param in params):
             self.synchronize_reads()
         if any(param is other for param in params for other in self.swap_out_params):
@@ -228,23 +293,37 @@ class AsyncPartitionedParameterSwapper:
     # Partitions that come out of an optimizer step
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Pin room to convert a sub-group's partitions in, of so many elements each."""
+        """Pin a buffer in which :meth:`swap_out_partitioned_params` converts partitions. Called by DeepSpeed's stage 3.
+
+        Args:
+            partition_num_elems: Elements of each partition of the largest sub-group.
+        """
         total = sum(round_up(int(numel), self.numel_alignment) for numel in partition_num_elems)
         example = torch.empty(0, dtype=self.dtype, device="cpu")
         self.partitioned_swap_buffer = self.aio_write_handle.new_cpu_locked_tensor(total, example).zero_()
         self.partitioned_swap_pool = SwapBufferPool([self.partitioned_swap_buffer], aio_handle=self.aio_write_handle)
 
     def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
-        """Write new values, converted, to the files of partitions that are not in memory. Blocks.
+        """Write new values of partitions, converted to this swapper's dtype, to their files. Blocks.
 
-        Raises ValueError before :meth:`reserve_partitioned_swap_space`, or for a parameter that was never swapped out.
+        Called by DeepSpeed after an optimizer step. The partitions are not in memory afterwards; reads in flight are discarded,
+        because they are out of date.
+
+        Args:
+            dst_fp16_params: The parameters.
+            src_fp32_params: The new values of their partitions, of any dtype.
+
+        Raises:
+            ValueError: Before :meth:`reserve_partitioned_swap_space`, for a parameter that was never swapped out, or for a
+                partition that is larger than the reserved buffer.
+            OSError: From writing.
         """
         pool = self.partitioned_swap_pool
         if pool is None:
             raise ValueError("there is no room to convert parameters in: call reserve_partitioned_swap_space first")
         paths = [self.get_path(param, must_exist=True) for param in dst_fp16_params]
         self.synchronize_writes()
-        if self.inflight_params:  # read ahead of the step, so outdated; a partition in memory would never be written
+        if self.inflight_params:  # read before the step, so out of date; they must not become available with old values
             self._give_up_reading()
         self.remove_partition_and_release_buffers(dst_fp16_params)
         pool.reset()
@@ -259,20 +338,21 @@ class AsyncPartitionedParameterSwapper:
         pool.swap_out(self.aio_write_handle)
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
-        """All free buffers, for the caller's use until :meth:`release_reserved_buffers`."""
+        """Return all free buffers, for the caller's use until :meth:`release_reserved_buffers`. Called by DeepSpeed's stage 3."""
         self.reserved_buffer_ids += self.available_buffer_ids
         buffers = [self._buffer(buffer_id) for buffer_id in self.available_buffer_ids]
         self.available_buffer_ids = []
         return buffers
 
     def release_reserved_buffers(self) -> None:
+        """Make the buffers of :meth:`reserve_available_buffers` free again."""
         self.available_buffer_ids += self.reserved_buffer_ids
         self.reserved_buffer_ids = []
 
     # Parts of the above
 
     _failed_writing = False
-    """Whether what is to be written has to be started again."""
+    """Whether the writes of ``swap_out_params`` have to be started again, after an error."""
 
     def _handle(self) -> Any:
         from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
@@ -311,7 +391,7 @@ class AsyncPartitionedParameterSwapper:
         return [self.param_id_to_swap_buffer[param.ds_id] for param in params]
 
     def _buffer_for(self, param: Any) -> torch.Tensor:
-        """Room for a partition: a free buffer; else one that a write makes free; else one more."""
+        """Return a buffer for a partition: a free one, else one that a write in flight will free, else a lease."""
         key, aligned = param.ds_id, round_up(self.param_id_to_numel[param.ds_id], self.numel_alignment)
         fits = aligned <= self.aligned_elements_per_buffer
         if fits and not self.available_buffer_ids:
@@ -354,8 +434,8 @@ class AsyncPartitionedParameterSwapper:
             raise
 
     def _give_up_reading(self) -> None:
-        """After an error: nobody knows which of the reads it was."""
-        with contextlib.suppress(OSError):  # the first one is being raised
+        """Discard all reads in flight; after an error it is unknown which of them failed."""
+        with contextlib.suppress(OSError):  # after an error, the caller is raising the first one already
             self.aio_read_handle.wait()
         for param in self.inflight_params:
             param.ds_tensor.status = NOT_AVAILABLE

@@ -1,6 +1,6 @@
-"""Pinned buffers that tensors are copied into one after another, on their way to a file each.
+"""Pinned buffers that are filled with tensors one after another, each of which is written to a file of its own.
 
-Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py``. Where that asserts, this raises.
+Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py``. Where DeepSpeed asserts, this module raises.
 """
 
 from __future__ import annotations
@@ -20,32 +20,47 @@ if TYPE_CHECKING:
 
 
 def swap_in_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], swap_paths: Iterable[str]) -> None:
-    """Start reading each file into its buffer. ``swap_handle.wait()`` waits for all, and raises what came of it."""
+    """Start reading each file into its buffer. ``swap_handle.wait()`` waits for all reads, and raises their errors.
+
+    Args:
+        swap_handle: An ``aio_handle`` or ``gds_handle``.
+        tensor_buffers: Contiguous tensors, not to be touched until the wait.
+        swap_paths: A path for each of them; ValueError if there are more or fewer.
+    """
     for buffer, path in zip(tensor_buffers, swap_paths, strict=True):
         swap_handle.async_pread(buffer, path, 0)
 
 
 def swap_out_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], swap_paths: Iterable[str]) -> None:
-    """Start writing each buffer to its file. ``swap_handle.wait()`` waits for all, and raises what came of it."""
+    """Start writing each buffer to its file. ``swap_handle.wait()`` waits for all writes, and raises their errors.
+
+    Args:
+        swap_handle: An ``aio_handle`` or ``gds_handle``.
+        tensor_buffers: Contiguous tensors, not to be touched until the wait.
+        swap_paths: A path for each of them; ValueError if there are more or fewer.
+    """
     for buffer, path in zip(tensor_buffers, swap_paths, strict=True):
         swap_handle.async_pwrite(buffer, path, 0)
 
 
 def get_sized_buffer(buffer: torch.Tensor, num_elems: int) -> torch.Tensor:
-    """The first ``num_elems`` elements of a one-dimensional buffer. Raises ValueError if there are not so many."""
+    """Return a view of the first ``num_elems`` elements of a one-dimensional buffer. Raises ValueError if it has fewer."""
     if num_elems > buffer.numel():
         raise ValueError(f"{num_elems} elements are wanted of a buffer of {buffer.numel()}: make the buffer larger")
     return buffer.narrow(0, 0, num_elems)
 
 
 def get_sized_buffers(buffer_list: Iterable[torch.Tensor], num_elems_list: Iterable[int]) -> list[torch.Tensor]:
-    """The first elements of each buffer, as many as the second list says for it; the shorter list counts."""
+    """Return views of the first elements of buffers, as many as ``num_elems_list`` gives for each.
+
+    Stops at the end of the shorter list. Raises ValueError if a buffer has fewer elements.
+    """
     return [get_sized_buffer(buffer, num_elems) for buffer, num_elems in zip(buffer_list, num_elems_list, strict=False)]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor's part of a buffer, and where in which file that belongs."""
+    """A tensor's part of a buffer, and the path and offset (bytes) in a file that it is written to."""
 
     offset: int
     """Elements from the buffer's start."""
@@ -56,14 +71,21 @@ class _Place:
 
 
 class SwapBuffer:
-    """One pinned buffer, filled with tensors from its start on. ``buffer``: one dimension, any dtype."""
+    """One pinned buffer, filled with tensors from its start.
+
+    A tensor has a "swap tensor", the aligned part of the buffer that is written, and a "compute tensor", the elements in it that
+    count. Both are views of the buffer.
+
+    Args:
+        buffer: A tensor of one dimension and any dtype.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.reset()
 
     def reset(self) -> None:
-        """Forget what is in it."""
+        """Make the whole buffer free again."""
         self.offset = 0
         self.num_elem = 0
         self._places: list[_Place] = []
@@ -71,7 +93,10 @@ class SwapBuffer:
     def insert_tensor(
         self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a tensor of any shape in, and return the part that is to be written and the part that holds the tensor."""
+        """Copy a tensor of any shape into the buffer; return its swap tensor and its compute tensor.
+
+        Arguments and errors are those of :meth:`allocate_tensor`.
+        """
         swap_tensor, compute_tensor = self.allocate_tensor(swap_path, tensor.numel(), aligned_numel, file_offset)
         compute_tensor.detach().copy_(tensor.detach().reshape(-1))
         return swap_tensor, compute_tensor
@@ -79,9 +104,19 @@ class SwapBuffer:
     def allocate_tensor(
         self, swap_path: str | None, numel: int, aligned_numel: int, file_offset: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set room aside, and return it: ``aligned_numel`` elements to be written, of which the first ``numel`` count.
+        """Reserve the next part of the buffer for a tensor.
 
-        ``file_offset``: bytes from the start of the file at ``swap_path``. Raises ValueError where there is no room.
+        Args:
+            swap_path: The file that it is to be written to, or read from.
+            numel: Elements of the tensor.
+            aligned_numel: Elements to write, at least ``numel``.
+            file_offset: Bytes from the start of the file.
+
+        Returns:
+            The swap tensor, of ``aligned_numel`` elements, and the compute tensor, its first ``numel`` elements.
+
+        Raises:
+            ValueError: If the buffer has no room for ``aligned_numel`` more elements.
         """
         if not self.has_space(aligned_numel):
             raise ValueError(
@@ -96,47 +131,63 @@ class SwapBuffer:
         return place.swap_tensor, place.compute_tensor
 
     def has_space(self, numel: int) -> bool:
-        """Whether so many more elements fit."""
+        """Return whether ``numel`` more elements fit."""
         return self.offset + numel <= self.buffer.numel()
 
     def start_writing(self, aio_handle: Any) -> None:
-        """Start writing all that is in it, each tensor to its file. Raises OSError, after which the rest is not under way."""
+        """Start writing each tensor to its file.
+
+        If this raises OSError for a tensor, writing that tensor and those after it was not started.
+        """
         for place in self._places:
             aio_handle.async_pwrite(place.swap_tensor, place.path, place.file_offset)
 
     def get_swap_tensors(self) -> list[torch.Tensor]:
+        """Return the swap tensors, in the order they were added."""
         return [place.swap_tensor for place in self._places]
 
     def get_swap_paths(self) -> list[str | None]:
+        """Return the paths of the tensors, in the order they were added."""
         return [place.path for place in self._places]
 
     def get_compute_tensors(self) -> list[torch.Tensor]:
+        """Return the compute tensors, in the order they were added."""
         return [place.compute_tensor for place in self._places]
 
     def get_num_elem(self) -> int:
-        """Elements in it, without those that only align."""
+        """Return the number of elements in the buffer, without padding."""
         return self.num_elem
 
     def get_swap_tensor(self, offset: int) -> torch.Tensor | None:
-        """What is to be written of the tensor at ``offset`` elements."""
+        """Return the swap tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
         place = self._at(offset)
         return None if place is None else place.swap_tensor
 
     def get_compute_tensor(self, offset: int) -> torch.Tensor | None:
+        """Return the compute tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
         place = self._at(offset)
         return None if place is None else place.compute_tensor
 
     def get_swap_path(self, offset: int) -> str | None:
+        """Return the path of the tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
         place = self._at(offset)
         return None if place is None else place.path
 
     def _at(self, offset: int) -> _Place | None:
-        """The last, where those before are of no elements."""
+        """Return the last place that begins at ``offset``: earlier ones there have no elements."""
         return next((place for place in reversed(self._places) if place.offset == offset), None)
 
 
 class SwapBufferPool:
-    """Several pinned buffers, filled one after the other. ValueError if one of them is not pinned."""
+    """Several pinned buffers, filled one after the other.
+
+    Args:
+        buffers: One-dimensional tensors.
+        aio_handle: The handle that has pinned them.
+
+    Raises:
+        ValueError: If there are no buffers, or one of them is not pinned.
+    """
 
     def __init__(self, buffers: Sequence[torch.Tensor], aio_handle: Any) -> None:
         pageable = sum(not aio_handle.is_pinned(buffer) for buffer in buffers)
@@ -146,7 +197,7 @@ class SwapBufferPool:
         self.current_index = 0
 
     def reset(self) -> None:
-        """Forget what is in them."""
+        """Make all buffers free again."""
         self.current_index = 0
         for buffer in self.buffers:
             buffer.reset()
@@ -154,7 +205,10 @@ class SwapBufferPool:
     def allocate_tensor(
         self, numel: int, swap_path: str | None, aligned_numel: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """As :meth:`SwapBuffer.allocate_tensor`, in the current buffer or the next that has room; (None, None) if none has."""
+        """Reserve a part of the current buffer, or of the next one with room: see :meth:`SwapBuffer.allocate_tensor`.
+
+        Returns (None, None) if no buffer has room.
+        """
         if not self.has_space(aligned_numel):
             return None, None
         return self.buffers[self.current_index].allocate_tensor(swap_path, numel, aligned_numel)
@@ -162,13 +216,19 @@ class SwapBufferPool:
     def insert_tensor(
         self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """As :meth:`SwapBuffer.insert_tensor`, in the current buffer or the next that has room; (None, None) if none has."""
+        """Copy a tensor into the current buffer, or the next one with room: see :meth:`SwapBuffer.insert_tensor`.
+
+        Returns (None, None) if no buffer has room.
+        """
         if not self.has_space(aligned_numel):
             return None, None
         return self.buffers[self.current_index].insert_tensor(tensor, swap_path, aligned_numel)
 
     def has_space(self, numel: int) -> bool:
-        """Whether so many elements fit into one of the buffers from the current one on, which becomes the current one."""
+        """Make the first buffer with room for ``numel`` elements, from the current one on, the current one.
+
+        Returns whether there is one.
+        """
         for index in range(self.current_index, len(self.buffers)):
             if self.buffers[index].has_space(numel):
                 self.current_index = index
@@ -176,22 +236,31 @@ class SwapBufferPool:
         return False
 
     def get_swap_tensors(self) -> list[torch.Tensor]:
+        """Return the swap tensors of all buffers, in the order they were added."""
         return [tensor for buffer in self._used() for tensor in buffer.get_swap_tensors()]
 
     def get_swap_paths(self) -> list[str | None]:
+        """Return the paths of the tensors of all buffers, in the order they were added."""
         return [path for buffer in self._used() for path in buffer.get_swap_paths()]
 
     def get_compute_tensors(self) -> list[torch.Tensor]:
+        """Return the compute tensors of all buffers, in the order they were added."""
         return [tensor for buffer in self._used() for tensor in buffer.get_compute_tensors()]
 
     def swap_out(self, aio_handle: Any, async_op: bool = False) -> None:
-        """Write every tensor to its file; with ``async_op`` start to. Raises OSError, and ValueError for one without a path."""
+        """Write every tensor to its file. Blocks, unless ``async_op`` is set: then ``aio_handle.wait()`` waits.
+
+        Raises ValueError if a tensor has no path, and OSError.
+        """
         swap_out_tensors(aio_handle, self.get_swap_tensors(), self._paths())
         if not async_op:
             aio_handle.wait()
 
     def swap_in(self, aio_handle: Any, async_op: bool = False) -> None:
-        """Read every tensor from its file; with ``async_op`` start to. Raises OSError, and ValueError for one without a path."""
+        """Read every tensor from its file. Blocks, unless ``async_op`` is set: then ``aio_handle.wait()`` waits.
+
+        Raises ValueError if a tensor has no path, and OSError.
+        """
         swap_in_tensors(aio_handle, self.get_swap_tensors(), self._paths())
         if not async_op:
             aio_handle.wait()
@@ -207,9 +276,15 @@ class SwapBufferPool:
 
 
 class SwapBufferManager:
-    """``count`` pinned buffers of ``num_elems`` elements each, zeroed; more are leased from the process's pool when they run out.
+    """Hands out pinned buffers of equal size: its own, zeroed at first, and leases from the process's pool when these run out.
 
-    The memory is the handle's, which counts it as pinned; leases are recognised as such by the handles of this package.
+    Its own buffers are memory of the handle, which knows it as pinned. This package's handles recognise leases as pinned, too.
+
+    Args:
+        num_elems: Elements of each buffer.
+        count: How many buffers to pin at once.
+        dtype: The buffers' dtype.
+        aio_handle: Pins the buffers.
     """
 
     def __init__(self, num_elems: int, count: int, dtype: torch.dtype, aio_handle: Any) -> None:
@@ -227,10 +302,13 @@ class SwapBufferManager:
         describe(self, exclude=("all_buffers", "aio_handle"))
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """``count`` buffers' first ``num_elems`` elements, contents undefined. Beyond the manager's own they are leases.
+        """Hand out ``count`` buffers: views of their first ``num_elems`` elements, with undefined contents.
 
-        Raises ValueError for more elements than a buffer has or for another dtype, and OutOfBuffers where the budget of
-        ``deepnvme.swap.buffer_pool()`` has no room for more.
+        May block while other threads have leases.
+
+        Raises:
+            ValueError: If ``num_elems`` is larger than a buffer, or ``dtype`` differs.
+            OutOfBuffers: If the manager's own buffers are in use, and ``deepnvme.swap.buffer_pool()`` has no room for more.
         """
         if dtype != self.dtype or num_elems > self.num_elems:
             raise ValueError(f"buffers have {self.num_elems} elements of {self.dtype}, got {num_elems} of {dtype}")
@@ -248,11 +326,11 @@ class SwapBufferManager:
         return buffers
 
     def allocate_all(self, num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """All that are free, or one more where none is."""
+        """Hand out all free buffers or, if there is none, one lease. Otherwise like :meth:`allocate`."""
         return self.allocate(num_elems, max(len(self._free), 1), dtype)
 
     def free(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Give back what :meth:`allocate` returned. Raises ValueError for anything else, giving none back."""
+        """Return buffers of :meth:`allocate`. Raises ValueError, and returns none, if one of them is not handed out."""
         buffers = list(buffers)
         strangers = sum(id(buffer) not in self._used for buffer in buffers)
         if strangers:
@@ -270,6 +348,6 @@ class SwapBufferManager:
         return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)
 
     def __del__(self) -> None:
-        # DeepSpeed's handle keeps page-locked memory until it is freed. All in one C call: Ctrl-C in a loop here would be
-        # swallowed and leave the rest locked.
+        # DeepSpeed's handle keeps memory locked until it is freed. deque(map()) is one C call: in a Python loop, Ctrl-C would be
+        # swallowed, since this is __del__, and leave the rest locked.
         deque(map(self.aio_handle.free_cpu_locked_tensor, getattr(self, "all_buffers", [])), 0)

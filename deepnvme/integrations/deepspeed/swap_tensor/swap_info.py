@@ -1,4 +1,4 @@
-"""One sub-group: its master weights, its optimizer's states and its gradient, and the tile that each of them is."""
+"""Describe one sub-group: its master weights, optimizer states and gradient, and the tile with the bytes of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from .tile import Tile
 
 
 class SwappedTensor:
-    """A tensor whose memory comes and goes. It is empty in between, as with DeepSpeed; what it looks like is remembered here."""
+    """A tensor with memory only while it is swapped in. Otherwise it is empty, as with DeepSpeed.
+
+    Args:
+        tensor: The tensor.
+        shape: Its shape when it is swapped in.
+        stride: Its strides when it is swapped in, in elements.
+        tile: The memory and the file of its bytes.
+    """
 
     def __init__(self, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], tile: Tile) -> None:
         self.tensor = tensor
@@ -22,27 +29,32 @@ class SwappedTensor:
         self.tile = tile
 
     def memory(self) -> torch.Tensor:
-        """The tile's, which is in memory, as a tensor that looks like this one."""
+        """Return the tile's memory as a tensor of this shape, stride and dtype. Raises RuntimeError if it is not in memory."""
         flat = self.tile.memory.tensor(self.shape.numel(), self.tensor.dtype)
         return flat.as_strided(self.shape, self.stride)
 
     def attach(self) -> None:
-        """Make the tile's memory the tensor's."""
+        """Swap the tensor in: make it use the tile's memory."""
         self.tensor.data = self.memory()
 
     def unchanged_place(self) -> bool:
-        """Whether the tensor is still what it was attached to, and not set to something else."""
+        """Return whether the tensor still uses the tile's memory, and was not set to other memory."""
         return self.tile.lease is not None and self.tensor.is_set_to(self.memory())
 
     def detach(self) -> None:
+        """Swap the tensor out: make it empty."""
         self.tensor.data = torch.empty(0, dtype=self.tensor.dtype, device="cpu")
 
 
 class OptimizerStateSwapInfo:
-    """What the swapper knows of one parameter: a sub-group's flat partition of master weights, ``numel`` elements.
+    """The swapper's record of one parameter: a sub-group's flat partition of master weights, with its states and gradient.
 
-    ``folder``: of the files, one for each tensor: the states' are named after them, as with DeepSpeed. ``aligned_bytes``: what
-    files are multiples of. ``turn``: when in a step it comes.
+    Args:
+        parameter: The master weights, with ``ds_id``.
+        numel: Number of elements.
+        folder: The folder of the files. Each tensor has a file; a state's file is named after the state, as with DeepSpeed.
+        aligned_bytes: File lengths are a multiple of this many bytes.
+        turn: The sub-group's place in the order of a step, from 0.
     """
 
     def __init__(self, parameter: torch.Tensor, numel: int, folder: str, aligned_bytes: int, turn: int) -> None:
@@ -50,87 +62,95 @@ class OptimizerStateSwapInfo:
         self.param_id: str = parameter.ds_id  # type: ignore[attr-defined]
         self.turn = turn
         self.active = False
-        """Whether the tensors are in memory, between swapping in and out."""
+        """Whether the sub-group is swapped in."""
         self.stepped = False
-        """Whether the optimizer has stepped since they are, so that the gradient is used up."""
+        """Whether the optimizer has stepped since the sub-group was swapped in, and so has used the gradient."""
         self._numel = numel
         self._folder = folder
         self._aligned_bytes = aligned_bytes
         nbytes = numel * parameter.element_size()
         self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, nbytes))
         self.states: dict[str, SwappedTensor] = {}
-        """By their names in the optimizer's state."""
+        """The swapped states, by name in the optimizer's state."""
         self.gradient = self._tile(f"{self.param_id}_gradient", nbytes)
         self.gradient_ranges: dict[int, int] = {}
-        """Offset -> length, in elements: what of the gradient has come since the last step."""
+        """The parts of the gradient that have arrived since the last step: offset -> length, in elements."""
 
     def numel(self) -> int:
+        """Return the number of elements of the parameter."""
         return self._numel
 
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameter."""
         return self.parameter.dtype
 
     def device(self) -> torch.device:
+        """Return the device of the parameter."""
         return self.parameter.device
 
     def has_gradients(self) -> bool:
-        """Whether any part of the gradient has come since the last step."""
+        """Return whether any part of the gradient has arrived since the last step."""
         return bool(self.gradient_ranges)
 
     def num_tensors(self) -> int:
-        """Master weights and swapped states."""
+        """Return the number of swapped tensors: the master weights and the swapped states."""
         return 1 + len(self.states)
 
     def get_swap_paths(self) -> list[str]:
-        """Of the master weights and the swapped states."""
+        """Return the paths of the files of the master weights and the swapped states."""
         return [swapped.tile.path for swapped in self.swapped()]
 
     def swapped(self) -> Iterator[SwappedTensor]:
-        """Master weights, then states."""
+        """Yield the master weights, then the swapped states."""
         yield self.master
         yield from self.states.values()
 
     def tiles(self) -> list[Tile]:
-        """Theirs: all of the sub-group that lasts from step to step."""
+        """Return the tiles of the master weights and the swapped states, which last from step to step."""
         return [swapped.tile for swapped in self.swapped()]
 
     def new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
-        """A state that is to be swapped, in the tile of the one that it replaces, if that is as large."""
+        """Return a record for a state that will be swapped from now on.
+
+        It uses the tile of the state that it replaces, if that has the same size.
+        """
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
-        stride = torch.empty_like(tensor, device="meta").stride()  # its own, unless that leaves gaps
+        stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, unless its memory has gaps
         tile = self._tile(f"{name}-{self.param_id}", tensor.nbytes)
         if name in self.states and self.states[name].tile.nbytes == tile.nbytes:
             tile = self.states[name].tile
         return SwappedTensor(tensor, tensor.shape, stride, tile)
 
     def stored_state(self, name: str, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> SwappedTensor:
-        """A state whose values are in its file already; ``tensor`` is empty."""
+        """Return a record for a state whose values are in its file already; ``tensor`` is empty."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
         tile = self._tile(f"{name}-{self.param_id}", shape.numel() * tensor.element_size(), stored=True)
         return SwappedTensor(tensor, shape, stride, tile)
 
     def attach(self) -> None:
-        """Give the tensors the memory of their tiles, the gradient too."""
+        """Swap the sub-group in: make its tensors, and the gradient, use the memory of their tiles."""
         for swapped in self.swapped():
             swapped.attach()
         self.parameter.grad = self.gradient_memory()
         self.active = True
 
     def detach(self) -> None:
+        """Swap the sub-group out: make its tensors empty and its gradient None."""
         for swapped in self.swapped():
             swapped.detach()
         self.parameter.grad = None
         self.active = self.stepped = False
 
     def gradient_memory(self) -> torch.Tensor:
-        """The gradient, flat. Its tile is in memory."""
+        """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""
         return self.gradient.memory.tensor(self._numel, self.parameter.dtype)
 
     def gradient_complete(self) -> bool:
+        """Return whether all parts of the gradient have arrived since the last step."""
         return not any(True for _ in self.gradient_gaps())
 
     def gradient_gaps(self) -> Iterator[tuple[int, int]]:
-        """(offset, length) of what of the gradient has not come, in elements."""
+        """Yield (offset, length), in elements, of the parts of the gradient that have not arrived since the last step."""
         at = 0
         for offset, length in sorted(self.gradient_ranges.items()):
             if offset > at:
@@ -143,15 +163,18 @@ class OptimizerStateSwapInfo:
         return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), round_up(nbytes, self._aligned_bytes), self.turn, stored)
 
     def is_swapped(self, name: str, value: Any) -> bool:
-        """Whether this very object is the state that is swapped under that name."""
+        """Return whether ``value`` is the very tensor that is swapped under this name."""
         return name in self.states and self.states[name].tensor is value
 
     def is_in_place(self, name: str, value: Any) -> bool:
-        """Whether it is, and in the memory that it was given."""
+        """Return whether ``value`` is the tensor swapped under this name, and still uses its tile's memory."""
         return self.is_swapped(name, value) and self.states[name].unchanged_place()
 
     def copied(self, value: torch.Tensor) -> torch.Tensor:
-        """Its content, apart from the memory of tiles: it may have moved into another one's, or two may have changed places."""
+        """Return the content of a tensor, as a copy if it uses the memory of a tile.
+
+        The optimizer may have set a tensor to another tensor's memory, or swapped two, so tiles cannot be filled from each other.
+        """
         memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self.swapped() if swapped.tile.lease is not None}
         content = value.detach()
         return content.clone() if content.untyped_storage().data_ptr() in memory else content
