@@ -128,10 +128,12 @@ def dispatch_model(
     *arguments: Any,
     **options: Any,
 ) -> nn.Module:
-    """Replace ``accelerate.dispatch_model``: stream the model if the map sends weights to the disk and else only to the CPU.
+    """Replace ``accelerate.dispatch_model``: stream the model if the map names the disk and otherwise only the CPU.
 
-    Otherwise, and after :func:`disable`, calls accelerate's own function. Arguments are those of ``accelerate.dispatch_model``;
-    ``arguments`` and ``options`` are only used by accelerate's own function.
+    Otherwise, and after :func:`disable`, calls accelerate's own function. If weights go to the disk, but the map also names other
+    devices or ``offload_dir`` is None, this warns with RuntimeWarning and calls accelerate's own function, too.
+
+    Arguments are those of ``accelerate.dispatch_model``. Only its own function uses ``arguments`` and ``options``.
 
     Raises:
         ValueError: If weights are on the meta device, and neither the index nor ``offload_dir`` has them.

@@ -24,7 +24,7 @@ from .sub_group import SubGroup
 
 
 class OffloadedOptimizer(Optimizer):
-    """Run ``optimizer_class(params, **optimizer_kwargs)`` with its states on a drive; results are the same, bit for bit.
+    """``optimizer_class(params, **optimizer_kwargs)`` with its states on a drive. Results are the same, bit for bit.
 
     >>> optimizer = deepnvme.OffloadedOptimizer(
     ...     model.parameters(), torch.optim.AdamW, nvme_path="/mnt/nvme/states", lr=1e-3, fused=True
@@ -57,17 +57,18 @@ class OffloadedOptimizer(Optimizer):
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that steps each parameter by itself. ``fused=True``, if the class has it, is several times
             as fast.
-        nvme_path: One directory, several to stripe over, or a weight for each directory. No other process can use them while the
-            optimizer is open. With ``torch.distributed``, each rank makes its own directory in them. Twice the bytes of the
-            states are reserved there at once, so that a failed step leaves the states of the step before.
-        dram_budget: Bytes of states that stay in memory. Their first step and checkpoints go through the drive nevertheless.
-            Further memory is needed for three sub-groups in flight: their states and master weights; during a step, copies of
-            the parameters without master weights; and with ``offload_gradients`` the gradients of four sub-groups.
+        nvme_path: One directory, several to stripe over, or a weight for each directory. Locked while the optimizer is open. With
+            ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states are reserved
+            there at once, so that a failed step leaves the states of the step before.
+        dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``. Their first step and
+            checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight: their states
+            and master weights; during a step, copies of the parameters without master weights; and with ``offload_gradients``
+            the gradients of four sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
         sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
-            element by element (torch's optimizers that do, on float32 and float64). Otherwise the largest parameter sets the
-            least memory needed.
+            element by element (torch's optimizers that do, on float32 and float64 or with master weights). Otherwise the largest
+            parameter sets the least memory needed.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
         step_in_backward: Step each sub-group as soon as its gradients are complete, and free them; :meth:`step` ends the step.
@@ -80,7 +81,8 @@ class OffloadedOptimizer(Optimizer):
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
         StoreLocked: If a directory is in use.
-        OutOfBuffers: If the sub-groups in flight do not fit into what others leave of the buffer pool's budget.
+        OutOfBuffers: If the sub-groups in flight, and those kept in memory, do not fit into what others leave of the buffer
+            pool's budget.
         OSError: From the drive; ENOSPC if it has no room for the states.
 
     What ``optimizer_class`` raises for its arguments is raised, too.

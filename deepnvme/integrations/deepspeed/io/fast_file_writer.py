@@ -91,7 +91,7 @@ class FastFileWriter(BaseFileWriter):
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
         self._file: io.FileIO | None = None  # until it is opened below, close() has nothing to do
-        self._sending = False  # whether a write of ours may be under way on the handle
+        self._sending = False  # whether a write of this object may be in flight on the handle
         self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1

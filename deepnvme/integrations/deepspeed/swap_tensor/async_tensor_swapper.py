@@ -42,7 +42,7 @@ class AsyncTensorSwapper:
         self._buffers: list[SwapBuffer] = []
         self._free: list[SwapBuffer] = []
         self._current: SwapBuffer | None = None
-        self._full: list[SwapBuffer] = []  # to be written, or again after an error
+        self._full: list[SwapBuffer] = []  # waiting to be written, some of them again after an error
         self._writing: list[SwapBuffer] = []
 
     def has_buffers(self) -> bool:

@@ -426,7 +426,7 @@ class OptimizerSwapper:
         """Do nothing. Called by DeepSpeed's ``backward_epilogue``."""
         pass
 
-    # Parts of the above
+    # Private helpers
 
     def _take_charge(
         self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]

@@ -290,7 +290,7 @@ class AsyncPartitionedParameterSwapper:
             param.ds_tensor.status = NOT_AVAILABLE
             self._release_buffer(key)
 
-    # Partitions that come out of an optimizer step
+    # Partitions with new values after an optimizer step
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Pin a buffer in which :meth:`swap_out_partitioned_params` converts partitions. Called by DeepSpeed's stage 3.
@@ -323,7 +323,9 @@ class AsyncPartitionedParameterSwapper:
             raise ValueError("there is no room to convert parameters in: call reserve_partitioned_swap_space first")
         paths = [self.get_path(param, must_exist=True) for param in dst_fp16_params]
         self.synchronize_writes()
-        if self.inflight_params:  # read before the step, so out of date; they must not become available with old values
+        # Partitions that were read ahead of the step are out of date. They must not become available either: stage 3 copies new
+        # values of an available partition to its memory, and nothing would write them to the file.
+        if self.inflight_params:
             self._give_up_reading()
         self.remove_partition_and_release_buffers(dst_fp16_params)
         pool.reset()
@@ -349,7 +351,7 @@ class AsyncPartitionedParameterSwapper:
         self.available_buffer_ids += self.reserved_buffer_ids
         self.reserved_buffer_ids = []
 
-    # Parts of the above
+    # Private helpers
 
     _failed_writing = False
     """Whether the writes of ``swap_out_params`` have to be started again, after an error."""

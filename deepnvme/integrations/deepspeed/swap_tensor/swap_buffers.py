@@ -298,7 +298,8 @@ class SwapBufferManager:
         self.all_buffers = [aio_handle.new_cpu_locked_tensor(num_elems, example).zero_() for _ in range(count)]
         self.gigabytes = num_elems * count * example.element_size() / (1 << 30)
         self._free = list(self.all_buffers)
-        self._used: dict[int, tuple[torch.Tensor, torch.Tensor | Lease]] = {}  # by id: the part handed out, and its memory
+        # By id() of the view handed out: the view, and its memory.
+        self._used: dict[int, tuple[torch.Tensor, torch.Tensor | Lease]] = {}
         describe(self, exclude=("all_buffers", "aio_handle"))
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
