@@ -565,14 +565,15 @@ def _engine(aio_config: Mapping[str, Any]) -> Engine:
 
 
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
-    """Write everything that is newer in memory than in its file, when a swapper or the program ends, as DeepSpeed's files are.
+    """Write everything that is newer in memory than in its file, when a swapper or the program ends.
 
-    Ctrl-C during a finalizer ends it silently. Files that were not written by then keep an earlier step's values, but no code
-    reads them: :attr:`OptimizerSwapper.swap_folder` writes all files first. No memory leaks.
+    DeepSpeed's own files have every value then, so these must, too. Ctrl-C during a finalizer ends it silently. Files that were
+    not written by then keep an earlier step's values, but no code reads them: :attr:`OptimizerSwapper.swap_folder` writes all
+    files first. No memory leaks in that case.
     """
     if os.getpid() != process or not os.path.isdir(folder):  # a forked child: files are the parent's; or the folder was removed
         return
-    if cache.helping():  # a finalizer may run in the helper thread, which cannot wait for itself
+    if cache.helping():  # garbage collection may run this finalizer in the helper thread, which may hold the cache's lock
         threading.Thread(target=_write_back, args=(cache, order, folder, process), name="deepnvme-write-back").start()
         return
     try:

@@ -8,7 +8,7 @@ from .optimizer_swapper import OptimizerSwapper
 class PartitionedOptimizerSwapper(OptimizerSwapper):
     """An :class:`OptimizerSwapper` under DeepSpeed's name. Reading and writing overlap the step here, too, if buffers are free.
 
-    DeepSpeed's class of this name does not overlap them. Only the duration of a step differs.
+    Compared with DeepSpeed's class, that changes only how long a step takes.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_optimizer_swapper.py``.
     """
