@@ -1,4 +1,4 @@
-"""Models whose weights stay on the drive, and are read ahead of their use; keys and values of long generation there too."""
+"""Inference with models larger than memory: weights are read from the drive ahead of use, and a KV cache can be kept there."""
 
 from typing import TYPE_CHECKING
 

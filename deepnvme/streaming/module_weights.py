@@ -1,4 +1,4 @@
-"""Where a model's modules have their weights: placeholders, or what is in memory."""
+"""Puts weights that were read, or placeholders, into the modules of a model."""
 
 from __future__ import annotations
 
@@ -20,42 +20,52 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Place:
-    """Of a parameter or a buffer. It is written to without its module, which would look at all that it knows first."""
+    """One entry in a module's ``_parameters`` or ``_buffers``.
+
+    Written to directly: ``Module.__setattr__`` would search all of the module's dictionaries first.
+    """
 
     among: dict[str, torch.Tensor | None]
     name: str
     own: torch.Tensor | None
-    """What the model had there."""
+    """The tensor that the model had there before it was streamed."""
 
 
 @dataclass
 class _Weight:
+    """A stored weight, the entries of modules that it belongs to, and the tensors that are put there."""
+
     facts: Weight
     places: list[_Place] = field(default_factory=list)
     absent: torch.Tensor | None = None
+    """The placeholder."""
     present: torch.Tensor | None = None
+    """The tensor over the memory that was read; None while the placeholder is in the modules."""
     version: int = 0
+    """``_version`` of ``present`` when it was put there: torch counts changes in place."""
     address: int = 0
+    """Address of the data of ``present`` when it was put there."""
     requires_grad: bool = False
-    """As it was before the model was streamed."""
+    """Whether the weight required grad before the model was streamed."""
 
     def put(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor into all entries of the weight."""
         for place in self.places:
             place.among[place.name] = tensor
 
     def changed(self) -> bool:
-        """Whether the model has put another in one of its places, or changed it where it is."""
+        """Return whether somebody has put another tensor into one of the entries, or changed ``present`` in place."""
         present = self.present
         return (
             present is None
             or any(place.among.get(place.name) is not present for place in self.places)
             or present._version != self.version
-            or present.data_ptr() != self.address  # as after model.to(...)
+            or present.data_ptr() != self.address  # for example after model.to(...)
         )
 
 
     def replaced(self) -> bool:
-        """Whether somebody has put another in one of its places since it was removed."""
+        """Return whether somebody has put another tensor into one of the entries since the weight was removed."""
         return not all(
             found is self.absent or (found is not None and found is self.present)
             for found in (place.among.get(place.name) for place in self.places)
@@ -63,11 +73,15 @@ class _Weight:
 
 
 class ModuleWeights:
-    """The weights of a model by the extents of a store, which has the same (see :meth:`WeightStore.check`).
+    """Puts the weights of an extent into the modules of a model, and placeholders in their place.
 
-    ``extents``: the store's, as they lie in memory.
+    A weight that is used in several places, in one module or in several, is one parameter in all of them. Not thread-safe.
 
-    Wherever one weight has several places, in one module or in several, there is one parameter.
+    Args:
+        model: The model, whose weights are those of the store (see :meth:`WeightStore.check`).
+        store: The store of its weights.
+        extents: The store's extents, laid out as they are in memory, that is, dequantised.
+        device: Where the weights will be when they are in memory.
     """
 
     def __init__(
@@ -100,28 +114,28 @@ class ModuleWeights:
                 weight.absent = Placeholder(name, users.get(extent, ""), info.shape, info.dtype, device)
 
     def undo(self) -> None:
-        """Give the model back what it had, before :meth:`forget_own`."""
+        """Put the model's own tensors back. Only before :meth:`forget_own`."""
         for weight in self._all():
             for place in weight.places:
                 place.among[place.name] = place.own
 
     def forget_own(self) -> None:
-        """Let go of what the model had."""
+        """Drop the references to the model's own tensors, so that their memory is freed."""
         for weight in self._all():
             for place in weight.places:
                 place.own = None
 
     def remove(self, extent: str) -> None:
-        """Put placeholders in place of its weights."""
+        """Replace an extent's weights by placeholders."""
         for weight in self._extents[extent]:
             weight.put(weight.absent)
             weight.present = None
 
     def put(self, extent: str, memory: torch.Tensor) -> None:
-        """Put its weights in their places, as they lie in memory."""
-        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not tell of changes
+        """Put an extent's weights into the modules, as views of ``memory``, in which the extent lies ready for use."""
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count changes
             for weight in self._extents[extent]:
-                tensor = weight.facts.view(memory).data  # with a count of changes of its own
+                tensor = weight.facts.view(memory).data  # .data: a tensor that counts changes for itself
                 parameter = isinstance(weight.places[0].among.get(weight.places[0].name), nn.Parameter)
                 weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
                 weight.version, weight.address = weight.present._version, weight.present.data_ptr()
@@ -131,10 +145,12 @@ class ModuleWeights:
         return itertools.chain.from_iterable(self._extents.values())
 
     def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | None) -> None:
-        """Put its weights in their places to stay, as they were before the model was streamed: they require grad if they did.
+        """Put an extent's weights into the modules for good; they require grad if they did before the model was streamed.
 
-        ``memory``: what :meth:`put` takes; None where the weights are in their places already. ``names``: of the weights to be
-        put, None for all. The others become placeholders.
+        Args:
+            extent: Name of the extent.
+            memory: As for :meth:`put`; None if the weights are in the modules already.
+            names: Names of the weights to be put there; the others become placeholders. None for all.
         """
         if memory is not None:
             self.put(extent, memory)
@@ -146,9 +162,9 @@ class ModuleWeights:
                 weight.present.requires_grad_()
 
     def changed(self, extent: str) -> list[str]:
-        """The names of those that are not as they were put there."""
+        """Return the names of an extent's weights that were replaced or changed in place since :meth:`put`."""
         return [weight.facts.name for weight in self._extents[extent] if weight.changed()]
 
     def replaced(self, extent: str) -> list[str]:
-        """The names of those in whose places somebody has put others since they were removed."""
+        """Return the names of an extent's weights whose placeholders somebody has replaced since :meth:`remove`."""
         return [weight.facts.name for weight in self._extents[extent] if weight.replaced()]

@@ -1,4 +1,4 @@
-"""What stands where a weight belongs while it is not in memory."""
+"""The tensor that stands for a weight while it is not in memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import torch
 
 
 class Placeholder(torch.Tensor):
-    """A parameter with a shape, a dtype and a device, and without data. All that needs data raises RuntimeError saying whose it
-    is and when it is there. (A tensor of the right shape over no memory would end the process where something reads it.)
+    """A parameter with a shape, a dtype and a device, but without data.
 
-    ``device``: where the weight will be.
+    An operation that needs the data raises RuntimeError naming the weight and the block in whose forward it is in memory. (A
+    tensor of the right shape over no memory would crash the process when something reads it.)
+
+    Args:
+        weight: Name of the weight.
+        block: Name of the module in whose forward the weight is in memory.
+        shape: Shape of the weight.
+        dtype: Dtype of the weight.
+        device: Where the weight will be when it is in memory.
     """
 
     weight: str
-    """Its name."""
+    """Name of the weight."""
     block: str
-    """The module in whose forward it is in memory."""
+    """Name of the module in whose forward the weight is in memory."""
 
     @staticmethod
     def __new__(
@@ -26,14 +33,14 @@ class Placeholder(torch.Tensor):
         self: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=False
         )
-        self._is_param = True  # which makes it an nn.Parameter to isinstance
+        self._is_param = True  # makes isinstance(self, nn.Parameter) true
         self.weight, self.block = weight, block
         return self
 
     def __init__(self, *args: Any) -> None:
         pass
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -44,7 +51,7 @@ class Placeholder(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({self.weight!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    # What torch would do without asking, or crash at.
+    # Operations that torch does not dispatch: it would carry them out on the missing data, or crash.
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse("copy.deepcopy")
@@ -53,22 +60,27 @@ class Placeholder(torch.Tensor):
         self._refuse("pickling")
 
     def data_ptr(self) -> NoReturn:
+        """Raise RuntimeError: there is no memory."""
         self._refuse("data_ptr")
 
     def share_memory_(self) -> NoReturn:
+        """Raise RuntimeError: there is no memory."""
         self._refuse("share_memory_")
 
     def untyped_storage(self) -> NoReturn:
+        """Raise RuntimeError: there is no memory."""
         self._refuse("untyped_storage")
 
     def tolist(self) -> NoReturn:
+        """Raise RuntimeError: there are no values."""
         self._refuse("tolist")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise RuntimeError: there are no values."""
         self._refuse("numpy")
 
     def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
-        """Of a weight that is read for each use there is no gradient."""
+        """Raise RuntimeError if ``requires_grad``: streamed weights have no gradients. Otherwise return the placeholder."""
         if requires_grad:
             self._refuse("requires_grad_")
         return self
@@ -81,6 +93,7 @@ class Placeholder(torch.Tensor):
 
 
 def _find(arguments: Any, found: list[Placeholder]) -> None:
+    """Append the placeholders in nested lists, tuples and dictionaries to ``found``."""
     if isinstance(arguments, Placeholder):
         found.append(arguments)
     elif isinstance(arguments, (list, tuple)):

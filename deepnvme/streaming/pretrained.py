@@ -1,7 +1,8 @@
-"""transformers' models whose weights stay on the drive.
+"""Weight streaming for models of Hugging Face transformers: build the store of a checkpoint once, and run the model from it.
 
-transformers itself says where in the checkpoint each weight of the model lies: that is what it makes of a device map that sends
-everything to the disk. Weights that it converts on the way (the experts of a mixture, say) it writes to a temporary directory.
+Where in the checkpoint each weight of the model lies is found by asking transformers to load the model with a device map that
+offloads everything to disk. Weights that transformers converts while loading (the experts of a mixture of experts, for example)
+it writes to a temporary directory.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _HUB: dict[str, Any] = {
     "cache_dir": None, "force_download": False, "local_files_only": False, "proxies": None, "revision": None, "subfolder": "",
     "token": None,
 }  # fmt: skip
-"""Options of where a checkpoint is to be had, as they are where nobody gives them."""
+"""Options of ``from_pretrained`` that say where a checkpoint is to be found, with their defaults."""
 _CHOOSING = ("key_mapping", "subfolder", "use_safetensors", "variant")
-"""Options by which one name gives other weights."""
+"""Options of ``from_pretrained`` that select other weights of the same checkpoint name."""
 _REFUSED = (
     "device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "offload_buffers", "offload_folder",
     "quantization_config", "state_dict", "tp_plan", "tp_size",
     "adapter_kwargs", "adapter_name", "fusion_config", "kernel_config", "output_loading_info", "use_kernels",
 )  # fmt: skip
-"""Options that say where weights are to be, which is said here, and those that make another model of it, or more than one."""
+"""Options that are not taken: they place the weights (the stream does), change the model, or return more than the model."""
 
 as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
-"""Set while a model is made only to see where accelerate would find its weights: integrations leave that one to accelerate."""
+"""True while a model is made only to find out where accelerate would read its weights: integrations do not change that model."""
 
 
 def from_pretrained(
@@ -65,22 +66,34 @@ def from_pretrained(
     progress: Wanted = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model of transformers, ready for inference, whose weights are in a store on the drive; see :func:`stream`.
+    """Return a transformers model, ready for inference, whose weights are streamed from the drive. Blocks.
 
-    The first call for a checkpoint builds the store in ``offload_dir``, which reads and writes each weight once and never holds
-    more than a few blocks in memory; later ones open it, and those of other processes meanwhile wait for it. The model's
-    ``streaming`` is what :func:`stream` returned: its ``report()`` says how it went, and its ``close()`` ends it, and closes the
-    store.
+    The first call for a checkpoint builds a store in ``offload_dir``: each weight is read and written once, and only a few blocks
+    are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
-    ``name_or_path``: as transformers' ``from_pretrained`` takes it; what is no directory is downloaded. ``offload_dir``: the
-    store's directories, as of :class:`WeightStore`. ``memory_budget``, ``prefetch``, ``device``: as for :func:`stream`.
-    ``quantize``: as for :meth:`WeightStore.build`. ``kv_offload``: where ``generate`` keeps keys and values, in host memory or in
-    the first of the directories; None for where the model computes. ``model_class``: of transformers; by default the one that
-    the checkpoint names. ``progress``: of building the store, as for :meth:`WeightStore.build`. ``options``: what else
-    transformers' ``from_pretrained`` takes.
+    Args:
+        name_or_path: As for transformers' ``from_pretrained``; what is not a directory is downloaded.
+        offload_dir: One or several directories of the store, as for :class:`WeightStore`.
+        memory_budget: Bytes of weights that stay in memory, as for :func:`stream`.
+        prefetch: Number of extents that are read ahead, as for :func:`stream`.
+        device: Where the model computes, as for :func:`stream`.
+        quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
+        kv_offload: Where ``generate`` keeps the KV cache: "cpu" for host memory, "nvme" for the first of the directories, None
+            for the device on which the model computes.
+        model_class: A class of transformers; None for the one that the checkpoint names.
+        progress: For building the store, as for :meth:`WeightStore.build`.
+        options: Further options of transformers' ``from_pretrained``, except those that place the weights or change the model.
 
-    Raises ImportError without transformers and accelerate; ValueError for a store of another checkpoint, naming what differs, and
-    for a checkpoint that is quantised; and what transformers, :meth:`WeightStore.build` and :func:`stream` raise. Blocks.
+    Returns:
+        The model. Its attribute ``streaming`` is the :class:`Streaming`: ``streaming.report()`` gives the counters, and
+        ``streaming.close()`` ends the stream and closes the store.
+
+    Raises:
+        ImportError: If transformers or accelerate is not installed.
+        TypeError: For an option that is not taken, such as ``device_map``.
+        ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
+            checkpoint is quantised, or ``kv_offload`` is none of the above.
+        Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     if kv_offload not in (None, "cpu", "nvme"):
         raise ValueError(f"kv_offload must be None, 'cpu' or 'nvme', got {kv_offload!r}")
@@ -105,17 +118,18 @@ def from_pretrained(
             offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
         streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)
         streaming.owns_store = True
-        model.streaming = streaming  # no module and no tensor
+        model.streaming = streaming  # an ordinary attribute: it is neither a module nor a tensor
     except BaseException:
         with contextlib.closing(store):
             streamed = None if model is None else streaming_of(model)
-            if streamed is not None:  # interrupted before anybody had it
+            if streamed is not None:  # interrupted after the stream was made
                 streamed.close()
         raise
     return model
 
 
 def _transformers() -> Any:
+    """Import transformers. Raises ImportError, which says what to install, if it or accelerate is missing."""
     try:
         import accelerate  # noqa: F401
         import transformers
@@ -125,10 +139,11 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the model's configuration, given or loaded. Raises ValueError for a quantised checkpoint."""
     given = options.get("config")
     config: PretrainedConfig
     if isinstance(given, transformers.PretrainedConfig):
-        config = copy.deepcopy(given)  # it comes to say what the model was made with
+        config = copy.deepcopy(given)  # making the model writes to its configuration
     else:
         others = {key: options[key] for key in options.keys() - {"config", "dtype", "generation_config", "torch_dtype"}}
         config, _ = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
@@ -140,7 +155,7 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
 
 
 def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
-    """The one that the checkpoint was saved from: of transformers, or what stands for one that is beside the checkpoint."""
+    """Return the class to load: the given one, the one that the checkpoint names, or the auto class for its remote code."""
     if chosen is not None:
         return chosen
     for name in config.architectures or ():
@@ -153,7 +168,7 @@ def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
 
 
 def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be the same where a store is used again."""
+    """Return the facts that must be equal for a store to be used again: dtype, options, and the checkpoint's files or commit."""
     dtype = _wanted_dtype(config, options)
     facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}
@@ -167,9 +182,9 @@ def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Map
 
 
 def _commit(transformers: Any, name: str, options: Mapping[str, Any]) -> str | None:
-    """The one that a name's revision, or its newest, is now: the cache has a directory of that name."""
+    """Return the commit that the wanted revision of a checkpoint is now, by its directory in the hub's cache."""
     hub = {option: options.get(option, unless) for option, unless in _HUB.items() if option != "force_download"}
-    with contextlib.suppress(OSError):  # a config of its own may not have one there
+    with contextlib.suppress(OSError):  # with a config= of its own, a checkpoint may have no config.json
         parts = Path(transformers.utils.cached_file(name, "config.json", **hub)).parts
         if "snapshots" in parts:
             return parts[len(parts) - parts[::-1].index("snapshots")]
@@ -177,6 +192,7 @@ def _commit(transformers: Any, name: str, options: Mapping[str, Any]) -> str | N
 
 
 def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
+    """Return the dtype that the options give, else the configuration's (a dtype, a name, or None)."""
     dtype = options.get("dtype") or options.get("torch_dtype")
     return config.dtype if dtype in (None, "auto") else dtype
 
@@ -191,6 +207,7 @@ def _build(
     progress: Wanted,
     directory: Path,
 ) -> WeightStore:
+    """Build the store of a checkpoint. ``directory`` is for temporary files."""
     import safetensors
 
     with _empty(directory / "converted") as converted, Engine() as engine:
@@ -202,8 +219,8 @@ def _build(
         logger = logging.getLogger("accelerate.big_modeling")
         before = logger.disabled
         try:
-            logger.disabled = True  # it says that weights are on the meta device, and that is not for long
-            model = copy_context().run(offloaded)  # what is set in there is gone afterwards, whatever interrupts it
+            logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
+            model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset whatever interrupts it
         except safetensors.SafetensorError as error:
             raise _of_writing(error, converted) from error
         finally:
@@ -212,7 +229,7 @@ def _build(
         index = with_dtypes_kept(model, index)
         model.tie_weights()
         weights = weights_of(model)
-        here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, as they are loaded
+        here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, which are loaded into memory
         on_disk = [each for each in weights if each in index and each not in here]
         source = OffloadIndex(index, folder, on_disk, engine, here)
         try:
@@ -225,8 +242,8 @@ def _build(
 
 @contextlib.contextmanager
 def _empty(directory: Path) -> Iterator[Path]:
-    """A directory, gone afterwards. What a process that was killed has left in it is removed."""
-    shutil.rmtree(directory, ignore_errors=True)  # what cannot be removed cannot be made either
+    """Make an empty directory, and remove it at the end. Files that a killed process has left in it are removed first."""
+    shutil.rmtree(directory, ignore_errors=True)  # if that fails, mkdir raises
     directory.mkdir()
     try:
         yield directory
@@ -235,7 +252,7 @@ def _empty(directory: Path) -> Iterator[Path]:
 
 
 def _of_writing(error: Exception, directory: Path) -> Exception:
-    """The OSError that safetensors had when it wrote there, of which it keeps the text only; else its own."""
+    """Return the OSError behind a safetensors error of writing to ``directory``, parsed from its text; else the error itself."""
     found = re.search(r"^Error while serializing: .*\(os error (\d+)\)$", str(error))
     if found is None:
         return error
@@ -244,14 +261,21 @@ def _of_writing(error: Exception, directory: Path) -> Exception:
 
 
 def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
-    """The index, with the dtypes that weights have in memory, which the model's come to have too: accelerate casts those as well
-    that a model of transformers keeps in float32. They are on the meta device."""
+    """Return accelerate's offload index with the dtypes that transformers gives the weights; cast the model's weights to them.
+
+    Some models keep certain weights in float32; accelerate would cast these too. Weights stored in raw files keep the dtype that
+    the index gives.
+
+    Args:
+        model: The transformers model, its weights on the meta device. Changed in place.
+        index: As :func:`offload_index_of` returns it. Not changed.
+    """
     found = {name: dict(entry) for name, entry in index.items()}
     weights = weights_of(model)
     for pattern, dtype in model._get_dtype_plan(model.config.dtype).items():
         looked_for = re.compile(pattern.replace("*", ".*"))
         for name in filter(looked_for.search, found):
-            if "safetensors_file" in found[name]:  # others are raw, and the index says what their bytes are
+            if "safetensors_file" in found[name]:  # others are raw bytes, of the dtype in the index
                 found[name]["dtype"] = str(dtype).removeprefix("torch.")
                 if name in weights:
                     weights[name].data = weights[name].data.to(dtype)
@@ -259,13 +283,17 @@ def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | None]:
-    """Where accelerate's hooks find the weights of a model that they read from the disk: index and folder."""
+    """Return from where accelerate's hooks read a model's offloaded weights: the index, and the folder of raw files or None.
+
+    Raises:
+        ValueError: If accelerate has offloaded nothing of the model.
+    """
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
             weights: Any = getattr(each, "weights_map", None)
             while hasattr(weights, "dataset"):
-                weights = weights.dataset  # of a part of the model
+                weights = weights.dataset  # a hook of a submodule has a view, by prefix, of the whole model's map
             if weights is not None:
                 return weights.index, weights.save_folder
     raise ValueError(f"accelerate has offloaded nothing of this {type(model).__name__}")
@@ -274,7 +302,7 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
 def _without_weights(
     kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]
 ) -> Any:
-    """The module, its parameters on the meta device, its buffers as they begin, both of the store's dtypes."""
+    """Return the model with its parameters on the meta device and its buffers initialised, both of the store's dtypes."""
     from accelerate import init_empty_weights
 
     how = {key: options[key] for key in ("attn_implementation", "experts_implementation") if key in options}
@@ -302,13 +330,14 @@ def _without_weights(
 
 
 def _remote(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Whose code makes the model: transformers takes this where there is a choice."""
+    """Return the options of ``from_config`` that select the checkpoint's own code or that of transformers."""
     if not options.get("trust_remote_code") or not getattr(config, "auto_map", None):
         return {key: options[key] for key in ("trust_remote_code",) if key in options}
     return {"trust_remote_code": True, "code_revision": options.get("code_revision") or options.get("revision")}
 
 
 def _dtype_of(store: WeightStore, config: PretrainedConfig, options: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype with which to make the model: the wanted one, else that of the store's first floating-point weight."""
     dtype = _wanted_dtype(config, options)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""What a stream of weights has read, and who has waited for it."""
+"""Counters of a weight stream: bytes read, tokens, and the time that each block waited for its weights."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class StreamReport:
-    """Of a :class:`Streaming`, since it was made or :meth:`Streaming.reset`. Seconds and bytes; a GB is 10^9 bytes."""
+    """What a :class:`Streaming` has done since it was made or last reset; made by :meth:`Streaming.report`.
+
+    Seconds and bytes. ``str()`` gives the report as text, in which a GB is 10^9 bytes.
+    """
 
     passes: int
     """Calls of the model."""
     seconds: float
-    """In the model, and in blocks that were called without it."""
+    """Seconds spent in the model, and in blocks that were called without it."""
     bytes_read: int
-    """From the drive, what was read ahead in vain included."""
+    """Bytes read from the drive, including extents that were read ahead and then not used."""
     stalls: Mapping[str, float]
-    """Seconds in which nothing was done but wait for the weights of a block, by its name."""
+    """Seconds in which a block did nothing but wait for its weights, by the block's name."""
     tokens: int
-    """Elements of ``input_ids``, ``decoder_input_ids`` or a first argument of whole numbers."""
+    """Number of elements of ``input_ids``, else of ``decoder_input_ids``, else of a first argument that is an integer tensor."""
     resident_bytes: int
-    """Of weights that stay in memory once they have been read."""
+    """Bytes of weights of blocks that stay in memory once they have been read."""
     limit: float | None
-    """Bytes/s that the drive gives; None before :meth:`Streaming.measure_limit`, and where that had nothing to read."""
+    """Bytes per second that the drive can deliver; None if :meth:`Streaming.measure_limit` was not called or read nothing."""
 
     @property
     def stalled(self) -> float:
-        """Seconds of all blocks."""
+        """Seconds that all blocks together waited for their weights."""
         return sum(self.stalls.values())
 
     @property
     def bytes_per_second(self) -> float:
-        """Read, over all the time in the model."""
+        """Bytes read per second spent in the model; 0 if it was not called."""
         return self.bytes_read / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second spent in the model; 0 if it was not called."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def share_of_limit(self) -> float | None:
-        """1 where the drive was never idle."""
+        """``bytes_per_second`` as a share of ``limit``: 1 if the drive was never idle. None without a limit."""
         return None if self.limit is None else self.bytes_per_second / self.limit
 
     def __str__(self) -> str:
@@ -67,24 +71,27 @@ class StreamReport:
 
 @dataclass
 class Tally:
-    """What a report is made of."""
+    """The running counters from which a :class:`StreamReport` is made. Not thread-safe."""
 
     passes: int = 0
     seconds: float = 0.0
     tokens: int = 0
     bytes_before: int = 0
-    """That were read before it began."""
+    """Bytes that the stream had read before these counters began."""
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     begun: float = 0.0
+    """When the current call of the model, or the counting, began; by ``time.perf_counter``."""
 
     def enter(self) -> None:
+        """Note that a call of the model, or of a block without it, begins."""
         self.begun = time.perf_counter()
 
     def leave(self) -> None:
+        """Add the seconds since :meth:`enter`."""
         self.seconds += time.perf_counter() - self.begun
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The model was, with these."""
+        """Record one forward call of the model with these arguments, and count its tokens."""
         self.passes += 1
         ids = kwargs.get("input_ids")
         ids = kwargs.get("decoder_input_ids") if ids is None else ids

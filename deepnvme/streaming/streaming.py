@@ -1,4 +1,4 @@
-"""A model whose weights are read from the drive ahead of the blocks that need them."""
+"""Weight streaming: a model's weights are read from the drive shortly before the forward of the block that uses them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .weights.blocks import REST
 from .weights.weight_store import WeightStore
 
 _WORTH_IT = 1.1
-"""By how much more bytes other residents must save: to change them costs a read of each."""
+"""Other resident extents are chosen only if they save this many times the bytes: each new resident has to be read once."""
 
 
 def stream(
@@ -42,44 +42,61 @@ def stream(
     memory_budget: int = 0,
     device: torch.device | str | None = None,
 ) -> Streaming:
-    """Have a model's weights in memory only while its blocks use them.
+    """Read a model's weights from ``store`` while it runs, and keep them in memory only while its blocks use them.
 
     >>> with deepnvme.streaming.stream(model, store, memory_budget=4 << 30) as streaming, torch.inference_mode():
     ...     model(input_ids)
     ...     print(streaming.report())
 
-    From here on ``model`` computes the same as with all weights in memory, bit by bit, in its own forward, in ``generate`` and
-    wherever its blocks are called; the blocks are those that the store was built for. Outside the forward of its block a weight
-    is a placeholder, with a shape and a dtype and no data: what needs that raises RuntimeError. What is in no block (``rest``)
-    is read now, and stays. Gradients of inputs flow; weights have none. Calls from several threads take turns; a forward that
-    has other threads call the model's blocks would wait for itself.
+    The model's results stay bit-identical to those with all weights in memory, in its own forward, in ``generate`` and wherever
+    its blocks are called. The blocks are the modules for which the store was built. Outside the forward of its block a weight is
+    a placeholder with a shape and a dtype but no data; an operation that needs the data raises RuntimeError. Weights in no block
+    are read before this function returns, and stay in memory.
 
-    ``model``: on the CPU or the meta device; the memory of its own weights is let go. ``prefetch``: how many extents are read
-    ahead, 0 or more: there is memory for ``prefetch + 1`` of the largest, and more of smaller ones. ``memory_budget``: bytes
-    of weights beside that which stay in memory once they are read, chosen so that a pass reads least. ``device``: where the
-    model computes, the CPU if None; inputs and buffers have to be there.
+    Gradients flow to the inputs; weights get none. Calls from several threads run one after the other. A forward that makes
+    other threads call the model's blocks, and waits for them, deadlocks.
 
-    Raises StoreMismatch naming what differs between model and store; ValueError for a budget that holds no extent, and for
-    buffers on the meta device that no store has; RuntimeError for a model that is streamed already; OSError from reading.
+    Args:
+        model: A module on the CPU or the meta device. Its own weight tensors are released.
+        store: Holds the weights of this model.
+        prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
+            of the largest extent; more of smaller extents are read ahead into it.
+        memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
+            are chosen so that a pass reads as little as possible.
+        device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
+
+    Returns:
+        The stream: a context manager that ends it, see :meth:`Streaming.close`.
+
+    Raises:
+        StoreMismatch: If model and store differ; the message names the differences.
+        ValueError: If ``prefetch`` or ``memory_budget`` is negative, ``memory_budget`` is not 0 and smaller than the smallest
+            extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
+            the meta device.
+        RuntimeError: If the model is streamed already.
+        OSError: If reading fails.
     """
     return Streaming(model, store, prefetch, memory_budget, torch.device("cpu" if device is None else device))
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
-    """The stream of a model or of a part of it, for whoever has not kept what :func:`stream` returned; None if there is none."""
+    """Return the :class:`Streaming` that :func:`stream` made of a model or of one of its submodules; None if there is none."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
     return next((forward.streaming for forward in forwards if isinstance(forward, _Forward)), None)
 
 
 def check_not_streamed(model: nn.Module) -> None:
-    """Raise RuntimeError for a model that is streamed already."""
+    """Raise RuntimeError if the model is streamed already."""
     if streaming_of(model) is not None:
         kind = type(model).__name__
         raise RuntimeError(f"this {kind} is streamed already: close() that stream, deepnvme.streaming.streaming_of(model), first")
 
 
 class Streaming:
-    """What :func:`stream` has made of a model; a context manager, which ends it."""
+    """A model's active weight stream: reports on it, measures it and ends it. Made by :func:`stream`.
+
+    As a context manager it calls :meth:`close` on exit. Thread-safe.
+    """
 
     def __init__(
         self, model: nn.Module, store: WeightStore, prefetch: int, memory_budget: int, device: torch.device
@@ -102,14 +119,14 @@ class Streaming:
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
         self._turn = threading.Lock()
-        self._owner = 0  # the thread whose turn it is
-        self._stack: list[tuple[str, ...]] = []  # what those that are running need, the innermost last
-        self._in_use: dict[str, None] = {}  # extents, since when: between a take and a give_back
-        self._there: set[str] = set()  # residents whose weights are in their places
-        self._restored: _Restored | None = None  # none before close()
+        self._owner = 0  # identifier of the thread that holds _turn; 0 if none does
+        self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
+        self._in_use: dict[str, None] = {}  # extents between Fetcher.take and give_back, in the order of taking
+        self._there: set[str] = set()  # resident extents whose weights are assigned to the model's modules
+        self._restored: _Restored | None = None  # None until close()
         self._ended = False
         self.owns_store = False
-        """Whether :meth:`close` closes the store, too: of who has made both, and shows only this."""
+        """Whether :meth:`close` also closes the store. For functions that open the store themselves and return only the model."""
         self._limit: float | None = None
         self._tally = Tally()
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -121,7 +138,7 @@ class Streaming:
             for name, extents in store.blocks.items():
                 self._wrap(model.get_submodule(name), functools.partial(self._block, name, extents))
             self._wrap(model, self._root)
-        except BaseException:  # the model is as it was
+        except BaseException:  # leave the model as it was
             self._unwrap()
             self._weights.undo()
             for buffers, key, buffer in before:
@@ -129,13 +146,16 @@ class Streaming:
             self._arrivals.close()
             raise
         self._weights.forget_own()
-        give_back_heap()  # freed all at once, the weights leave holes that glibc keeps (176 of 268 MB, measured)
+        give_back_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
         self._fetcher.expect(self._order.predict())
 
-    # For users.
+    # Public methods.
 
     def report(self) -> StreamReport:
-        """What has happened so far. Waits for a call of the model that another thread is in."""
+        """Return the counters since the stream was made or last :meth:`reset`.
+
+        Waits until a call of the model in another thread has ended.
+        """
         with self._between_calls():
             tally = self._tally
             return StreamReport(
@@ -149,18 +169,26 @@ class Streaming:
             )
 
     def reset(self) -> None:
-        """Report from here on. Waits for a call of the model that another thread is in."""
+        """Set the report's counters to zero. Waits until a call of the model in another thread has ended."""
         with self._between_calls():
             self._tally = Tally(bytes_before=self._fetcher.bytes_read, begun=time.perf_counter())
 
     def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
-        """Read extents as a pass does, but with nothing to compute, and have reports tell the share of what the drive gave then.
-        Returns bytes/s; None where a pass reads nothing, because all extents stay, or fit into what they are read into. Blocks.
+        """Measure how fast extents can be read if nothing is computed. Later reports give their speed as a share of it.
 
-        ``nbytes``: to read at least; less than an extent more are read.
+        Reads the extents that are not resident, in the order in which a pass first needs them. Blocks, and waits until a call of
+        the model in another thread has ended.
 
-        Raises ValueError for no bytes; RuntimeError within a call of the model, and after :meth:`close`; OSError and
-        CorruptExtent from reading, and reports tell what they told before.
+        Args:
+            nbytes: Least number of bytes to read, 1 or more. Less than one extent more is read.
+
+        Returns:
+            Bytes per second. None if a pass reads nothing: all extents are resident, or fit into the memory for reading ahead.
+
+        Raises:
+            ValueError: If ``nbytes`` is less than 1.
+            RuntimeError: If called within a forward of the model, or after :meth:`close`.
+            OSError: If reading fails (CorruptExtent for a wrong checksum). Reports keep the limit that was measured before.
         """
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
@@ -169,14 +197,19 @@ class Streaming:
         return limit
 
     def close(self, restore: bool | Collection[str] = False) -> None:
-        """Give the memory back, and the model its own forward. Waits for a call under way, and for reads. Idempotent.
+        """End the stream: release its memory and give the modules their own forward back. Idempotent.
 
-        ``restore``: read all weights into memory of their own, which has to hold them, and leave the model as one that never was
-        streamed; or only weights of these names (tied ones by their first), and the others are placeholders, those in no block
-        too. Otherwise its weights stay placeholders; what was in no block is there. The store stays open, but where
-        ``owns_store`` says otherwise.
+        Waits for a call of the model in another thread and for reads in flight. The store stays open unless ``owns_store``.
 
-        Raises RuntimeError within a call of the model; OSError from reading, and the model is streamed still.
+        Args:
+            restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all
+                weights into newly allocated memory, which has to be large enough, and leaves the model as if it had never been
+                streamed. A collection of names (for tied weights, the first name) reads only these weights; all others become
+                placeholders, those in no block too.
+
+        Raises:
+            RuntimeError: If called within a forward of the model.
+            OSError: If reading fails. The model is still streamed then.
         """
         self._check_outside("close()")
         with self._turn:
@@ -185,7 +218,7 @@ class Streaming:
             if self._restored is None:
                 names = frozenset(restore) if isinstance(restore, Collection) else None
                 self._restored = self._read_all(names) if restore else _Restored()
-            # After an interrupt another close() goes on from here: each step may be repeated.
+            # If an interrupt comes below, the next close() continues from here: each step may be repeated.
             self._unwrap()
             for name in self._sizes:
                 if name not in self._restored.memories:
@@ -208,14 +241,15 @@ class Streaming:
         self.close()
 
     def _check_outside(self, what: str) -> None:
+        """Raise RuntimeError if this thread is inside a call of the model."""
         if self._owner == threading.get_ident():
             raise RuntimeError(f"{what} within a forward of the model: its weights are in use")
 
     def _between_calls(self) -> contextlib.AbstractContextManager[object]:
-        """Of other threads. This one may be in one, in a hook say."""
+        """Return a context that excludes calls of the model by other threads. This thread may be in a call, in a hook say."""
         return contextlib.nullcontext() if self._owner == threading.get_ident() else self._turn
 
-    # Making.
+    # Construction.
 
     def _check_budget(self) -> None:
         if self._budget < 0:
@@ -228,7 +262,7 @@ class Streaming:
             )
 
     def _read_rest(self, device: torch.device) -> None:
-        """And have the other buffers on the device."""
+        """Read the weights in no block, and move the non-persistent buffers, which no store holds, to the device."""
         for name, module in self._model.named_modules():
             for key in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(key)
@@ -247,26 +281,29 @@ class Streaming:
             buffers[key] = buffer.to(device)
 
     def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Replace a module's forward by one that goes through ``call(own_forward, args, kwargs)``."""
         self._wrapped.append((module, module.__dict__.get("forward")))
         module.forward = _Forward(self, module.forward, call)
 
     def _unwrap(self) -> None:
-        """Give all modules their own forward. May be repeated."""
+        """Give all modules their own forward back. May be repeated."""
         for module, own in self._wrapped:
             if own is not None:
                 module.forward = own
             elif "forward" in module.__dict__:
                 del module.forward
 
-    # Calls.
+    # Calls of the model and its blocks.
 
     def _called(self, call: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a wrapped forward, waiting for the lock unless this thread has it."""
         if self._owner == threading.get_ident():
             return call(forward, args, kwargs)
         return self._in_turn(self._outermost, call, forward, args, kwargs)
 
     def _in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
-        with self._turn:  # itself: no interrupt comes between its being taken and what releases it
+        """Run ``call`` with the lock held, after repairing what an interrupt may have left. Raises RuntimeError once closed."""
+        with self._turn:  # the lock itself, so that no interrupt can come between acquiring it and the code that releases it
             try:
                 self._owner = threading.get_ident()
                 if self._restored is not None:
@@ -277,6 +314,7 @@ class Streaming:
                 self._owner = 0
 
     def _outermost(self, call: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call that is not inside another one, and count its time."""
         self._tally.enter()
         try:
             return call(forward, args, kwargs)
@@ -287,8 +325,9 @@ class Streaming:
             self._tally.leave()
 
     def _measured(self, nbytes: int) -> float | None:
+        """Read extents for :meth:`measure_limit`, with the lock held."""
         streamed = [key for key, size in self._sizes.items() if size and not self._fetcher.is_resident(key)]
-        if sum(self._sizes[key] for key in streamed) <= self._slots.nbytes:  # which are read once, then
+        if sum(self._sizes[key] for key in streamed) <= self._slots.nbytes:  # they all fit, and are read only once
             return None
         keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
         while total < nbytes:
@@ -309,6 +348,7 @@ class Streaming:
         return self._limit
 
     def _root(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the whole model's forward: count a pass, and perhaps choose other resident extents after it."""
         self._tally.called(args, kwargs)
         result = forward(*args, **kwargs)
         if self._budget:
@@ -318,10 +358,11 @@ class Streaming:
     def _block(
         self, name: str, extents: tuple[str, ...], forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Run a block's forward with its weights in memory. Raises RuntimeError if the forward changed one of them."""
         depth = len(self._stack)
         try:
             self._stack.append(extents)
-            with torch._C._DisableFuncTorch():  # what comes to be here is of no transform, such as jacrev
+            with torch._C._DisableFuncTorch():  # the tensors made here must not belong to a transform such as jacrev
                 self._bring(name, extents)
             result = forward(*args, **kwargs)
         except BaseException:
@@ -336,6 +377,10 @@ class Streaming:
         return result
 
     def _bring(self, block: str, extents: tuple[str, ...]) -> None:
+        """Wait until a block's extents are in memory, and assign their weights to the modules.
+
+        Raises RuntimeError if there is no memory for them, or if somebody has changed, moved or cast the weights since.
+        """
         wanted = [extent for extent in extents if extent not in self._in_use]
         if not wanted:
             return
@@ -364,7 +409,10 @@ class Streaming:
                     self._there.add(extent)
 
     def _leave(self, depth: int) -> list[str]:
-        """Only so many are still running: give back what they do not need. The names of weights that were changed."""
+        """Give back the extents that the ``depth`` outermost running blocks do not need.
+
+        Returns the names of weights that were changed while they were in use.
+        """
         del self._stack[depth:]
         needed = {extent for extents in self._stack for extent in extents}
         changed: list[str] = []
@@ -372,7 +420,8 @@ class Streaming:
             for extent in [extent for extent in self._in_use if extent not in needed]:
                 found = self._weights.changed(extent)
                 if found or extent not in self._there:
-                    self._there.discard(extent)  # first: of one that is there, weights that are not would count as changed
+                    # Discarded before the removal: if interrupted between the two, removed weights would count as changed.
+                    self._there.discard(extent)
                     self._weights.remove(extent)
                 del self._in_use[extent]
                 self._fetcher.give_back([extent], changed=bool(found))
@@ -380,7 +429,7 @@ class Streaming:
         return changed
 
     def _recover(self) -> None:
-        """From an interrupt that came at the wrong moment."""
+        """Repair the state that an interrupt in the middle of an earlier call has left."""
         if self._stack or self._in_use:
             self._leave(0)
         for extent in self._fetcher.recover():
@@ -388,13 +437,13 @@ class Streaming:
             self._weights.remove(extent)
 
     def _reconsider(self) -> None:
-        """Which are to stay, when it has become known how often each is used: after 1, 2, 4, 8, ... passes."""
+        """Choose the resident extents anew by how often each was used so far; after 1, 2, 4, 8, ... passes."""
         passes = self._tally.passes
         if self._stack or passes & (passes - 1) or len(set(self._uses.values())) == 1:
             return
         uses = {extent: self._uses[extent] for extent in self._sizes}
         before = {extent for extent in self._sizes if self._fetcher.is_resident(extent)}
-        better = {extent for extent in before if self._sizes[extent] > self._slot_size}  # no slot holds them
+        better = {extent for extent in before if self._sizes[extent] > self._slot_size}  # must stay: too large for a slot
         rest = {extent: nbytes for extent, nbytes in self._sizes.items() if extent not in better}
         better |= residents(rest, uses, self._budget - sum(self._sizes[extent] for extent in better))
         if saved_bytes(better, self._sizes, uses) > _WORTH_IT * saved_bytes(before, self._sizes, uses):
@@ -404,7 +453,7 @@ class Streaming:
             self._fetcher.keep(better)
 
     def _read_all(self, names: frozenset[str] | None) -> _Restored:
-        """All extents, or those of these weights, each in memory of its own."""
+        """Read all extents, or only those that contain the named weights, each into memory of its own."""
         memories: dict[str, torch.Tensor | None] = {}
         self._fetcher.expect(())
         for extent, nbytes in self._sizes.items():
@@ -421,33 +470,33 @@ class Streaming:
 
 @dataclass
 class _Restored:
-    """What becomes of a model's weights when its stream ends."""
+    """The weights that a model keeps in memory when its stream ends."""
 
     memories: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    """By extent; None for one whose weights are in their places."""
+    """The bytes of each extent that is kept, by name; None for one whose weights are assigned to the modules already."""
     names: frozenset[str] | None = None
-    """Of the weights that stay in these; None for all."""
+    """Names of the weights in these extents that are kept; None for all."""
 
 
 _FIRST = "close(restore=True) its stream first"
 
 
 class _Forward:
-    """A module's, while its model is streamed."""
+    """Stands for a module's forward while its model is streamed."""
 
     def __init__(self, streaming: Streaming, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward)  # whose signature others look at
+        functools.update_wrapper(self, forward)  # transformers and others inspect a forward's signature
         self.streaming, self._forward, self._call = streaming, forward, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_tracing():  # what it has recorded it does not let go of, when it fails either
+        if torch._C._is_tracing():  # a trace keeps the tensors that it has recorded, even if it fails
             raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {_FIRST}")
         return self.streaming._called(self._call, self._forward, args, kwargs)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """As any object without it, but for what whoever wants a function's code is told: torch.jit.script, torch.export."""
+        """Raise AttributeError with a text for torch.jit.script and torch.export, which look for a function's code."""
         raise AttributeError(f"the forward of a model whose weights are streamed has no {name}, for it is no function: {_FIRST}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -455,7 +504,7 @@ class _Forward:
 
 
 def _not_persistent(model: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Buffers that no store has: among which, by which name, and each."""
+    """Return the non-persistent buffers, which no store holds: the module's dictionary, the key in it, and the tensor."""
     return [
         (module._buffers, key, buffer)
         for module in model.modules()
@@ -465,6 +514,7 @@ def _not_persistent(model: nn.Module) -> list[tuple[dict[str, torch.Tensor | Non
 
 
 def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[ExtentReads, Callable[[int], Slots]]:
+    """Return the reader of extents and the kind of slots for a device. Raises ValueError for an unsupported one."""
     if device.type == "cpu":
         return ExtentReads(store), PinnedSlots
     if device.type == "cuda":
@@ -475,6 +525,7 @@ def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Extent
 
 
 def _remedy() -> str:
+    """Return who probably keeps the memory of weights, and what to do about it."""
     if torch.is_grad_enabled():
         return "autograd keeps those of the blocks before for a backward; call the model in torch.no_grad() or inference_mode()"
     return "somebody keeps tensors over those of blocks before, such as outputs that are views of weights: clone or drop these"

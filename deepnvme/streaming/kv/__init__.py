@@ -1,1 +1,1 @@
-"""Keys and values of long generation outside of the compute device."""
+"""A KV cache for transformers that is kept in host memory or on a drive instead of the compute device."""

@@ -1,4 +1,4 @@
-"""Keys and values of long generation outside of the compute device: a cache for transformers."""
+"""The offloaded KV cache for transformers' ``generate``: keys and values in host memory or on a drive."""
 
 from __future__ import annotations
 
@@ -31,49 +31,60 @@ from .layer import OffloadedLayer
 from .memory import Pair
 
 Where = Literal["cpu", "nvme"]
+"""Where keys and values are kept: in host memory or on a drive."""
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds, and what it has cost since it was made. Bytes and seconds."""
+    """What an :class:`OffloadedCache` holds now, and its I/O since it was made."""
 
     bytes_in_memory: int
-    """Of positions, with room for more."""
+    """Host memory for positions that are not on the drive, including memory reserved for more."""
     bytes_on_drive: int
+    """Bytes of keys and values on the drive now."""
     bytes_read: int
+    """Bytes read from the drive since the cache was made."""
     bytes_written: int
+    """Bytes written to the drive since the cache was made."""
     seconds_waited: float
-    """For reads that had not ended when they were needed."""
+    """Seconds spent waiting for reads that had not ended when they were needed."""
 
 
 class OffloadedCache(DynamicCache):
-    """A KV cache for ``model.generate(..., past_key_values=cache)``, in place of a DynamicCache, with the same tokens.
+    """A KV cache in host memory or on a drive, for ``model.generate(..., past_key_values=cache)``.
 
     >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
     ...     model.generate(**inputs, past_key_values=cache)
 
-    ``config``: the model's. Layers of full, sliding-window and chunked attention are offloaded; the states of linear attention,
-    which do not grow, stay where the model has them.
+    Takes the place of a DynamicCache and gives the same tokens. Layers of full, sliding-window and chunked attention are
+    offloaded; the states of linear attention, which do not grow, stay where the model has them. For encoder-decoder models see
+    :func:`offloaded_cache`.
 
-    ``where``: "cpu" for host memory, pinned where the model is on a CUDA device; "nvme" for a drive, in a directory of its own in
-    ``path``, which is made if it is missing. A step of generation reads the layers' keys and values, each while the layers before
-    it compute, and writes those of the new positions, a few MiB at a time; positions that do not fill 2 MiB yet are in memory.
-    The files are removed by :meth:`close`, when the cache is dropped, and at exit; those of a process that was killed when
-    another cache is made in the same path.
+    With "nvme", a step of generation reads the keys and values of each layer while the layers before it compute, and writes those
+    of the new positions a few MiB at a time; positions that do not fill 2 MiB yet stay in memory. The files are removed by
+    :meth:`close`, when the cache is garbage-collected, and at exit; files of a killed process are removed when another cache is
+    made in the same ``path``.
 
-    ``memory_budget``: bytes of host memory for whole layers that stay off the drive, 0 for none. As the cache grows, one layer
-    after the other leaves, so that those on the drive are spread among those in memory. On a CPU, attention sees layers in memory
-    where they are, and a step copies nothing.
+    Memory beside ``memory_budget``: ``prefetch + 1`` times the largest layer (on the drive or not), 16 MiB for writes, and up to
+    2 MiB of newest positions for each layer.
 
-    ``prefetch``: how many layers are read ahead. Memory beside the budget: (prefetch + 1) of the largest layer, on the drive or
-    not, 16 MiB of writes, and up to 2 MiB of newest positions a layer.
+    Beam search, and selecting and repeating rows of the batch, rewrite nothing on the drive: rows are reordered when they are
+    read. ``crop`` and assisted generation work. One cache serves one sequence of forwards; it is not thread-safe. After an error
+    or interrupt inside the cache, or between the layers of a forward, the content is unusable: every use raises RuntimeError,
+    with the error as its cause, until :meth:`reset`.
 
-    Beam search, selecting and repeating rows of the batch rewrite nothing on the drive: rows are put in order as they are read.
-    ``crop`` and assisted generation work, too. One cache is for one sequence of forwards, not for several threads at once. After
-    an error or an interrupt in it, or between the layers of a forward, it holds nothing that can be used: what would use it
-    raises RuntimeError, with the error as its cause, until :meth:`reset`. For encoder-decoder models see :func:`offloaded_cache`.
+    Args:
+        config: The model's configuration.
+        where: "cpu" for host memory, pinned if the model is on a CUDA device; "nvme" for a drive.
+        path: With "nvme", the directory in which the cache makes a directory of its own; made if it is missing. Otherwise None.
+        memory_budget: With "nvme", bytes of host memory for whole layers that stay off the drive; 0 for none. As the cache grows,
+            one layer after another moves to the drive, chosen so that layers on the drive are spread among those in memory. On a
+            CPU, attention uses layers in memory in place, and a step copies nothing.
+        prefetch: Number of layers that are read ahead, 0 or more.
 
-    Raises ValueError for an argument out of range and for a model with layers of another kind, OSError from making the files.
+    Raises:
+        ValueError: If an argument is out of range, or the model has layers of another kind.
+        OSError: If the files cannot be made.
     """
 
     def __init__(
@@ -99,14 +110,14 @@ class OffloadedCache(DynamicCache):
             else OffloadedLayer(self._drive, index, given.get("sliding_window"), streamed=self._budget == 0)
             for index, (kind, given) in enumerate(zip(kinds, arguments, strict=True))
         ]
-        self._begun: tuple[int, int] | None = None  # what the layers of the forward under way were like before it
-        self._updated: set[int] = set()  # which of them are past it
+        self._begun: tuple[int, int] | None = None  # OffloadedLayer.state of all layers before the current forward
+        self._updated: set[int] = set()  # indices of the layers that the current forward has updated
         Cache.__init__(self, layers=layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Append to a layer: see :meth:`OffloadedLayer.update`."""
+        """Append positions to a layer, and return the keys and values for attention: see :meth:`OffloadedLayer.update`."""
         layer: Any = self.layers[layer_idx]
         if isinstance(layer, OffloadedLayer):
             if layer.state != self._begun or layer_idx in self._updated:
@@ -118,13 +129,13 @@ class OffloadedCache(DynamicCache):
         return states
 
     def reset(self) -> None:
-        """Forget all positions; after an error too. May be repeated after an interrupt."""
+        """Remove all positions, and make the cache usable again after an error. May be repeated after an interrupt."""
         self._begun = None
         super().reset()  # type: ignore[no-untyped-call]
         self._drive.mend()
 
     def report(self) -> CacheReport:
-        """What it holds and has cost."""
+        """Return the memory and space in use now, and the bytes and seconds of I/O since the cache was made."""
         return CacheReport(
             bytes_in_memory=sum(layer.resident_bytes for layer in self._offloaded().values()),
             bytes_on_drive=sum(chunk.nbytes for chunks in self._drive.chunks for chunk in chunks),
@@ -134,7 +145,7 @@ class OffloadedCache(DynamicCache):
         )
 
     def close(self) -> None:
-        """Remove the files, and give the memory back. Idempotent."""
+        """Remove the files and free the memory. Waits for I/O in flight. Idempotent."""
         self._drive.close()
         for layer in self._offloaded().values():
             layer.drop()
@@ -154,7 +165,7 @@ class OffloadedCache(DynamicCache):
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)}
 
     def _begin_forward(self, first: OffloadedLayer) -> None:
-        """Raises RuntimeError where some layers have positions of a forward that others have not, because it was broken off."""
+        """Note that a forward begins. Raises RuntimeError if an earlier one was broken off and the layers' positions differ."""
         self._drive.check()
         states = {index: layer.state for index, layer in self._offloaded().items() if layer.state[0]}
         other = next((index for index in states if states[index] != first.state), None)
@@ -165,6 +176,7 @@ class OffloadedCache(DynamicCache):
         self._begun, self._updated = first.state, set()
 
     def _make_room(self, index: int, budget: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Move layers to the drive until those in memory, this one with its new positions included, fit into the budget."""
         layers = self._offloaded()
         layer = layers[index]
         wanted = layer.resident_bytes_with(key_states, value_states)
@@ -187,7 +199,11 @@ def offloaded_cache(
     memory_budget: int = 0,
     prefetch: int = 1,
 ) -> OffloadedCache | EncoderDecoderCache:
-    """The cache for a model of any kind: for an encoder-decoder model two of them, each with half of the memory budget."""
+    """Return an offloaded cache for any kind of model; arguments and errors as for :class:`OffloadedCache`.
+
+    For an encoder-decoder model these are two caches, each with half of the memory budget. Close the result by
+    :func:`close_cache`.
+    """
     if not config.is_encoder_decoder:
         return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
     half = functools.partial(
@@ -197,7 +213,7 @@ def offloaded_cache(
 
 
 def close_cache(cache: Cache) -> None:
-    """Close what :func:`offloaded_cache` has made. Idempotent."""
+    """Close a cache made by :func:`offloaded_cache`: remove its files and free its memory. Idempotent; ignores other caches."""
     if isinstance(cache, EncoderDecoderCache):
         close_cache(cache.self_attention_cache)
         close_cache(cache.cross_attention_cache)
@@ -213,11 +229,18 @@ def offload_kv(
     memory_budget: int = 0,
     prefetch: int = 1,
 ) -> None:
-    """Have each ``model.generate()`` that is not given a cache use an offloaded one of its own, closed in the end.
+    """Make ``model.generate()`` use an offloaded KV cache in each call that is not given a cache or asked for another kind.
 
-    One that is returned (``return_dict_in_generate``) stays open for as long as somebody has it. A model that takes no
-    ``past_key_values`` (Mamba) has states that do not grow, and is left as it is. Arguments and errors as for
-    :class:`OffloadedCache`; those of the arguments are raised at once, and ValueError for a model that does not generate.
+    Each call makes a cache of its own and closes it at the end; a cache that is returned (``return_dict_in_generate``) stays open
+    until it is garbage-collected. A model that takes no ``past_key_values`` (such as Mamba) has states that do not grow, and is
+    left as it is. Other arguments as for :class:`OffloadedCache`.
+
+    Args:
+        model: A transformers model; its ``generate`` is replaced.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model cannot generate. Raised at once; other errors of
+            :class:`OffloadedCache` are raised by ``generate``.
     """
     _check(where, path, memory_budget, prefetch)
     if not model.can_generate():
@@ -237,7 +260,7 @@ def offload_kv(
             ending.callback(close_cache, cache)
             result = generate(*args, **{**kwargs, "past_key_values": cache})
             if not isinstance(result, torch.Tensor):
-                ending.pop_all()  # the result has the cache
+                ending.pop_all()  # the result holds the cache, and keeps it open
             return result
 
     model.generate = offloading  # type: ignore[assignment]
@@ -246,14 +269,14 @@ def offload_kv(
 def _caches_otherwise(
     model: PreTrainedModel, inputs: object = None, generation_config: object = None, *args: object, **options: object
 ) -> bool:
-    """Whether ``generate``, called like this, is to have no cache, or one of transformers' own kinds."""
+    """Return whether ``generate`` with these arguments uses no cache, or one of the kinds that transformers makes."""
     defaults = model.generation_config
 
     def chosen(name: str) -> object:
         said = (options.get(name), getattr(generation_config, name, None), getattr(defaults, name, None))
         return next((each for each in said if each is not None), None)
 
-    # "hybrid" is in old checkpoints of models with sliding windows, and transformers takes it for none.
+    # "hybrid" is in old checkpoints of models with sliding windows, and transformers treats it as not set.
     return chosen("use_cache") is False or chosen("cache_implementation") not in (None, "hybrid")
 
 
@@ -262,6 +285,7 @@ _KEPT = (DummyLayer, LinearAttentionLayer)
 
 
 def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
+    """Raise ValueError for an argument out of range."""
     if where not in ("cpu", "nvme"):
         raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
     if (path is None) == (where == "nvme"):
@@ -273,5 +297,5 @@ def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
 
 
 def _distance(layer: int, streamed: list[int], layers: int) -> int:
-    """To the nearest that is streamed, around the end."""
+    """Return how many layers away the nearest layer on the drive is; the first layer comes after the last."""
     return min((min(abs(layer - other), layers - abs(layer - other)) for other in streamed), default=layers)

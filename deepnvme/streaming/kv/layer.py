@@ -1,4 +1,4 @@
-"""A layer of a KV cache whose keys and values are not on the compute device: transformers' interface to them."""
+"""One layer of the offloaded KV cache, as transformers' cache interface wants it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from .memory import KVShape, Pair, Strip, in_one_thread
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Positions from ``first`` to ``length``: chunks on the drive, one after the other, and the newest in memory.
+    """The keys and values of one layer: older positions in chunks on the drive, the newest in memory.
 
-    A layer that is not ``streamed`` has all of them in memory, and there attention sees them, where it happens on the CPU. Else
-    they are brought together for each forward of the layer.
+    A layer that is not ``streamed`` has all positions in memory; if the model computes on the CPU, attention uses them in place.
+    Otherwise the positions are gathered into one piece of memory for each forward of the layer. Not thread-safe.
 
-    ``window``: how many positions attention sees, None for all.
+    Args:
+        drive: The cache's drive, shared by all layers.
+        index: Number of the layer.
+        window: Number of positions that attention sees; None for all.
+        streamed: Whether positions go to the drive from the beginning.
     """
 
     is_croppable = True
+    """Whether :meth:`crop` is supported; asked by transformers."""
 
     def __init__(self, drive: KVDrive, index: int, window: int | None = None, streamed: bool = False) -> None:
         self._drive = drive
@@ -42,52 +47,80 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether shape, dtype and device of the keys and values are known."""
         return self._form is not None
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """What :meth:`update` would give before anything is added; read for whoever asks, and not to be kept."""
+        """Keys of all positions kept, [batch, heads, positions, dim]; None if the layer holds nothing.
+
+        Reads what is on the drive. The tensor is valid only until another layer is used.
+        """
         return None if self._form is None else self._all()[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Values of all positions kept; as ``keys``."""
         return None if self._form is None else self._all()[1]
 
     def get_seq_length(self) -> int:
+        """Return the number of positions seen so far, those that have left the window included."""
         return self._length
 
     def get_max_length(self) -> int:
+        """Return the size of the sliding window, or -1 if there is none."""
         return self.sliding_window if self.is_sliding else -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of positions that ``query_length`` new ones attend to, themselves included, and the first of them."""
         seen = self._seen_from()
         return self._length - seen + query_length, seen
 
     def activate_past_recording(self) -> None:
-        """Positions that leave the window stay until :meth:`crop`."""
+        """Keep positions that leave the sliding window from now on, until :meth:`crop`."""
         self.record_past = True
 
     @property
     def state(self) -> tuple[int, int]:
-        """Of which all layers have the same between two forwards, if they hold anything: how many positions there are, and how
-        often positions and rows were removed or put in another order."""
+        """Number of positions, and number of times that positions or rows of the batch were removed or reordered.
+
+        Between two forwards it is equal for all layers that hold anything; the cache uses this to detect a broken-off forward.
+        """
         return self._length, self._changes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take batch size, heads, dims, dtype and device from these keys and values. Nothing is copied.
+
+        Raises:
+            ValueError: If they are not keys and values of one layer.
+        """
         form = KVShape.of(key_states, value_states)
         self._device = key_states.device
         self._newest = Strip(form, self._memory, self._length)
         self._form = form
 
-    # What changes it.
+    # Changing the content.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Append positions; return these and those before them that attention sees, as views that are valid until the next layer.
+        """Append new positions, and return all keys and values that attention sees.
 
-        Raises ValueError for states that do not fit what is here, RuntimeError where autograd would need them, OSError from the
-        drive.
+        Reads earlier positions from the drive, and starts writing new ones. Blocks for the reads.
+
+        Args:
+            key_states: Keys of the new positions, [batch, heads, positions, dim].
+            value_states: Values of the new positions, likewise.
+            args: Ignored.
+            kwargs: Ignored.
+
+        Returns:
+            Keys and values, the new positions last. They are valid only until another layer is used.
+
+        Raises:
+            ValueError: If shape, dtype or device do not fit the positions before.
+            RuntimeError: If autograd would need the states, or the cache is unusable after an error.
+            OSError: If reading or writing fails.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("an offloaded cache keeps nothing that autograd needs: call the model under torch.no_grad()")
@@ -112,9 +145,14 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest positions; a negative number, as transformers has it. Then forget what left the window.
+        """Remove the newest positions, and then those that have left the sliding window.
 
-        Raises ValueError for a positive one, and RuntimeError for a sliding window whose older positions are gone.
+        Args:
+            tokens_to_remove: Minus the number of positions to remove, as in transformers; 0 or negative.
+
+        Raises:
+            ValueError: If the number is positive.
+            RuntimeError: If older positions, which the sliding window would contain again, were removed already.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of positions to remove as a negative number, got {tokens_to_remove}")
@@ -130,6 +168,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._changes += 1
 
     def reset(self) -> None:
+        """Remove all positions, in memory and on the drive."""
         while self._chunks:
             self._drive.delete(self._index, -1)
         self._drive.let_go()
@@ -137,19 +176,27 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.streamed = self._always_streamed
 
     def drop(self) -> None:
-        """Let go of memory: the layer holds nothing."""
+        """Release the layer's memory; it holds no positions afterwards. Does not touch the drive."""
         self._form = self._newest = None
         self._first = self._length = self._changes = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows of the batch for beam search: see :meth:`batch_select_indices`."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch ``repeats`` times: see :meth:`batch_select_indices`."""
         if self._form is not None:
             self.batch_select_indices(torch.arange(self._form.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Have these rows of the batch; what is on the drive stays as it is, and is put in order when it is read."""
+        """Select and reorder rows of the batch; a row may be selected several times.
+
+        Nothing is rewritten on the drive: chunks are reordered when they are read.
+
+        Args:
+            indices: Numbers of the rows, on any device.
+        """
         if self._length == 0 or self._form is None or self._newest is None:
             return
         rows = torch.arange(self._form.batch)[indices.cpu()]
@@ -166,16 +213,16 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def resident_bytes(self) -> int:
-        """Of memory, for what is not on the drive."""
+        """Bytes of memory for positions that are not on the drive, including memory reserved for more."""
         return 0 if self._newest is None else self._newest.nbytes
 
     def resident_bytes_with(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
-        """``resident_bytes`` after these are appended to a layer that is not streamed."""
+        """Return what ``resident_bytes`` would be after appending these states to a layer that is not streamed."""
         strip = Strip(KVShape.of(key_states, value_states), self._memory, 0) if self._newest is None else self._newest
         return strip.nbytes_with(key_states.shape[2])
 
     def stream(self) -> None:
-        """Have all but the newest positions on the drive from now on."""
+        """Move the layer to the drive for good: write all positions that fill chunks, and later ones as they fill chunks."""
         self.streamed = True
         if self._newest is not None:
             with self._drive.changing():
@@ -186,10 +233,11 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._drive.chunks[self._index]
 
     def _seen_from(self) -> int:
-        """The first position that attention sees next to a new one."""
+        """Return the first position that attention sees together with the next new one."""
         return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
 
     def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> Strip:
+        """Return the newest positions, to which these states can be appended. Raises ValueError if they do not fit."""
         assert self._form is not None
         assert self._newest is not None
         if KVShape.of(keys, values) != self._form or keys.device != self._device:
@@ -202,11 +250,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._drive.resident(self._device, nbytes)
 
     def _strip(self, start: int) -> Strip:
+        """Return an empty strip for positions from ``start`` on."""
         assert self._form is not None
         return Strip(self._form, self._memory, start)
 
     def _all(self) -> Pair:
-        """What is kept, as attention sees it."""
+        """Return the keys and values of all positions kept, gathered if they are not in host memory already."""
         assert self._form is not None
         assert self._newest is not None
         if not self.streamed and self._device.type == "cpu":
@@ -219,7 +268,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return shown[1]
 
     def _with(self, seen: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
-        """Positions from ``seen`` on, and these behind them."""
+        """Return the keys and values of positions from ``seen`` on, with the new ones behind them."""
         if seen == self._length:
             return key_states, value_states
         states = self._gathered(seen, self._length + key_states.shape[2])
@@ -228,7 +277,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _gathered(self, begin: int, end: int) -> Pair:
-        """Memory for positions from ``begin`` to ``end``, with those in it that are here."""
+        """Return memory for positions from ``begin`` to ``end``, filled with those that the layer has."""
         assert self._form is not None
         assert self._newest is not None
         states = self._drive.whole(self._form, end - begin, self._device)
@@ -236,7 +285,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         def bring() -> None:
             for chunk in self._chunks:
-                if chunk.end > begin:  # else it has left the window, and may be cropped back into it
+                if chunk.end > begin:  # earlier chunks have left the window; they are kept in case of a crop
                     self._drive.read(chunk, self._device, functools.partial(_place, chunk, states, begin))
 
         in_one_thread(bring)
@@ -248,7 +297,11 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # The drive.
 
     def _store(self, seen: int, states: Pair, begin: int) -> None:
-        """Write what fills chunks of the positions that are in memory only, and of the new ones, at the end of ``states``."""
+        """Write the positions from ``begin`` on that fill chunks, and keep the others in memory.
+
+        ``states`` are the positions from ``seen`` on, the new ones at their end. If they contain all that is not on the drive,
+        chunks are written from them directly.
+        """
         assert self._form is not None
         assert self._newest is not None
         end = seen + states[0].shape[2]
@@ -266,7 +319,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._newest.append(keys, values)
 
     def _store_newest(self, newest: Strip) -> None:
-        """Write what fills chunks."""
+        """Write those of the newest positions that fill chunks."""
         begin = newest.start
         while newest.end - begin >= self._per_chunk:
             self._drive.write(self._index, begin, *newest.view(begin, begin + self._per_chunk))
@@ -277,16 +330,17 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def _per_chunk(self) -> int:
+        """Positions in a chunk."""
         assert self._form is not None
         return max(CHUNK_BYTES // self._form.position_bytes, 1)
 
     def _keep(self, first: int, end: int) -> None:
-        """Forget the positions outside."""
+        """Remove all positions before ``first`` and from ``end`` on, as far as whole chunks allow."""
         if self._newest is None:
             return
         while self._chunks and self._chunks[-1].end > end:
             chunk = self._chunks[-1]
-            if chunk.start < end:  # what is left of it is among the newest again
+            if chunk.start < end:  # the rest of the chunk is read back, to be among the newest positions
                 states = self._gathered_chunk(chunk)
                 self._newest = self._strip(chunk.start)
                 self._newest.append(*states)
@@ -299,6 +353,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._first, self._length = first, end
 
     def _gathered_chunk(self, chunk: KVChunk) -> Pair:
+        """Read one chunk into memory of its own."""
         assert self._form is not None
         positions = chunk.end - chunk.start
         states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
@@ -307,7 +362,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _place(chunk: KVChunk, states: Pair, begin: int, stored: Pair) -> None:
-    """Copy what was read of a chunk to where it belongs in ``states``, which begin at a position."""
+    """Copy a chunk that was read to its positions in ``states``, the first of which is position ``begin``."""
     start = max(chunk.start, begin)
     for mine, theirs in zip(states, stored, strict=True):
         rows = theirs if chunk.rows is None else theirs.index_select(0, chunk.rows)

@@ -1,4 +1,4 @@
-"""Keys and values in memory: what they look like, and a strip of positions that grows."""
+"""Keys and values in memory: their shape, and a strip of consecutive positions that can grow."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ import torch
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [batch, heads, positions, dim]."""
 Memory = Callable[[int], torch.Tensor]
-"""Makes so many bytes (uint8, one dimension) of undefined content."""
+"""A function that returns a new uint8 tensor of one dimension with the given number of bytes, not initialised."""
 
 _LEAST_GROWTH = 256 << 10
-"""Bytes that a strip grows by at least: a step of generation adds one position, of a few KiB."""
+"""A strip grows by at least this many bytes: a step of generation adds only one position, of a few KiB."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the keys and values of a layer look like, but for how many positions there are."""
+    """Batch size, heads, dims and dtype of a layer's keys and values; everything but the number of positions."""
 
     batch: int
+    """Rows of the batch."""
     heads: tuple[int, int]
-    """Of keys and values."""
+    """Number of heads of the keys and of the values."""
     dims: tuple[int, int]
-    """Of one head's key and value."""
+    """Size of one head's key and value."""
     dtype: torch.dtype
+    """Dtype of keys and values."""
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KVShape:
-        """Raises ValueError for tensors that are not a layer's keys and values."""
+        """Return the shape of keys and values, each [batch, heads, positions, dim].
+
+        Raises:
+            ValueError: If dtypes, devices, batch sizes or numbers of positions differ, or a tensor has not 4 dimensions.
+        """
         alike = (keys.dtype, keys.device, keys.ndim) == (values.dtype, values.device, 4)
         if values.ndim != 4 or not alike or keys.shape[:3:2] != values.shape[:3:2]:
             got = " and ".join(f"{tuple(states.shape)} {states.dtype} on {states.device}" for states in (keys, values))
@@ -39,26 +45,35 @@ class KVShape:
 
     @property
     def position_bytes(self) -> int:
-        """Of the keys and values of one position."""
+        """Bytes of the keys and values of one position, for all rows of the batch."""
         return self.batch * sum(map(math.prod, zip(self.heads, self.dims, strict=True))) * self.dtype.itemsize
 
     def with_batch(self, batch: int) -> KVShape:
+        """Return the same shape for another batch size."""
         return replace(self, batch=batch)
 
     def pair(self, memory: torch.Tensor, positions: int) -> Pair:
-        """Views of bytes: the keys first, then the values, each contiguous."""
+        """Return keys and values as contiguous views of ``memory``: first all keys, then all values.
+
+        Args:
+            memory: At least ``positions * position_bytes`` bytes (uint8, one dimension).
+            positions: Number of positions.
+        """
         shapes = [(self.batch, heads, positions, dim) for heads, dim in zip(self.heads, self.dims, strict=True)]
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
             elements = memory[: positions * self.position_bytes].view(self.dtype)
         keys, values = elements.split([math.prod(shape) for shape in shapes])  # type: ignore[no-untyped-call]
         return keys.view(shapes[0]), values.view(shapes[1])
 
 
 def in_one_thread(copying: Callable[[], None]) -> None:
-    """Have only this thread copy, a few MiB at a time: it does that as fast as a drive reads. Measured on two cores that others
-    used as well: 34 MB in 12 ms, and by two threads, which wait for each other, in 50."""
+    """Call ``copying`` with torch limited to one thread.
+
+    One thread copies a few MiB at a time as fast as a drive reads. Measured on two cores that were also used by others: 34 MB in
+    12 ms by one thread, in 50 ms by two, which wait for each other.
+    """
     before = torch.get_num_threads()
-    try:  # from before the change on, whatever interrupts it
+    try:  # begins before the change, so that it is undone whatever interrupts it
         torch.set_num_threads(1)
         copying()
     finally:
@@ -66,9 +81,15 @@ def in_one_thread(copying: Callable[[], None]) -> None:
 
 
 class Strip:
-    """Consecutive positions of a layer, with room for more behind them, so that appending moves nothing.
+    """Consecutive positions of a layer in memory, with spare capacity behind them, so that appending seldom copies them.
 
-    ``start``, ``end``: the first position and the one after the last. A view stays as it is while positions are appended.
+    ``start`` is the first position, ``end`` the one after the last. The content of a view stays the same while positions are
+    appended. Not thread-safe.
+
+    Args:
+        form: Shape and dtype of the keys and values.
+        memory: Allocates the memory.
+        start: The first position.
     """
 
     def __init__(self, form: KVShape, memory: Memory, start: int) -> None:
@@ -76,26 +97,26 @@ class Strip:
         self.start = self.end = start
         self._make = memory
         self._capacity = 0
-        self._origin = start  # the position at index 0
+        self._origin = start  # the position that is at index 0 of the memory
         self._pair = form.pair(memory(0), 0)
 
     @property
     def nbytes(self) -> int:
-        """Of memory, the room included."""
+        """Bytes of memory, spare capacity included."""
         return self._capacity * self.form.position_bytes
 
     def nbytes_with(self, positions: int) -> int:
-        """``nbytes`` after so many are appended."""
+        """Return what ``nbytes`` would be after appending that many positions."""
         return self._capacity_with(positions) * self.form.position_bytes
 
     def view(self, begin: int, end: int) -> Pair:
-        """Positions from ``begin`` to ``end``, which are here."""
+        """Return views of the keys and values of positions from ``begin`` to ``end``, which must be in the strip."""
         keys, values = self._pair
         part = slice(begin - self._origin, end - self._origin)
         return keys[:, :, part], values[:, :, part]
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy them, from any device."""
+        """Append a copy of these positions, from any device."""
         new = keys.shape[2]
         if self._capacity_with(new) != self._capacity:
             self._move(self._capacity_with(new))
@@ -104,26 +125,29 @@ class Strip:
             mine.copy_(theirs)
 
     def keep(self, begin: int, end: int) -> None:
-        """Forget the positions outside."""
+        """Remove the positions before ``begin`` and from ``end`` on. Memory is not freed."""
         self.start = min(max(self.start, begin), self.end)
         self.end = max(min(self.end, end), self.start)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Have these rows of the batch, in this order; a row may come several times."""
+        """Keep only these rows of the batch, in this order; a row may be named several times. Copies the strip."""
         old = self.view(self.start, self.end)
         self.form = self.form.with_batch(len(rows))
         self._replace(self._capacity, tuple(states.index_select(0, rows) for states in old))
 
     def _capacity_with(self, new: int) -> int:
+        """Return the capacity in positions that is needed to append ``new`` ones: the present one if they fit."""
         if self.end + new - self._origin <= self._capacity:
             return self._capacity
         wanted = self.end + new - self.start
         return wanted + max(wanted // 8, -(-_LEAST_GROWTH // max(self.form.position_bytes, 1)))
 
     def _move(self, capacity: int) -> None:
+        """Copy the positions to new memory of this capacity."""
         self._replace(capacity, self.view(self.start, self.end))
 
     def _replace(self, capacity: int, content: tuple[torch.Tensor, ...]) -> None:
+        """Allocate new memory of this capacity, and copy ``content`` to its beginning."""
         self._pair = self.form.pair(self._make(capacity * self.form.position_bytes), capacity)
         self._capacity, self._origin = capacity, self.start
         for mine, theirs in zip(self.view(self.start, self.end), content, strict=True):

@@ -1,1 +1,1 @@
-"""A model's weights in a store: where they come from, how they are laid out, and how the store is built."""
+"""The store of a model's weights: their sources, their layout in extents, quantisation, building and reading."""

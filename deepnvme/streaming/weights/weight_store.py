@@ -1,4 +1,4 @@
-"""A model's weights on one or several drives, as they are needed: extent by extent."""
+"""The store of a model's weights on one or several drives: built once from a model or checkpoint, then read by extents."""
 
 from __future__ import annotations
 
@@ -37,28 +37,31 @@ from .quantization import SCHEMES, Scheme
 from .sources import Location, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
+"""One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
+"""What a store can be built from: see :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
-"""Extents: two are read while the checksum of a third is computed."""
+"""Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
 _QUEUE_DEPTH = 32
-"""Blocks under way for each drive: enough for all it gives, and few enough that extents arrive in turn. With 128, three of 45 MB
-shared the drive and came together, late: a pass over int8 took a fourth longer."""
+"""I/O requests in flight for each drive: enough for its full speed, and few enough that extents arrive one after the other. With
+128, three extents of 45 MB shared the drive and all arrived late: a pass over int8 weights took a fourth longer."""
 _CHECKSUM_DIGITS = 10
-"""Of a number of 32 bits, which takes the place of null."""
+"""Decimal digits of a 32-bit checksum, which takes the place of null in the manifest."""
 
 
 class CorruptExtent(OSError):
-    """What was read is not what was built (EBADMSG); the message names the extent and its weights."""
+    """Raised if the bytes of an extent are not those that were built (errno EBADMSG). The message names extent and weights."""
 
 
 class WeightStore:
-    """The weights of a model, in the extents that its blocks need; a persisted, read-only :class:`deepnvme.swap.TensorStore`.
+    """A model's weights on the drive, grouped into extents: the ranges of bytes that are read as one when a block needs them.
 
     >>> store = WeightStore.build("checkpoint/", "/mnt/nvme/model", model=model)
     >>> store = WeightStore.open("/mnt/nvme/model")
 
-    Made by :meth:`build` and :meth:`open`. Any number of them, in any number of processes, may be open at a time. Thread-safe. In
-    a forked child every method that reads raises RuntimeError.
+    Made by :meth:`build` and :meth:`open`. It is a persisted :class:`deepnvme.swap.TensorStore`, opened read-only, so any number
+    of processes may have it open any number of times. A context manager, which closes it. Thread-safe. In a forked child every
+    method that reads raises RuntimeError.
     """
 
     def __init__(self, tensors: TensorStore, engine: Engine, where: Path, verify: bool) -> None:
@@ -80,7 +83,7 @@ class WeightStore:
                 text = f"extent {extent.name!r} should have {extent.nbytes} bytes, found {found}; build the store again"
                 raise CorruptExtent(errno.EBADMSG, text, str(where))
 
-    # Making.
+    # Building and opening.
 
     @classmethod
     def build(
@@ -96,27 +99,38 @@ class WeightStore:
         progress: Wanted = None,
         origin: str = "",
     ) -> WeightStore:
-        """Write weights to one or several directories, and open what was written. Blocks.
+        """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
-        ``model_or_checkpoint``: a module; a .safetensors file; a .pt, as torch.save writes it of a state_dict; the index.json of
-        several such files, or the directory that they are in; a mapping of names to tensors or Locations; or a Source. ``path``:
-        directories as of TensorStore, without a store.
+        At most four extents are in memory at a time. The store exists only once all of it has been written: what an error, Ctrl-C
+        or a crash leaves behind cannot be opened, and is removed at once or by the next build.
 
-        ``model``: of a checkpoint, the module that it is for, which may be on the meta device: it says what the blocks are, and
-        which weights are tied; the names have to be the same. Otherwise the blocks are found by the names. ``blocks``: see
-        :func:`deepnvme.streaming.weights.blocks.structure_of`. ``dtype``: what weights of floating point are converted to.
-        ``quantize``: "int8" or "int4", for weights of blocks that are smaller for it, and are dequantised when they are read.
-        ``checksum``: keep the CRC-32 of each extent, 0.4 s of one core for each GB. ``progress``: True for a bar on stderr, where
-        that is a terminal, or a function that is called with the bytes written and those in all. ``origin``: what the store is to
-        say of where its weights are from.
+        Args:
+            model_or_checkpoint: One of: a module; a .safetensors file; a .pt file, as torch.save writes it of a state_dict; the
+                index.json of several such files, or the directory that they are in; a mapping of names to tensors or
+                :class:`Location`; or a :class:`Source`.
+            path: One or several directories, as for TensorStore, without a store in them.
+            quantize: "int8" or "int4" for weights of blocks that become smaller by it; they are dequantised when they are read.
+                None for no quantisation. Weights in no block stay as they are.
+            model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks and the
+                tied weights; the names must be the same. Without it the blocks are derived from the names.
+            blocks: Names or patterns of the modules that are to be blocks; None to find them. See
+                :func:`deepnvme.streaming.weights.blocks.structure_of`.
+            dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
+            checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
+            progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes
+                written so far and the bytes in all.
+            origin: Text to keep in the store about where its weights are from.
 
-        Of the weights, four extents are in memory at a time. The store is there when all of it is written, or not at all: what
-        was built before an error, Ctrl-C or a crash does not open, and is removed, by the next build at the latest.
-
-        Raises StoreMismatch for a checkpoint that is not the model's; CorruptCheckpoint, FileNotFoundError and ValueError for one
-        that is not whole, or none; ValueError for a value that cannot be quantised; TypeError for what has no weights;
-        FileExistsError for a directory with a store, StoreLocked for one that is in use; OSError (ENOSPC) before anything is
-        written if there is no room.
+        Raises:
+            StoreMismatch: If the checkpoint's weights are not those of ``model``.
+            CorruptCheckpoint: If the checkpoint is damaged, incomplete, or changed while it is read.
+            FileNotFoundError: If the checkpoint, or one of its files, is missing.
+            FileExistsError: If a directory has a store already.
+            StoreLocked: If a directory is in use.
+            ValueError: If an argument is out of range, a file is no checkpoint that can be read, or a value cannot be quantised.
+            UnpicklingError: If a .pt file holds anything but tensors.
+            TypeError: If ``model_or_checkpoint`` has no weights.
+            OSError: With ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
         """
         if quantize is not None and quantize not in SCHEMES:
             raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, or None, got {quantize!r}")
@@ -142,11 +156,18 @@ class WeightStore:
 
     @classmethod
     def open(cls, path: Directories, *, verify: bool = True) -> WeightStore:
-        """Open what was built. ``path``: all of its directories. ``verify``: look at the checksum of each extent when it is read
-        for the first time.
+        """Open a store that was built before.
 
-        Raises FileNotFoundError where nothing was built, or not to its end; ValueError for directories with another store, or
-        not all of one's; CorruptManifest and CorruptExtent for one that is not whole; StoreLocked while it is being built.
+        Args:
+            path: All directories of the store.
+            verify: Whether to check the checksum of each extent when it is read for the first time.
+
+        Raises:
+            FileNotFoundError: If no store was built there, or not to its end.
+            ValueError: If the directories hold another kind of store, or are not all directories of one store.
+            CorruptManifest: If the description of the weights is damaged.
+            CorruptExtent: If an extent is missing or has the wrong size.
+            StoreLocked: If the store is being built.
         """
         directories = directories_of(path)
         engine = Engine(queue_depth=_QUEUE_DEPTH * len(directories))
@@ -163,46 +184,55 @@ class WeightStore:
             engine.close()
             raise
 
-    # What is there.
+    # Contents.
 
     @property
     def extents(self) -> Mapping[str, Extent]:
-        """By name, in the order in which they are first needed."""
+        """Extents by name, in the order in which they are first needed."""
         return self._manifest.extents
 
     @property
     def blocks(self) -> Mapping[str, tuple[str, ...]]:
-        """By the module's name: the extents that it needs, REST excepted, which is always needed."""
+        """Names of the extents that each block needs, by the module's name; without REST, which is always needed."""
         return self._manifest.blocks
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Further names of weights, with the first."""
+        """First names of tied weights, by each of their further names."""
         return self._manifest.ties
 
     @property
     def weights(self) -> Mapping[str, tuple[Extent, Weight]]:
-        """By their first names, with the extents that they are in."""
+        """Weights, each with its extent, by name (the first of a tied weight's names)."""
         return self._weights
 
     @property
     def origin(self) -> str:
-        """What :meth:`build` was told of where the weights are from."""
+        """The text given to :meth:`build` about where the weights are from."""
         return self._manifest.origin
 
     @property
     def nbytes(self) -> int:
-        """Of all extents."""
+        """Bytes of all extents together."""
         return sum(extent.nbytes for extent in self.extents.values())
 
     # Reading.
 
     def read(self, extent: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        """Start reading an extent; return at once. The future's result: a view of ``out``.
+        """Start reading an extent into ``out``; return at once.
 
-        ``out``: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device, not to be touched until the future is done;
-        memory of a lease is read in place. Raises KeyError, and ValueError for another ``out``; what fails later is raised by
-        ``Future.result``, CorruptExtent too, whose checksum is computed by the thread that looks if :meth:`verifies` says so.
+        Args:
+            extent: Name of the extent.
+            out: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device. It must not be touched until the future is
+                done. Memory of a lease is read into without a copy.
+
+        Returns:
+            A future whose result is a view of ``out``. Its ``result`` raises what fails later, CorruptExtent included: if
+            :meth:`verifies` is true, the thread that asks for the result computes the checksum.
+
+        Raises:
+            KeyError: If there is no such extent.
+            ValueError: If ``out`` has another size, or is not contiguous.
         """
         wanted = self._extent(extent)
         future = self._tensors.get(_key(extent), out)
@@ -218,17 +248,24 @@ class WeightStore:
         return future.then(conclude)
 
     def verifies(self, extent: str) -> bool:
-        """Whether :meth:`read` looks at its checksum: until that was right once, if there is one and ``open`` was to verify."""
+        """Return whether :meth:`read` will check the extent's checksum.
+
+        True until the checksum was found right once, if the extent has one and the store was opened with ``verify=True``.
+        """
         return extent in self._unverified
 
     def verify(self) -> None:
-        """Read all extents and look at their checksums. Blocks. Raises CorruptExtent naming all that differ, ValueError for a
-        store without."""
+        """Read all extents and check their checksums. Blocks.
+
+        Raises:
+            CorruptExtent: If a checksum is wrong; the message names all such extents.
+            ValueError: If the store was built without checksums.
+        """
         wanted = list(self.extents.values())
         if any(extent.crc32 is None for extent in wanted):
             raise ValueError(f"the store in '{self._where}' was built without checksums: build it with checksum=True")
         largest = padded(max((extent.nbytes for extent in wanted), default=0))
-        pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # what leases may take beyond what they ask for
+        pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # a lease may take up to an eighth more than asked for
         under_way: deque[tuple[Extent, Lease, StoreFuture[torch.Tensor]]] = deque()
         wrong: list[str] = []
 
@@ -253,27 +290,30 @@ class WeightStore:
         with self._lock:
             self._unverified.clear()
 
-    # Whose weights they are.
+    # Comparison with a model.
 
     def compare(self, model: nn.Module) -> list[str]:
-        """What differs from a model's parameters and persistent buffers, by name: missing, unexpected, other shapes and dtypes,
-        tied and not. The model may be on the meta device. Values are not looked at."""
+        """Return how the store differs from a model's parameters and persistent buffers, one line for each difference.
+
+        Compares names (missing, unexpected), shapes, dtypes and which weights are tied; not the values. The model may be on the
+        meta device.
+        """
         wanted, ties = described(model)
         found = {name: weight.info for name, (_, weight) in self.weights.items()}
         found |= {alias: found[name] for alias, name in self.ties.items()}
         return differences(wanted, ties, found, self.ties)
 
     def check(self, model: nn.Module) -> None:
-        """Raise StoreMismatch naming what differs, if anything does."""
+        """Raise StoreMismatch, which names the differences, if :meth:`compare` finds any."""
         found = self.compare(model)
         if found:
             kind = f" (built for {self._manifest.model})" if self._manifest.model else ""
             raise StoreMismatch(f"the store in '{self._where}'{kind} is not of this {type(model).__name__}", found)
 
-    # Ending.
+    # Closing.
 
     def close(self) -> None:
-        """Wait for what is under way, and unlock the directories. Idempotent."""
+        """Wait for reads in flight, and unlock the directories. Idempotent."""
         with contextlib.closing(self._engine):
             self._tensors.close()
 
@@ -296,6 +336,7 @@ class WeightStore:
         return extent
 
     def _check(self, extent: Extent, read: torch.Tensor) -> None:
+        """Raise CorruptExtent if the checksum of the bytes read is not the extent's."""
         read = read.cpu()
         found = zlib.crc32(memory_of(read))
         if found == extent.crc32:
@@ -306,12 +347,12 @@ class WeightStore:
 
 
 def _key(extent: str) -> str:
-    """The tensor that an extent is."""
+    """Return the name of the TensorStore's tensor that holds an extent."""
     return f"extent/{extent}"
 
 
 def _structure(source: Source, model: nn.Module | None, blocks: Sequence[str] | None) -> tuple[Structure, dict[str, str]]:
-    """And by which names the source knows the weights. Raises StoreMismatch."""
+    """Return the blocks of a new store, and the source's name of each weight. Raises StoreMismatch if source and model differ."""
     found = {name: source.info(name) for name in source.names()}
     if not found:
         raise ValueError("there is no weight to build a store of")
@@ -337,6 +378,7 @@ def _build(
     checksum: bool,
     told: Progress | None,
 ) -> None:
+    """Write all extents and the manifest into a new TensorStore, and commit it."""
     total = sum(each.extent.nbytes for each in coming)
     store = TensorStore(path, persist=True, engine=engine)
     try:
@@ -353,7 +395,7 @@ def _build(
         store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
         store.commit()
         store.close()
-    except BaseException:  # of closing, too, which may be interrupted as it begins; ``with`` would not try again
+    except BaseException:  # not ``with``: close() itself may be interrupted as it begins, and ``with`` would not try again
         with contextlib.suppress(OSError):
             store.close()
         raise
