@@ -335,7 +335,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return max(CHUNK_BYTES // self._form.position_bytes, 1)
 
     def _keep(self, first: int, end: int) -> None:
-        """Remove all positions before ``first`` and from ``end`` on, as far as whole chunks allow."""
+        """Remove all positions before ``first`` and from ``end`` on. A chunk stays on the drive until all of it is removed."""
         if self._newest is None:
             return
         while self._chunks and self._chunks[-1].end > end:

@@ -1,6 +1,6 @@
-"""Which weights are needed together: a model's tree, or only the names of a checkpoint, as blocks and extents.
+"""Groups a model's weights: into blocks, the modules for whose forward they are read, and extents, which are read as one.
 
-Nothing is read here.
+Works on a model's tree of modules, or only on the names in a checkpoint. Does no I/O.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ import torch
 from torch import nn
 
 REST = "(rest)"
-"""The extent of what is in no block: it is to stay in memory. No module's name, most likely."""
+"""Name of the extent of weights in no block, which stays in memory. A module is unlikely to have a name with parentheses."""
 SMALL = 1 << 20
-"""Bytes of weights that are not worth reading again, where no list makes their module a block."""
+"""A module with fewer bytes of weights is not made a block, unless a list does: reading it again each time is not worth it."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Have no forward of their own."""
+"""Modules without a forward of their own."""
 
 
 class Block(NamedTuple):
-    """A module whose forward needs its weights in memory."""
+    """A module whose weights are in memory only during its forward."""
 
     name: str
+    """Name of the module."""
     weights: tuple[str, ...]
-    """By the first of their names, in the order of registration; without those of blocks inside."""
+    """First names of its weights, in the order of registration; without those of blocks inside it."""
 
 
 class ExtentPlan(NamedTuple):
-    """Weights that are read as one: those that only one block needs, or the same several, or no block."""
+    """Weights that will be read as one: all that are needed by exactly the same blocks, or by none."""
 
     name: str
-    """The block's; of weights that several need, the first one's; or REST."""
+    """The block's name; for weights that several blocks need, the name of the first weight; REST for those in no block."""
     weights: tuple[str, ...]
+    """First names of the weights."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of a model before its weights are."""
+    """How the weights of a model are divided into blocks and extents; known without their values."""
 
     blocks: tuple[Block, ...]
-    """In the order of registration."""
+    """All blocks, in the order of registration."""
     rest: tuple[str, ...]
-    """Weights in no block, and buffers."""
+    """Names of weights in no block, and of persistent buffers."""
     ties: Mapping[str, str]
-    """Further names of weights, with the first."""
+    """First names of tied weights, by each of their further names."""
 
     def extents(self) -> list[ExtentPlan]:
-        """In the order in which they are first needed. A weight that is in the rest, too, is there only."""
+        """Return the extents, in the order in which they are first needed.
+
+        A weight that is needed by a block and also in ``rest`` is only in the extent REST.
+        """
         users: dict[str, list[str]] = {weight: [] for weight in self.rest}
         resident = set(users)
         for block in self.blocks:
@@ -68,7 +73,7 @@ class Structure:
         ]
 
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """The extents of each block that needs any beside the rest."""
+        """Return the names of the extents that each block needs, without REST; blocks that need no other are left out."""
         extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
         found = {
             block.name: tuple(dict.fromkeys(extent_of[weight] for weight in block.weights if extent_of[weight] != REST))
@@ -78,7 +83,7 @@ class Structure:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, by all of their names, in the order of registration."""
+    """Return a model's parameters and persistent buffers by all of their names, in the order of registration."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -92,20 +97,25 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ties_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Further names of the same tensor, with the first."""
+    """Return the first name of each tensor that has several, by each of its further names."""
     first: dict[int, str] = {}
     return {name: first[id(weight)] for name, weight in weights.items() if first.setdefault(id(weight), name) != name}
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Structure:
-    """Of a module, which may be on the meta device.
+    """Divide a model into blocks.
 
-    ``blocks``: names of modules, or patterns such as "model.layers.*.mlp", whose ``*`` stands for one part of a name: each is a
-    block, and a weight belongs to the innermost around it. Where none is named, they are found: the children of a ModuleList or
-    Sequential that has several of one type (of lists in lists the outer one's), else a module that has weights of its own, with
-    all that is in it; what has less than 1 MiB of weights in all is none, outside lists.
+    Modules named in ``blocks`` are blocks; a weight belongs to the innermost block around it. Elsewhere blocks are found: the
+    children of a ModuleList or Sequential that has several of one type (of lists in lists, those of the outer one), else a module
+    with weights of its own, together with all modules in it. Outside of lists, a module with less than 1 MiB of weights in all is
+    not made a block.
 
-    Raises ValueError for a name or pattern of no module with weights, or of one without a forward.
+    Args:
+        model: May be on the meta device.
+        blocks: Names of modules, or patterns such as "model.layers.*.mlp", where ``*`` stands for one part of a name.
+
+    Raises:
+        ValueError: If a name or pattern matches no module with weights, or one without a forward.
     """
     weights = weights_of(model)
     ties = ties_of(weights)
@@ -117,10 +127,18 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
 def structure_of_names(
     sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None
 ) -> Structure:
-    """Of a checkpoint, by its weights' names and bytes: as that of a module, but for what only a module knows. Several children
-    that are numbered make a list, and every weight is a parameter.
+    """Divide a checkpoint's weights into blocks by their names, as :func:`structure_of` does for a model.
 
-    ``ties``: further names among those of ``sizes``. Raises ValueError for a name or pattern that is nobody's."""
+    Several children with numbers as names count as a list, and every weight as a parameter.
+
+    Args:
+        sizes: Bytes of the weights, by all of their names.
+        ties: First names of tied weights, by each of their further names.
+        blocks: As for :func:`structure_of`.
+
+    Raises:
+        ValueError: If a name or pattern matches no module with weights.
+    """
     root = _Place("", object())
     for name, nbytes in sizes.items():
         place = root
@@ -138,19 +156,20 @@ def structure_of_names(
 
 @dataclass
 class _Place:
-    """A module's, in the tree. One that is in several places has one identity."""
+    """A node of the tree of modules. A module that is in several places has several nodes of one identity."""
 
     name: str
     identity: object
     weights: list[tuple[str, int]] = field(default_factory=list)
-    """Its own, by their first names, with their bytes."""
+    """First names and bytes of the module's own weights."""
     children: dict[str, _Place] = field(default_factory=dict)
-    """By the last part of their names."""
+    """Nodes of the submodules, by the last part of their names."""
     alike: bool = False
-    """Whether it is a list with several children of one kind."""
+    """Whether the module is a list with several children of one type."""
     has_forward: bool = True
 
     def all(self) -> Iterator[_Place]:
+        """Yield this node and all nodes below it."""
         yield self
         for child in self.children.values():
             yield from child.all()
@@ -160,6 +179,7 @@ class _Place:
 
 
 def _place_of(module: nn.Module, name: str, weights: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> _Place:
+    """Return the tree of nodes for a module."""
     prefix = f"{name}." if name else ""
     place = _Place(name, id(module), has_forward=not isinstance(module, _CONTAINERS))
     for key, parameter in module._parameters.items():
@@ -171,7 +191,7 @@ def _place_of(module: nn.Module, name: str, weights: Mapping[str, torch.Tensor],
         if child is None:
             continue
         below = _place_of(child, prefix + key, weights, ties)
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # whose weights the module itself uses
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # its weights are used by the forward of its parent
             place.weights += [weight for each in below.all() for weight in each.weights]
             continue
         place.children[key] = below
@@ -182,6 +202,7 @@ def _place_of(module: nn.Module, name: str, weights: Mapping[str, torch.Tensor],
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> set[object]:
+    """Return the identities of the modules that the patterns match."""
     modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
     found: set[object] = set()
     for pattern in patterns:
@@ -194,6 +215,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> set[object]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches. Raises ValueError, with similar names, if there is none."""
     names = list(names)
     parts = pattern.split(".")
     found = [
@@ -209,7 +231,8 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _structure(root: _Place, named: set[object], ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
-    chosen: dict[object, bool] = dict.fromkeys(named, False)  # whether it has to have some size to be a block
+    """Divide a tree into blocks; ``rest`` are weights that belong to none in any case."""
+    chosen: dict[object, bool] = dict.fromkeys(named, False)  # True: a block only if it is large enough
     _choose(root, chosen)
     needed: dict[object, dict[str, int]] = {}
     names: dict[object, str] = {}
@@ -225,7 +248,7 @@ def _structure(root: _Place, named: set[object], ties: Mapping[str, str], rest: 
 
 
 def _choose(place: _Place, chosen: dict[object, bool]) -> None:
-    """Note the blocks in a place, with all that is in it, where none was named."""
+    """Add the blocks that are found in a node and below it to ``chosen``; a named block is not searched."""
     if place.identity in chosen:
         return
     if place.alike:
@@ -250,7 +273,7 @@ def _assign(
     needed: dict[object, dict[str, int]],
     names: dict[object, str],
 ) -> None:
-    """Give each weight to the innermost block around it, or to None."""
+    """Fill ``needed`` with the weights of each block (a weight is the innermost block's around it, or None's), and ``names``."""
     if place.identity in chosen:
         block = place.identity
         names.setdefault(block, place.name)

@@ -1,4 +1,4 @@
-"""Extents on their way into a store: one is read ahead while one is finished and those before are written."""
+"""Writes the extents of a new store as a pipeline: one is read while another is converted and earlier ones are written."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ from .sources import Pending, Source
 T = TypeVar("T")
 
 _READ = 2
+"""Extents in memory that are read or finished: one is read while another is converted and checksummed."""
 _WRITTEN = 2
-"""Extents in memory at a time: one read while another is finished, and two on their way out."""
+"""Extents in memory that are being written."""
 
 
 class Coming:
-    """An extent as it is read: the weights as their source has them, and what they are to be."""
+    """An extent to be built: its layout with the weights as the source has them, and its layout in the store.
+
+    ``read`` is the former, ``extent`` the latter; they differ if weights are converted or quantised.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,15 @@ class Coming:
         dtype: torch.dtype | None = None,
         scheme: Scheme | None = None,
     ) -> None:
-        """``names``: by which the source knows the weights. ``dtype``: for those of floating point. ``scheme``: for those that it
-        is worth it, unless they stay in memory."""
+        """Lay the extent out.
+
+        Args:
+            plan: Name of the extent and of its weights.
+            source: Where the weights are read from.
+            names: The source's name of each weight.
+            dtype: To which floating-point weights are converted; None for no conversion.
+            scheme: How to quantise weights that become smaller by it; not applied to REST, whose weights stay in memory.
+        """
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
         self.read = laid_out(plan.name, infos)
         converted = {weight: _converted(info, dtype) for weight, info in infos.items()}
@@ -52,16 +63,25 @@ class Coming:
 
     @property
     def converts(self) -> bool:
+        """Whether any weight is converted or quantised."""
         return self.read != self.extent
 
     def start(self, memory: torch.Tensor) -> list[Pending]:
-        """Start reading into ``read.nbytes`` bytes."""
+        """Start reading all weights into ``memory``, which has ``read.nbytes`` bytes; return one pending read for each."""
         return [
             self._source.read_into(self._names[weight.name], memory[weight.offset : weight.end]) for weight in self.read.weights
         ]
 
     def convert(self, read: torch.Tensor, memory: torch.Tensor) -> None:
-        """Into ``extent.nbytes`` bytes. Raises ValueError naming a weight that cannot be quantised."""
+        """Convert and quantise the weights that were read.
+
+        Args:
+            read: The weights as they were read, ``read.nbytes`` bytes.
+            memory: For the result, ``extent.nbytes`` bytes.
+
+        Raises:
+            ValueError: If a weight, which is named, cannot be quantised.
+        """
         for before, after in zip(self.read.weights, self.extent.weights, strict=True):
             if after.scheme is None:
                 after.view(memory).copy_(before.view(read))
@@ -76,9 +96,17 @@ def build(
     checksum: bool,
     told: Callable[[int], None],
 ) -> list[Extent]:
-    """Put every extent, of which there is one at least, under its key; return them with checksums. Blocks.
+    """Read, convert and write all extents. Blocks.
 
-    ``told``: the bytes of each that has been written.
+    Args:
+        coming: The extents, at least one.
+        store: Where they are written. Not committed here.
+        key: Gives the name of an extent's tensor in the store.
+        checksum: Whether to compute the CRC-32 of each extent.
+        told: Called with the bytes of each extent that has been written.
+
+    Returns:
+        The extents as they were written, with their checksums.
     """
     pool = BufferPool(_budget(coming))
     written: deque[StoreFuture[int]] = deque()
@@ -105,13 +133,14 @@ def build(
 
 
 def _started(coming: Iterable[Coming], pool: BufferPool) -> Iterator[tuple[Coming, Lease, list[Pending]]]:
+    """Yield each extent with the memory into which it is being read and the pending reads."""
     for each in coming:
         lease = pool.lease(each.read.nbytes)
         yield each, lease, each.start(lease.buffer)
 
 
 def _ahead(items: Iterator[T], count: int) -> Iterator[T]:
-    """The items, each when ``count`` more have been asked for."""
+    """Yield the items, having taken ``count`` more from the iterator."""
     waiting = deque(itertools.islice(items, count))
     for item in items:
         waiting.append(item)
@@ -122,18 +151,21 @@ def _ahead(items: Iterator[T], count: int) -> Iterator[T]:
 
 
 def _budget(coming: Sequence[Coming]) -> int:
-    """Bytes for all that is in memory at a time."""
+    """Return how many bytes are in memory at a time at most."""
     read = [each.read.nbytes for each in coming]
     written = [each.extent.nbytes for each in coming]
     most = max(
         sum(written[max(0, at - _WRITTEN) : at]) + sum(read[at : at + _READ]) + (written[at] if coming[at].converts else 0)
         for at in range(len(coming))
     )
-    return padded(most + most // 8)  # what leases may take beyond what they ask for
+    return padded(most + most // 8)  # a lease may take up to an eighth more than asked for
 
 
 def _clear_gaps(extent: Extent, memory: torch.Tensor) -> None:
-    """What was in the memory before is nobody's business, and the checksum of the same weights is the same."""
+    """Zero the bytes between and behind the weights.
+
+    Otherwise old data from memory would get to the drive, and equal weights would have different checksums.
+    """
     end = 0
     for weight in extent.weights:
         memory[end : weight.offset] = 0
@@ -142,4 +174,5 @@ def _clear_gaps(extent: Extent, memory: torch.Tensor) -> None:
 
 
 def _converted(info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
+    """Return a weight's dtype and shape after conversion, which only concerns floating point."""
     return info if dtype is None or not info.dtype.is_floating_point else WeightInfo(dtype, info.shape)

@@ -1,4 +1,4 @@
-"""Whether weights are those of a model: what differs, by name."""
+"""Compares a set of weights with those that a model wants: names, shapes, dtypes and ties."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from .blocks import ties_of, weights_of
 from .manifest import WeightInfo
 
 _SHOWN = 8
+"""Differences that a message lists."""
 
 
 class StoreMismatch(ValueError):
-    """Weights are those of another model, or of another version of it; the message names what differs, first things first."""
+    """Raised if weights are not those of the model. The message counts the differences and lists the first 8.
+
+    Args:
+        what: Beginning of the message.
+        differences: One line each, as :func:`differences` returns them.
+    """
 
     def __init__(self, what: str, differences: Sequence[str]) -> None:
         plural = "s" if len(differences) > 1 else ""
@@ -24,7 +30,7 @@ class StoreMismatch(ValueError):
 
 
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
-    """A model's weights by all of their names, and the ties among these."""
+    """Return dtype and shape of a model's weights by all of their names; and for each tied weight's further names the first."""
     weights = weights_of(model)
     return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
 
@@ -36,8 +42,17 @@ def differences(
     found_ties: Mapping[str, str],
     dtypes: bool = True,
 ) -> list[str]:
-    """Between what a model wants and what was found, each by all of its names. Where one name of a tied weight was found, all are
-    there. ``dtypes``: whether they have to be the same."""
+    """Return how the weights found differ from those that a model wants, one line for each difference.
+
+    A tied weight is found if one of its names is.
+
+    Args:
+        wanted: The model's weights, by all of their names.
+        ties: Further names of the model's tied weights, with the first name of each.
+        found: The weights found, by all of their names.
+        found_ties: Further names of the tied weights found, with the first name of each.
+        dtypes: Whether dtypes have to be equal, and weights that the model ties have to be tied.
+    """
     names_of: dict[str, list[str]] = {name: [name] for name in wanted if name not in ties}
     for alias, first in ties.items():
         names_of[first].append(alias)

@@ -1,4 +1,7 @@
-"""What a store of weights says of itself: a tensor of it, two lines of JSON, the first with the checksum of the second."""
+"""The manifest of a weight store: names, layout and checksums of all extents.
+
+It is stored as one tensor of the store: two lines of JSON, the first with format, version and the checksum of the second.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +23,37 @@ from deepnvme.store.manifest import CorruptManifest, check_length, string_at
 from .quantization import SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 
 NAME = "manifest"
-"""The tensor's."""
+"""Name of the store's tensor that holds the manifest."""
 _WHOLE = 4096
-"""Bytes: what is read directly, on any drive."""
+"""An extent's size in bytes is a multiple of this, so that it can be read by direct I/O on any drive."""
 ALIGNMENT = 64
-"""Bytes: a weight begins at a multiple of this in its extent, for the processor's widest vectors."""
+"""A weight begins at a multiple of this many bytes in its extent, for the processor's widest vectors."""
 _FORMAT = "deepnvme weights"
 _VERSION = 1
 
 LARGEST = 64 << 20
-"""Bytes of a manifest: of half a million weights."""
+"""Bytes that a manifest may have: enough for half a million weights."""
 _LONGEST_LINE = 64 << 10
-"""Bytes of its first line."""
+"""Bytes that a manifest's first line may have."""
 _EXTENT = re.compile(r",([0-9]{1,19}),(null|[0-9]{1,10}),\[")
 _WEIGHT = re.compile(r',"([a-z0-9_]{1,64})",\[([0-9,]{0,1300})\],([0-9]{1,19})(?:,"([a-z0-9_]{1,64})")?\]')
 
 
 class WeightInfo(NamedTuple):
-    """What a weight is, wherever it is."""
+    """Dtype and shape of a weight."""
 
     dtype: torch.dtype
+    """Dtype of the weight."""
     shape: tuple[int, ...]
+    """Shape of the weight."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the weight, not quantised."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def named(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype as torch names it, without "torch."; and the shape."""
+        """Return the dtype's name without "torch.", and the shape."""
         return str(self.dtype).removeprefix("torch."), self.shape
 
     def __str__(self) -> str:
@@ -56,31 +62,37 @@ class WeightInfo(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One, in its extent."""
+    """A weight's place in its extent."""
 
     name: str
+    """Name of the weight; of a tied one the first."""
     info: WeightInfo
-    """What it is to a model."""
+    """Dtype and shape that the weight has in the model."""
     offset: int
-    """Bytes."""
+    """Where the weight begins, in bytes from the start of the extent."""
     scheme: Scheme | None = None
-    """How it is quantised, if it is."""
+    """How the weight is quantised; None if it is not."""
 
     @property
     def nbytes(self) -> int:
-        """That it takes here."""
+        """Bytes that the weight takes in the extent, quantised or not."""
         return self.info.nbytes if self.scheme is None else QuantizedLayout.of(self.scheme, self.info.shape).nbytes
 
     @property
     def end(self) -> int:
+        """Where the weight ends, in bytes from the start of the extent."""
         return self.offset + self.nbytes
 
     def stored(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its bytes, in those of its extent."""
+        """Return the weight's bytes as they are stored, a view of ``memory``, the bytes of the extent."""
         return memory[self.offset : self.end]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """It, in the bytes of its extent. Raises ValueError for one that is quantised."""
+        """Return the weight, with its dtype and shape, as a view of ``memory``, the bytes of the extent.
+
+        Raises:
+            ValueError: If the weight is quantised.
+        """
         if self.scheme is not None:
             raise ValueError(f"weight {self.name!r} is quantised to {self.scheme}: dequantize its bytes, stored(memory)")
         return self.stored(memory).view(self.info.dtype).view(self.info.shape)
@@ -88,21 +100,29 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """Weights that are read as one."""
+    """Weights that lie together on the drive and are read as one."""
 
     name: str
+    """Name of the extent."""
     weights: tuple[Weight, ...]
+    """The weights in the extent, in the order of their offsets."""
     crc32: int | None = None
-    """Of all of its bytes."""
+    """CRC-32 of all bytes of the extent; None if the store was built without checksums."""
 
     @property
     def nbytes(self) -> int:
-        """A multiple of 4096; what is between weights, and behind the last, is 0."""
+        """Bytes of the extent, a multiple of 4096. Bytes between weights, and behind the last, are 0."""
         return padded(max((weight.end for weight in self.weights), default=0), _WHOLE)
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights by name, of ``nbytes`` bytes that were read: views of these, but those that are quantised, which are new.
-        Blocks while they are worked out."""
+        """Return the weights by name. Quantised ones are dequantised; blocks meanwhile.
+
+        Args:
+            memory: The extent as it was read, ``nbytes`` bytes (uint8).
+
+        Returns:
+            Views of ``memory``; for quantised weights new tensors on the same device.
+        """
         found: dict[str, torch.Tensor] = {}
         quantized: list[tuple[Scheme, torch.Tensor, torch.Tensor]] = []
         for weight in self.weights:
@@ -117,20 +137,28 @@ class Extent:
 
 @dataclass(frozen=True)
 class WeightManifest:
+    """Describes the content of a weight store."""
+
     model: str
-    """The class of the model that it was built for; empty where only names were known."""
+    """Name of the class of the model for which the store was built; empty if only the names of weights were known."""
     extents: Mapping[str, Extent]
-    """By name, in the order of the drive."""
+    """Extents by name, in their order on the drive."""
     blocks: Mapping[str, tuple[str, ...]]
-    """The extents that each block needs beside the rest, in the order of registration."""
+    """Names of the extents, without REST, that each block needs; blocks by name, in the order of registration."""
     ties: Mapping[str, str]
-    """Further names of weights, with the first."""
+    """First names of tied weights, by each of their further names."""
     origin: str = ""
-    """What the builder said of where the weights are from."""
+    """Text of whoever built the store about where the weights are from."""
 
 
 def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None = None) -> Extent:
-    """The weights one after the other, quantised where that is worth it."""
+    """Return an extent that holds the weights one after another, without a checksum.
+
+    Args:
+        name: Name of the extent.
+        weights: Dtype and shape of each weight, by name.
+        scheme: How to quantise the weights for which :func:`is_worth_quantizing` is true; None for no quantisation.
+    """
     placed = []
     end = 0
     for weight, info in weights.items():
@@ -141,7 +169,11 @@ def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None
 
 
 def encode(manifest: WeightManifest) -> bytes:
-    """Raises ValueError for more than :func:`decode` takes."""
+    """Return a manifest as the bytes that are stored.
+
+    Raises:
+        ValueError: If the manifest, or a name in it, is longer than :func:`decode` accepts.
+    """
     names = [weight.name for extent in manifest.extents.values() for weight in extent.weights]
     for text in (manifest.model, manifest.origin, *manifest.extents, *manifest.blocks, *manifest.ties, *names):
         check_length(text)
@@ -160,7 +192,15 @@ def encode(manifest: WeightManifest) -> bytes:
 
 
 def decode(data: bytes, where: Path) -> WeightManifest:
-    """Raises CorruptManifest naming ``where``."""
+    """Return the manifest in the bytes that were stored.
+
+    Args:
+        data: What :func:`encode` returned.
+        where: A directory of the store, for errors.
+
+    Raises:
+        CorruptManifest: If the bytes are damaged, too long, or of another format or version.
+    """
     head, _, body = data.rstrip(b"\n").partition(b"\n")
     try:
         if len(head) > _LONGEST_LINE or len(data) > LARGEST:
@@ -179,29 +219,34 @@ def decode(data: bytes, where: Path) -> WeightManifest:
 
 
 def _fields(weight: Weight) -> list[Any]:
+    """Return a weight as a JSON list."""
     fields = [weight.name, *weight.info.named(), weight.offset]
     return fields if weight.scheme is None else [*fields, weight.scheme]
 
 
 class _Written:
-    """What encode() has written, and nothing else: JSON of any kind could take thirty times its size. Raises ValueError."""
+    """Parses what encode() writes and no other JSON: arbitrary JSON could take thirty times its size in memory.
+
+    Methods raise ValueError for any other text.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
 
     def passes(self, what: str) -> bool:
-        """Whether that comes next; it is passed then."""
+        """Skip ``what`` if it comes next, and return whether it did."""
         found = self._text.startswith(what, self._at)
         self._at += len(what) * found
         return found
 
     def expect(self, what: str) -> None:
+        """Skip ``what``, which has to come next."""
         if not self.passes(what):
             raise ValueError(f"expected {what!r} at byte {self._at} of its second line")
 
     def take(self, pattern: re.Pattern[str]) -> tuple[str | None, ...]:
-        """The groups."""
+        """Skip a match of the pattern, which has to come next, and return its groups."""
         found = pattern.match(self._text, self._at)
         if found is None:
             raise ValueError(f"it does not say what a weight or an extent is at byte {self._at} of its second line")
@@ -209,16 +254,18 @@ class _Written:
         return found.groups()
 
     def string(self) -> str:
+        """Return the JSON string that comes next."""
         text, self._at = string_at(self._text, self._at)
         return text
 
     def key(self) -> str:
+        """Return the key of a JSON object's member that comes next."""
         text = self.string()
         self.expect(":")
         return text
 
     def each(self, begin: str, end: str) -> Iterator[None]:
-        """Once before each member of a list or object, which the caller takes."""
+        """Yield once before each member of a list or object; the caller parses the member."""
         self.expect(begin)
         if self.passes(end):
             return
@@ -229,6 +276,7 @@ class _Written:
             self.expect(",")
 
     def finish(self) -> None:
+        """Check that the text ends here."""
         if self._at != len(self._text):
             raise ValueError(f"expected its end at byte {self._at} of its second line")
 

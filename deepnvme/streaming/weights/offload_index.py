@@ -1,4 +1,4 @@
-"""Weights where accelerate's offload index says that they are: in safetensors files, or one raw file each."""
+"""Reads the weights that accelerate's offload index lists: in safetensors files, or in one raw file each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ from .sources import Location, Pending, Weights
 
 
 class OffloadIndex(Weights):
-    """A Source for :meth:`WeightStore.build`.
+    """The weights of an accelerate offload index, as a :class:`Source` for :meth:`WeightStore.build`. Not thread-safe.
 
-    ``index``: by the weight's name in the model, either ``safetensors_file``, with the ``weight_name`` in it, and the ``dtype``
-    that it is to have; or the ``dtype`` and ``shape`` of what lies in ``<folder>/<name>.dat``. Both are what accelerate writes
-    and transformers hands to it. ``wanted``: names, of those in the index; the rest is ignored. ``in_memory``: weights beside
-    them.
+    Args:
+        index: Entries by the weight's name in the model. An entry has either ``safetensors_file``, the ``weight_name`` in that
+            file and optionally the ``dtype`` that the weight is to have; or the ``dtype`` and ``shape`` of the raw bytes in
+            ``<folder>/<name>.dat``. Accelerate writes such entries, and transformers passes them to it.
+        folder: Directory of the raw files; None if there are none.
+        wanted: Names of the weights to use, all in the index. Other entries are ignored.
+        engine: Reads the files.
+        in_memory: Further weights, which are in memory.
 
-    Raises CorruptCheckpoint for a file without a weight that is said to be in it, FileNotFoundError for one that is missing.
+    Raises:
+        CorruptCheckpoint: If a file lacks a weight that the index says is in it, or is too short.
+        FileNotFoundError: If a file is missing.
+        ValueError: If an entry is of a raw file, and ``folder`` is None.
     """
 
     def __init__(
@@ -58,9 +65,11 @@ class OffloadIndex(Weights):
         super().__init__(weights, engine)
 
     def info(self, name: str) -> WeightInfo:
+        """Return the dtype that the weight is to have, and its shape."""
         return self._infos[name]
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
+        """Start reading a weight; see :meth:`Source.read_into`. A conversion to its dtype is done by ``Pending.result``."""
         stored, wanted = super().info(name), self._infos[name]
         if stored == wanted:
             return super().read_into(name, out)
@@ -74,25 +83,27 @@ class OffloadIndex(Weights):
 
 
 class _Then:
-    """A reading, and what is to be done when it has ended well."""
+    """A read, and a function to be called when it has succeeded."""
 
     def __init__(self, reading: Pending, conclude: Callable[[], None]) -> None:
         self._reading = reading
         self._conclude = conclude
 
     def result(self) -> None:
-        """Wait, and do it. Asked once."""
+        """Wait for the read, and call the function. Must be called only once."""
         self._reading.result()
         self._conclude()
 
 
 def _locations_in(file: str) -> dict[str, Location]:
+    """Return where the tensors of a safetensors file lie, by name."""
     return {
         each.name: Location(file, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(file).tensors
     }
 
 
 def _raw(name: str, entry: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> Location:
+    """Return where the weight of an entry without a safetensors file lies, after checking the file's size."""
     if folder is None:
         raise ValueError(f"the index says that {name!r} lies in a folder, and none is given")
     info = WeightInfo(dtype_named(entry["dtype"]), tuple(entry["shape"]))

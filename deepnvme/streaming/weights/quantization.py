@@ -1,27 +1,27 @@
-"""Weights of a few bits: half or a quarter of the bytes to read, made into the model's type on arrival.
+"""Quantisation of weights to int8 or int4: half or a quarter of the bytes to read, dequantised to the model's dtype when read.
 
-A weight is taken as rows, a row being what one output is made of: the last dimension, and those before it, but for the first,
-until that makes 64 values. So a Linear or an Embedding has a row an output, fused experts (expert, out, in) have a row an expert
-and output, a convolution a row an output channel. All is worked out in float32, rounded to the nearest, to even between two.
+A weight is treated as a matrix of rows. A row is the last dimension, joined with the dimensions before it (the first excepted)
+until it has 64 values. So a Linear or an Embedding has one row per output, fused experts (expert, out, in) one per expert and
+output, a convolution one per output channel. All arithmetic is in float32, rounded to nearest, ties to even.
 
 ``"int8"``, symmetric by output channel::
 
     scale = amax(abs(row)) / 127                             # float32
     code  = round(clamp(row / scale, -127, 127))             # int8; 0 where scale is 0
-    value = code * scale                                     # then rounded to the model's type
+    value = code * scale                                     # then rounded to the model's dtype
 
-``"int4"``, asymmetric by groups of 128 along the row, of which the last may be shorter, as DeepSpeed's ZeRO-Inference has it::
+``"int4"``, asymmetric by groups of 128 values along the row (the last may be shorter), as in DeepSpeed's ZeRO-Inference::
 
     least = bfloat16(amin(group))
     scale = bfloat16((amax(group) - amin(group)) / 15)
     code  = round(clamp((group - least) / scale, 0, 15))     # 0 where scale is 0
-    value = code * scale + least                             # two roundings, then to the model's type
+    value = code * scale + least                             # two roundings, then to the model's dtype
 
-A quantised weight is one range of bytes: scales, zeros up to a multiple of 64 bytes, and codes; each row by row, little-endian.
-Of int4 the scales are pairs (scale, least), and a group of n values has ceil(n / 2) bytes of codes: number j holds value j in its
-low four bits and value j + ceil(n / 2), or 0 if there is none, in its high ones.
+A quantised weight is one range of bytes: scales, zeros up to a multiple of 64 bytes, then codes; both row by row, little-endian.
+For int4 the scales are pairs (scale, least), and a group of n values has ceil(n / 2) bytes of codes: byte j holds value j in its
+low four bits and value j + ceil(n / 2), or 0 if there is none, in its high four.
 
-The native kernels do as these formulas say, bit for bit; on a device torch does.
+In host memory native kernels compute these formulas, bit for bit; on a device torch operations do.
 """
 
 from __future__ import annotations
@@ -36,29 +36,38 @@ from typing import Literal, get_args
 import torch
 
 Scheme = Literal["int8", "int4"]
+"""How a weight is quantised; the module's docstring has the formulas."""
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+"""All quantisation schemes."""
 GROUP = 128
-"""Values of int4 that share a scale."""
+"""Number of int4 values that share a scale."""
 
 _LEAST_NUMEL = 4096
 _LEAST_COLUMNS = 64
 _LARGEST = 2.0**126
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ALIGNMENT = 64
-_AT_A_TIME = 1 << 22  # values; torch takes some 12 bytes for each
+_AT_A_TIME = 1 << 22  # values dequantised at a time; torch needs some 12 bytes of temporary memory for each
 
 
 @dataclass(frozen=True)
 class QuantizedLayout:
-    """Where the parts of a quantised weight lie in its bytes."""
+    """Sizes and offsets of the scales and codes of a quantised weight."""
 
     scheme: Scheme
+    """How the weight is quantised."""
     rows: int
+    """Number of rows of the weight, seen as a matrix."""
     columns: int
+    """Values in a row."""
 
     @classmethod
     def of(cls, scheme: Scheme, shape: Sequence[int]) -> QuantizedLayout:
-        """Of a weight of this shape. Raises ValueError for another scheme than int8 and int4, or fewer than 2 dimensions."""
+        """Return the layout of a weight of this shape.
+
+        Raises:
+            ValueError: If the scheme is neither int8 nor int4, or the shape has fewer than 2 dimensions.
+        """
         if scheme not in SCHEMES:
             raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {scheme!r}")
         if len(shape) < 2:
@@ -71,44 +80,54 @@ class QuantizedLayout:
 
     @property
     def groups(self) -> int:
-        """Groups in a row of int4."""
+        """Number of int4 groups in a row."""
         return -(-self.columns // GROUP)
 
     @property
     def scales_nbytes(self) -> int:
+        """Bytes of all scales."""
         return self.rows * (4 if self.scheme == "int8" else 4 * self.groups)
 
     @property
     def row_of_codes(self) -> int:
-        """Bytes."""
+        """Bytes of the codes of a row."""
         if self.scheme == "int8":
             return self.columns
         return self.columns // GROUP * (GROUP // 2) + -(-(self.columns % GROUP) // 2)
 
     @property
     def codes_at(self) -> int:
-        """Bytes from the start."""
+        """Where the codes begin, in bytes from the start of the quantised weight."""
         return -(-self.scales_nbytes // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the quantised weight."""
         return self.codes_at + self.rows * self.row_of_codes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Rows that :func:`dequantize_over` works out at a time: begin and end."""
+        """Return the ranges of rows, as (begin, end), that :func:`dequantize_over` dequantises one after the other."""
         step = max(1, _AT_A_TIME // max(1, self.columns))
         return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
 
     def distance(self, itemsize: int) -> int:
-        """Bytes by which a weight's values may begin before its bytes, for :func:`dequantize_over`; at least. ``itemsize``: of a
-        value."""
+        """Return by how many bytes, at least, the output of :func:`dequantize_over` has to begin before its input.
+
+        Args:
+            itemsize: Bytes of an output value.
+        """
         row = self.columns * itemsize
         return max(0, *(end * row - self.codes_at - begin * self.row_of_codes for begin, end in self.pieces()), 0)
 
 
 def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a store quantises such a weight: float32, float16 or bfloat16, of 2 dimensions and 4096 values at least, and
-    smaller for it. Raises ValueError for another scheme than int8 and int4."""
+    """Return whether a store quantises a weight of this shape and dtype.
+
+    True for float32, float16 and bfloat16, at least 2 dimensions and 4096 values, if the weight becomes smaller.
+
+    Raises:
+        ValueError: If the scheme is neither int8 nor int4.
+    """
     if dtype not in _TYPES or len(shape) < 2 or math.prod(shape) < _LEAST_NUMEL:
         return False
     return QuantizedLayout.of(scheme, shape).nbytes < math.prod(shape) * dtype.itemsize
@@ -117,14 +136,23 @@ def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype
 def quantize(
     weight: torch.Tensor, scheme: Scheme, out: torch.Tensor | None = None, *, name: str = "weight", threads: int | None = None
 ) -> torch.Tensor:
-    """The bytes of ``weight`` quantised: a uint8 tensor of one dimension, new or ``out``. Blocks, the GIL released.
+    """Quantise a weight. Blocks, with the GIL released.
 
-    ``weight``: float32, float16 or bfloat16, at least 2 dimensions; one that is not contiguous or not in host memory is copied.
-    ``out``: contiguous, in host memory, of just ``QuantizedLayout.of(scheme, weight.shape).nbytes``. ``threads``: at
-    most; None for as many as there are processors.
+    Args:
+        weight: float32, float16 or bfloat16, at least 2 dimensions. Copied if it is not contiguous or not in host memory.
+        scheme: "int8" or "int4".
+        out: Where to write the result: contiguous uint8 of one dimension in host memory, with exactly
+            ``QuantizedLayout.of(scheme, weight.shape).nbytes`` bytes. None to allocate it. Its content is undefined after an
+            error.
+        name: Name of the weight, for errors.
+        threads: Number of threads at most; None for as many as there are processors.
 
-    Raises ValueError for a value that is not finite, or beyond 2**126, naming ``name`` and the place, and for what does not
-    fit; TypeError for another dtype. What ``out`` then holds is undefined.
+    Returns:
+        The quantised bytes, a uint8 tensor of one dimension: ``out`` if it was given.
+
+    Raises:
+        ValueError: If a value is not finite or beyond 2**126 (the message names the weight and the index), or a size is wrong.
+        TypeError: If a dtype is another one.
     """
     layout = QuantizedLayout.of(scheme, weight.shape)
     if weight.dtype not in _TYPES:
@@ -141,14 +169,20 @@ def quantize(
 
 
 def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, threads: int | None = None) -> None:
-    """Work out weights from their bytes: (scheme, bytes, out) for each. Blocks, the GIL released, until all are there.
+    """Dequantise weights.
 
-    The bytes are a contiguous uint8 tensor as :func:`quantize` makes it, at any address. ``out`` is contiguous, of the shape that
-    was quantised, float32, float16 or bfloat16, and on the same device. In host memory at most ``threads`` threads share the work
-    (None: as many as there are processors), fewer where there is little. On a device torch does it, on the current stream,
-    without waiting.
+    In host memory, blocks until all are done, with the GIL released. On a device, enqueues torch operations on the current stream
+    without waiting for them.
 
-    Raises TypeError and ValueError for what does not fit, before anything is done.
+    Args:
+        weights: (scheme, source, out) for each weight. ``source``: contiguous uint8 as :func:`quantize` returns it, at any
+            address. ``out``: contiguous, of the weight's shape, float32, float16 or bfloat16, on the device of ``source``.
+        threads: Number of threads at most that share the work in host memory, fewer if there is little to do; None for as many
+            as there are processors.
+
+    Raises:
+        TypeError: If a dtype is wrong.
+        ValueError: If a shape, size or device is wrong. Both are raised before anything is written.
     """
     on_host, elsewhere = [], []
     for scheme, source, out in weights:
@@ -164,9 +198,17 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
 
 
 def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
-    """:func:`dequantize` of one whose bytes are in the way of its values: ``out`` begins before ``source``, by
-    ``QuantizedLayout.distance`` bytes at least, and may end where that ends. What of ``source`` is overwritten is lost. Raises as
-    that does; the distance is not looked at."""
+    """Dequantise one weight into memory that overlaps its quantised bytes; otherwise as :func:`dequantize`.
+
+    ``source`` is partly overwritten.
+
+    Args:
+        scheme: "int8" or "int4".
+        source: The quantised bytes.
+        out: The values. Has to begin at least ``QuantizedLayout.distance`` bytes before ``source``, which is not checked, and may
+            end where ``source`` ends.
+        threads: As for :func:`dequantize`.
+    """
     layout = _checked(scheme, source, out)
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
@@ -183,8 +225,8 @@ def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, 
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
-    """The formula, on any device; like :func:`dequantize_over`."""
-    scales = source[: layout.scales_nbytes].clone()  # a view in another type wants the address aligned
+    """Dequantise one weight by torch operations, on any device; memory may overlap as for :func:`dequantize_over`."""
+    scales = source[: layout.scales_nbytes].clone()  # copied: a view in another dtype requires an aligned address
     codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
     for begin, end in layout.pieces():
         rows = slice(begin, end)
@@ -198,7 +240,7 @@ def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: to
 
 
 def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
-    """[rows, bytes] -> [rows, columns], one of 0 to 15 each."""
+    """Unpack int4 codes: [rows, bytes] -> [rows, columns], values from 0 to 15."""
     whole = columns // GROUP * (GROUP // 2)
     groups = codes[:, :whole].reshape(len(codes), -1, GROUP // 2)
     last = codes[:, whole:]
@@ -207,6 +249,7 @@ def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> QuantizedLayout:
+    """Return the layout of a weight to dequantise. Raises TypeError or ValueError if the tensors do not fit."""
     layout = QuantizedLayout.of(scheme, out.shape)
     if out.dtype not in _TYPES:
         raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
@@ -227,12 +270,14 @@ def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = 
 
 
 def _described(layout: QuantizedLayout, values: torch.Tensor, quantized: torch.Tensor) -> tuple[str | int, ...]:
+    """Return a weight as the native kernels take it: scheme, dtype, rows, columns, addresses of values, scales and codes."""
     begin = quantized.data_ptr()
     where = (values.data_ptr(), begin, begin + layout.codes_at)
     return (layout.scheme, _TYPES[values.dtype], layout.rows, layout.columns, *where)
 
 
 def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int) -> str:
+    """Return the message about the first value in a row that cannot be quantised."""
     wrong = ~(values.view(layout.rows, layout.columns)[row].float().abs() <= _LARGEST)
     at = row * layout.columns + int(wrong.nonzero()[0])
     place = [int(index) for index in torch.unravel_index(torch.tensor(at), values.shape)]
@@ -241,6 +286,7 @@ def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int)
 
 
 def _processors(threads: int | None) -> int:
+    """Return the number of threads to use. Raises ValueError if fewer than 1 are given."""
     if threads is None:
         return len(os.sched_getaffinity(0))
     if threads < 1:

@@ -1,4 +1,4 @@
-"""A store that the first of those who want it builds, and the others open: processes that are started together, say."""
+"""Opens a weight store, or builds it if it is missing; of processes started together one builds and the others wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from deepnvme.store.manifest import MANIFEST_NAME
 from .weight_store import WeightStore
 
 BUILDING = "building"
-"""The directory, in the store's first, that whoever builds has to himself, and that is gone afterwards."""
+"""Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""
 _PATIENCE = 3600.0
-"""Seconds: some TB are built in that time. A builder that dies is not waited for."""
+"""Seconds to wait for another process: enough to build some TB. A builder that dies is not waited for."""
 _BETWEEN_LOOKS = 0.05
-"""Seconds."""
+"""Seconds between two attempts to lock the directory."""
 _LONGEST_SHOWN = 200
-"""Characters of an origin that is none of ours."""
+"""Characters shown of an origin that another program has written."""
 
 _logger = logging.getLogger(__name__)
 
@@ -30,22 +30,28 @@ _logger = logging.getLogger(__name__)
 def opened_or_built(
     where: Mapping[Any, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]
 ) -> WeightStore:
-    """The store that is in the directories, or that ``build`` builds there. Waits, and logs a warning that says for whom, while
-    another process, or thread, does that.
+    """Open the store in the directories, or build it there. Blocks.
 
-    ``build``: gets a directory of its own, in the first of the store's, for what it does not need afterwards. It may have been
-    somebody else's who was killed.
+    While another process or thread builds the store, waits for it, and logs a warning that names it.
 
-    Raises ValueError for a store of another origin; StoreLocked naming the one that has been building for an hour, or has the
-    directory for something else.
+    Args:
+        where: The store's directories, with their weights.
+        origin: The facts that the store's origin has to hold, encoded as JSON.
+        build: Builds and opens the store. Its argument is a temporary directory inside the store's first one, which may contain
+            files of a process that was killed.
+
+    Raises:
+        ValueError: If the directories have a store of another origin; the message names the differences.
+        StoreLocked: If another process, which is named, has been building for an hour, or uses the directory otherwise.
+        Exception: What ``build`` raises.
     """
     first: Path = next(iter(where))
-    if (first / MANIFEST_NAME).exists():  # to look closer where nothing is would lock out whoever is about to build
+    if (first / MANIFEST_NAME).exists():  # opening where nothing is would lock the directory against a process about to build
         try:
             store = opened(where, origin)
         except StoreLocked:
             store = None
-        if store is not None:  # returned at once: Ctrl-C in any call before would leave the store open in a kept traceback
+        if store is not None:  # return at once: Ctrl-C in a call in between would leave the store open if the traceback is kept
             return store
     owner = _alone_in(first / BUILDING)
     try:
@@ -54,11 +60,16 @@ def opened_or_built(
         try:
             owner.release()
         finally:
-            owner.release()  # once more, in case Ctrl-C interrupted the first: a kept traceback would keep the lock
+            owner.release()  # again, in case Ctrl-C interrupted the first: a traceback that is kept would keep the lock
 
 
 def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
-    """The store that is there, if there is one."""
+    """Open the store in the directories; return None if there is none.
+
+    Raises:
+        ValueError: If its origin differs from ``origin``; the message names the differences.
+        Exception: What :meth:`WeightStore.open` raises otherwise.
+    """
     try:
         store = WeightStore.open(where)
     except FileNotFoundError:
@@ -80,7 +91,7 @@ def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore
 
 
 def _facts(origin: str) -> dict[str, Any]:
-    """What a builder has said; of one that said something else, that as it is."""
+    """Return the facts in a store's origin; if it is not a JSON object, its text as the fact "origin"."""
     try:
         found = json.loads(origin or "{}")
     except (ValueError, RecursionError):
@@ -89,7 +100,7 @@ def _facts(origin: str) -> dict[str, Any]:
 
 
 def _alone_in(directory: Path) -> DirectoryLock:
-    """Waits until nobody else has it."""
+    """Lock a directory, waiting while another process or thread has the lock. Raises StoreLocked after an hour."""
     began = time.monotonic()
     said = False
     while True:

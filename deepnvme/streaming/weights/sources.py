@@ -1,4 +1,4 @@
-"""Where the weights of a new store come from, each of them only when its turn has come."""
+"""Sources of the weights of a new store: modules, checkpoint files or mappings. Each weight is read only when it is written."""
 
 from __future__ import annotations
 
@@ -32,62 +32,86 @@ from .manifest import WeightInfo
 
 
 class Pending(Protocol):
-    """Bytes on their way: ``deepnvme.Future`` and the like."""
+    """A read in flight, such as ``deepnvme.Future``."""
 
     def result(self) -> Any:
-        """Wait until they are there. Raises OSError."""
+        """Wait until the bytes have been read. Raises OSError if that fails."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Weights by name. Whoever knows where a model's are without having them in memory can be one."""
+    """Protocol for weights that :meth:`WeightStore.build` reads one by one, so that they need not be in memory all at once."""
 
-    def names(self) -> Iterable[str]: ...
+    def names(self) -> Iterable[str]:
+        """Return the names of all weights; of tied weights all names."""
+        ...
 
-    def info(self, name: str) -> WeightInfo: ...
+    def info(self, name: str) -> WeightInfo:
+        """Return dtype and shape of a weight."""
+        ...
 
     def ties(self) -> Mapping[str, str]:
-        """Further names of weights, among ``names``, with the first."""
+        """Return the first name of each tied weight by its further names, all of them among ``names``."""
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
-        """Start reading a weight into as many bytes as it has; they are not to be touched until the result is there."""
+        """Start reading a weight into ``out``.
+
+        Args:
+            name: Name of the weight.
+            out: As many bytes (uint8) as the weight has. It must not be touched until ``Pending.result`` has returned.
+        """
 
 
 class Location(NamedTuple):
-    """A weight that lies in a file, contiguous, as it is in memory."""
+    """A weight that lies in a file just as it does in memory, contiguous."""
 
     path: str
+    """Path of the file."""
     offset: int
-    """Bytes."""
+    """Where the weight begins, in bytes from the start of the file."""
     info: WeightInfo
+    """Dtype and shape."""
 
 
 class Rearranged(NamedTuple):
-    """A weight that lies in a file otherwise than in memory: with other strides, or to be conjugated or negated."""
+    """A weight that lies in a file differently than in memory: with other strides, or to be conjugated or negated."""
 
     path: str
+    """Path of the file."""
     elements: Elements
+    """Offset, dtype, shape and strides of the weight in the file."""
     conj: bool
+    """Whether the values are to be conjugated."""
     neg: bool
+    """Whether the values are to be negated."""
 
     @property
     def info(self) -> WeightInfo:
+        """Dtype and shape."""
         return WeightInfo(self.elements.dtype, self.elements.shape)
 
     def seen_in(self, span: torch.Tensor) -> torch.Tensor:
-        """It, in its bytes of the file from the first element to the last."""
+        """Return the weight as a view of the file's bytes from its first element to its last."""
         seen = span.view(self.elements.dtype).as_strided(self.elements.shape, self.elements.stride)
         seen = seen.conj() if self.conj else seen
         return torch._neg_view(seen) if self.neg else seen
 
 
 InFile = Location | Rearranged
+"""A weight that lies in a file."""
 
 
 class Weights:
-    """Of a mapping: tensors, which may be of any strides and on any device, and what lies in files. A Source.
+    """A :class:`Source` of tensors in memory and weights in files. Not thread-safe.
 
-    Raises TypeError for anything else, and for tensors without data. Closes its files in the end.
+    Opens files when they are first read; :meth:`close` closes them.
+
+    Args:
+        weights: By name: tensors, of any strides and on any device, and weights in files.
+        engine: Reads the files.
+
+    Raises:
+        TypeError: If a name is not a str, or a value is of another type or a tensor without data.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor | InFile], engine: Engine) -> None:
@@ -102,13 +126,19 @@ class Weights:
         self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, InFile)}
 
     def names(self) -> Iterable[str]:
+        """Return the names of all weights."""
         return self._weights
 
     def info(self, name: str) -> WeightInfo:
+        """Return dtype and shape of a weight."""
         weight = self._weights[name]
         return weight.info if isinstance(weight, InFile) else WeightInfo(weight.dtype, tuple(weight.shape))
 
     def ties(self) -> Mapping[str, str]:
+        """Return the first name of each tied weight by its further names.
+
+        Weights are tied if they are the same memory, or the same place in a file, seen with the same dtype, shape and strides.
+        """
         first: dict[object, str] = {}
         return {
             name: first[same]
@@ -117,6 +147,10 @@ class Weights:
         }
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
+        """Start reading a weight; see :meth:`Source.read_into`.
+
+        Blocks until the weight is in ``out`` if it is a tensor, or is rearranged.
+        """
         weight = self._weights[name]
         if isinstance(weight, InFile) and not weight.info.nbytes:
             return _Done()
@@ -130,11 +164,12 @@ class Weights:
         return _Done()
 
     def close(self) -> None:
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
     def check_unchanged(self) -> None:
-        """Raise CorruptCheckpoint if a file was written to, or replaced, while it was read."""
+        """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
         for path, version in self._versions.items():
             if version_of(path) != version:
                 raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
@@ -147,12 +182,20 @@ class Weights:
 
 
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | InFile]:
-    """Where a checkpoint's weights lie: a .safetensors file; what torch.save wrote of a mapping of tensors; the index.json of
-    several such files; or a directory with one of these.
+    """Return where the weights of a checkpoint lie, by name. Only headers are read, not the weights.
 
-    Raises CorruptCheckpoint for what is none, cut off, or lacks a tensor that its index has; FileNotFoundError for a shard;
-    ValueError for a directory with several, and for what would have to be in memory as a whole. UnpicklingError for a pickle
-    with anything but tensors.
+    Args:
+        checkpoint: Path of a .safetensors file, of a file that torch.save wrote of a mapping of tensors, of the index.json of
+            several such files, or of a directory with one of these.
+
+    Returns:
+        Weights in files; and tensors, for those without elements or of a kind that a store refuses.
+
+    Raises:
+        CorruptCheckpoint: If a file is no checkpoint, is cut off, or lacks a tensor that the index lists.
+        FileNotFoundError: If there is no checkpoint in the directory, or one of its shards is missing.
+        ValueError: If the directory has several checkpoints, or the file's format would require loading it as a whole.
+        UnpicklingError: If a pickle holds anything but tensors.
     """
     path = _chosen(Path(checkpoint)) if os.path.isdir(checkpoint) else os.fspath(checkpoint)
     found: dict[str, torch.Tensor | InFile] = {}
@@ -169,10 +212,11 @@ _KINDS = (
     "model.safetensors.index.json", "*.safetensors.index.json", "model.safetensors", "*.safetensors",
     "pytorch_model.bin.index.json", "*.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth",
 )  # fmt: skip
-"""What a directory is looked for, in this order."""
+"""Patterns by which a directory is searched for a checkpoint, in this order."""
 
 
 def _chosen(directory: Path) -> str:
+    """Return the path of the checkpoint in a directory."""
     for pattern in _KINDS:
         found = sorted(str(path) for path in directory.glob(pattern))
         if len(found) > 1:
@@ -183,6 +227,7 @@ def _chosen(directory: Path) -> str:
 
 
 def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
+    """Return where the weights of one file lie, whichever of the formats it has."""
     if is_zip(path):
         return _in_archive(path)
     if is_pickle(path):
@@ -193,7 +238,10 @@ def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
 
 
 def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
-    """Nothing of the tensors is read: torch unpickles them over addresses that say where in the file they are."""
+    """Return where the weights of a file written by torch.save lie.
+
+    No tensor is read: torch unpickles them over memory that is never touched, whose addresses give the offsets in the file.
+    """
     found = contents(path)
     check_pickle(path, found)
     if found.script or not found.stored or found.byteorder != "little":
@@ -204,7 +252,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
         for name, tensor in _state_dict(path, now.load(weights_only=True, map_location="cpu")).items():
             storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
             offset = None if storage is None or tensor.is_quantized else now.offset_of(storage)
-            if storage is None or offset is None:  # without elements, or of a kind that no store takes
+            if storage is None or offset is None:  # without elements, or of a kind that a store refuses later
                 weights[name] = tensor
                 continue
             first = offset + int(tensor.storage_offset()) * tensor.element_size()
@@ -218,6 +266,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
 
 
 def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
+    """Return what was loaded if it is a mapping to tensors; raise ValueError otherwise."""
     if isinstance(loaded, Mapping) and all(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded
     text = f"'{path}' holds {type(loaded).__name__}, and no mapping of names to tensors, such as a state_dict"
@@ -228,7 +277,7 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
 
 
 def _place_of(weight: torch.Tensor | InFile) -> object:
-    """Equal for those that are the same memory, seen alike; None for what has none."""
+    """Return a key that is equal for weights that are the same memory seen alike; None for a weight without elements."""
     if isinstance(weight, InFile):
         return weight if weight.info.nbytes else None
     if not weight.numel():
@@ -238,12 +287,23 @@ def _place_of(weight: torch.Tensor | InFile) -> object:
 
 
 class _Done:
+    """A read that has ended already."""
+
     def result(self) -> None:
-        """It is."""
+        """Return at once."""
 
 
 def source_of(given: Any, engine: Engine) -> Source:
-    """Of a module, a path, a mapping, or a source itself. Raises TypeError for anything else."""
+    """Return the :class:`Source` for what :meth:`WeightStore.build` was given.
+
+    Args:
+        given: A module, a checkpoint's path, a mapping of names to tensors or weights in files, or a source.
+        engine: Reads the files.
+
+    Raises:
+        TypeError: If it is none of these.
+        Exception: What :func:`weights_in` raises.
+    """
     if isinstance(given, nn.Module):
         return Weights(weights_of(given), engine)
     if isinstance(given, str | os.PathLike):
