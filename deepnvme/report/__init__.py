@@ -1,4 +1,4 @@
-"""ds_report: what this machine offers to tensor I/O."""
+"""ds_report: which ops, backends and system settings for tensor I/O this machine has, and how to fix what is missing."""
 
 from .ds_report import Report, as_json, gather, main, render
 

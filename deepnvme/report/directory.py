@@ -1,4 +1,4 @@
-"""What a directory is good for: its filesystem and device, and whether direct I/O works there, tried for real."""
+"""Examines a directory: its filesystem, device and free space, and whether direct I/O works there, by trying it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from deepnvme.ops.op_builder.cuda import GdsProbe
 from .facts import Fact, human_size
 
 IN_MEMORY = ("tmpfs", "ramfs")
+"""Filesystems that keep files in memory."""
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
-_GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; the network filesystems that can are their vendors' affair
+_GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; network filesystems that support GDS need software of their vendors
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_SIZE = 256
 _STATX_DIO_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
@@ -33,29 +34,48 @@ _AT_EMPTY_PATH = 0x1000
 
 @dataclass(frozen=True)
 class Mount:
+    """A mounted filesystem, as /proc/self/mountinfo describes it."""
+
     point: str
+    """Directory on which it is mounted."""
     filesystem: str
+    """Type of the filesystem, such as "ext4"."""
     source: str
+    """Device or other source that is mounted."""
     options: str
+    """Mount options, separated by commas."""
 
 
 @dataclass(frozen=True)
 class DirectIO:
-    """What came of direct I/O to a new file: ``problem`` is empty if it worked. Alignments in bytes."""
+    """Result of trying direct I/O (O_DIRECT) on a new file."""
 
-    works: bool | None  # None if it could not be found out
+    works: bool | None
+    """Whether direct I/O works; None if that could not be found out."""
     outcome: str
+    """The result in a few words."""
     problem: str = ""
+    """What is wrong, and what to do; empty if direct I/O works."""
     memory_alignment: int | None = None
+    """Bytes to which memory must be aligned; None if unknown."""
     offset_alignment: int | None = None
-    source: str = ""  # of the alignments
+    """Bytes to which offsets in the file and lengths must be aligned; None if unknown."""
+    source: str = ""
+    """How the alignments were found: "statx" or "tried"."""
 
 
 def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
-    """Facts about ``directory``. Makes and removes one small file in it. Raises OSError if it is not a directory that can
-    be entered."""
+    """Return the facts about a directory. Makes one small file in it, and removes it.
+
+    Args:
+        directory: The directory.
+        gds: Whether GPU-direct storage is possible on this machine.
+
+    Raises:
+        OSError: If it is not a directory that can be entered.
+    """
     if not directory.is_dir():
-        directory.stat()  # says why, if it does not exist or cannot be reached
+        directory.stat()  # raises the reason if the directory does not exist or cannot be reached
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     mount = mount_of(directory)
     block = block_device(directory)
@@ -74,7 +94,7 @@ def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
 
 
 def mount_of(directory: Path) -> Mount | None:
-    """The mount that ``directory`` is on, or None where /proc does not tell."""
+    """Return the mount that a directory is on; None if /proc/self/mountinfo cannot be read or does not list it."""
     path = str(directory.resolve())
     found = None
     try:
@@ -85,14 +105,14 @@ def mount_of(directory: Path) -> Mount | None:
         left, _, right = line.partition(" - ")
         point = _unescape(left.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and (found is None or len(point) >= len(found.point)):  # the last of equals covers those before it
+        if inside and (found is None or len(point) >= len(found.point)):  # of equal mount points the last covers the others
             filesystem, source, _ = right.split(" ", 2)
             found = Mount(point, filesystem, _unescape(source), left.split()[5])
     return found
 
 
 def block_device(directory: Path) -> Path | None:
-    """The whole disk under ``directory``, in /sys; None for what has no block device of its own."""
+    """Return the /sys directory of the whole disk that holds ``directory``; None if it is on no block device."""
     number = directory.stat().st_dev
     place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not place.exists():
@@ -101,7 +121,14 @@ def block_device(directory: Path) -> Path | None:
 
 
 def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
-    """Write and read a page of a new file in ``directory`` with O_DIRECT, then remove it. Never raises OSError."""
+    """Try direct I/O: write and read a page of a new file in a directory with O_DIRECT, and remove the file.
+
+    Never raises OSError: the result says what failed.
+
+    Args:
+        directory: Where the file is made.
+        mount: The mount that the directory is on, for better explanations; None if unknown.
+    """
     if not hasattr(os, "O_DIRECT"):
         return DirectIO(None, "not tried: this system has no O_DIRECT", "this system has no O_DIRECT: use Linux")
     if mount is not None and mount.filesystem in _WITHOUT_FILES:
@@ -127,6 +154,7 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
 
 
 def _not_possible(error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
+    """Return the result if no file could be made."""
     if error.errno in _NO_SPACE:
         return _full(error, directory)
     remedy = "choose a directory that you can write"
@@ -136,6 +164,7 @@ def _not_possible(error: OSError, directory: Path, mount: Mount | None) -> Direc
 
 
 def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
+    """Return the result if opening with O_DIRECT, or a transfer, failed."""
     if error.errno in _NO_SPACE:
         return _full(error, directory)
     if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -146,12 +175,14 @@ def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
 
 
 def _full(error: OSError, directory: Path) -> DirectIO:
+    """Return the result if there was no space for the trial."""
     place = shlex.quote(str(directory))
     look = "quota -s" if error.errno == errno.EDQUOT else f"df -h {place}; df -i {place}"
     return DirectIO(None, "unknown", f"no room for a page to try with ({_name(error)}): make room; what there is: {look}")
 
 
 def _transfer(descriptor: int, directory: Path) -> DirectIO:
+    """Write a page and read it back through a descriptor opened with O_DIRECT."""
     with _pages(2) as memory:
         memory[:PAGE] = os.urandom(PAGE)
         try:
@@ -171,7 +202,7 @@ def _transfer(descriptor: int, directory: Path) -> DirectIO:
 
 
 def _statx_alignment(descriptor: int) -> tuple[int, int] | None:
-    """(memory, offset) as the kernel reports them; None where it or the filesystem does not."""
+    """Return the alignments for memory and offset that statx reports; None if the kernel or the filesystem reports none."""
     try:
         statx = ctypes.CDLL(None, use_errno=True).statx
     except AttributeError:
@@ -185,7 +216,7 @@ def _statx_alignment(descriptor: int) -> tuple[int, int] | None:
 
 
 def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
-    """(memory, offset): the smallest of the usual ones with which a transfer is accepted."""
+    """Return the smallest of the usual alignments for memory and offset with which a read is accepted."""
 
     def accepted(start: int, offset: int) -> bool:
         with memory[start : start + offset] as part:
@@ -200,7 +231,7 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _pages(count: int) -> Iterator[mmap.mmap]:
-    """Page-aligned memory, which bytes objects are not."""
+    """Return page-aligned memory, as direct I/O needs it; bytes objects are not aligned."""
     with mmap.mmap(-1, count * PAGE) as memory:
         yield memory
 
@@ -240,7 +271,7 @@ def _describe(mount: Mount | None, block: Path | None) -> str:
 def _space(directory: Path) -> list[Fact]:
     status = os.statvfs(directory)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    few = total > 0 and free < 1 << 30  # what the kernel makes up has no size
+    few = total > 0 and free < 1 << 30  # a filesystem of the kernel's own, such as proc, has size 0
     problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
     return [
         Fact("free space", free, human_size(free), "WARNING" if few else "", (problem,) if few else (), "free_bytes"),
@@ -249,7 +280,7 @@ def _space(directory: Path) -> list[Fact]:
 
 
 def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
-    """The first thing that decides against it; the rest is said of the machine."""
+    """Return whether GPU-direct storage works there, with the first obstacle only: the machine's are in the other sections."""
     problem = ""
     if filesystem not in _GDS_FILESYSTEMS:
         wanted = " or ".join(_GDS_FILESYSTEMS)
@@ -265,10 +296,12 @@ def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
 
 
 def _unescape(text: str) -> str:
+    """Decode the octal escapes of /proc/self/mountinfo, such as ``\\040`` for a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _name(error: OSError) -> str:
-    # the manual pages' name; errorcode has its alias ENOTSUP
+    """Return the name and text of an error number."""
+    # The manual pages call it EOPNOTSUPP; errorcode has only its alias ENOTSUP.
     name = "EOPNOTSUPP" if error.errno == errno.EOPNOTSUPP else errno.errorcode.get(error.errno or 0, error.errno)
     return f"{name} ({error.strerror})"

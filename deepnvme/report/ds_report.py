@@ -1,7 +1,7 @@
-"""ds_report: what this machine offers to tensor I/O, and how to mend what it does not.
+"""ds_report: which ops, backends and system settings for tensor I/O this machine has, and how to fix what is missing.
 
-The table's form is DeepSpeed's (deepspeed/env_report.py). :func:`gather` finds out, :func:`render` prints; neither compiles
-an op nor imports torch.
+The table has the form of DeepSpeed's (deepspeed/env_report.py). :func:`gather` collects the findings, :func:`render` and
+:func:`as_json` format them; none of them compiles an op or imports torch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,33 @@ _RULE = "-" * (_OP_WIDTH + _INSTALLED_WIDTH + len("op name") + len("installed"))
 
 @dataclass(frozen=True)
 class Report:
-    """Everything found out. ``directory`` is None unless one was asked about."""
+    """All findings of :func:`gather`."""
 
     ninja: Fact
+    """Path of ninja, which compiling ops requires."""
     ops: list[_machine.Op]
+    """The ops: whether they are installed, and whether they can work here."""
     backends: list[Fact]
+    """The backends of async_io, fastest first."""
     environment: list[Fact]
+    """Versions of torch, this package, compilers and CUDA."""
     system: list[Fact]
+    """The kernel and its limits that matter to I/O."""
     selected_backend: str | None
-    """The backend that "auto" takes; None if there can be no op."""
+    """The backend that "auto" selects; None if async_io can be neither loaded nor compiled."""
     directory: list[Fact] | None = None
+    """Findings about one directory; None if none was given."""
 
 
 def gather(directory: str | os.PathLike[str] | None = None) -> Report:
-    """Find out everything; about 0.3 s. With ``directory`` also about that, writing and removing a small file there.
+    """Examine this machine. Blocks, for about 0.3 s.
 
-    Raises OSError if ``directory`` is not a directory that can be entered; ValueError if it is no path at all.
+    Args:
+        directory: Also examine this directory, by writing a small file there, which is removed. None for no directory.
+
+    Raises:
+        OSError: If ``directory`` is not a directory that can be entered.
+        ValueError: If ``directory`` is an empty string.
     """
     if directory is not None and not os.fspath(directory):
         raise ValueError("it is empty")
@@ -69,8 +80,14 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
 
 
 def render(report: Report, *, operators: bool = True, explanations: bool = True, colour: bool = False) -> str:
-    """The report as text. Without ``operators`` the table of ops and backends is left out; without ``explanations`` the
-    lines that say why something is not as it should be."""
+    """Return the report as text.
+
+    Args:
+        report: What :func:`gather` returned.
+        operators: Whether to include the table of ops and backends.
+        explanations: Whether to include the lines that say what is wrong and how to fix it.
+        colour: Whether to colour the status by ANSI escape codes.
+    """
     lines: list[str] = []
 
     def mark(status: Status) -> str:
@@ -78,7 +95,7 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
 
     def explain(status: Status, problems: Sequence[str]) -> None:
         for problem in problems if explanations else ():
-            if not any(problem in line for line in lines):  # what was said of the op need not be said of its parts
+            if not any(problem in line for line in lines):  # a problem of an op is not repeated for its backends
                 lines.append(f"  {mark(status)} {problem}" if status else f"  {problem}")
 
     def facts(title: str, listed: Sequence[Fact]) -> None:
@@ -113,8 +130,16 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
 
 
 def as_json(report: Report, *, operators: bool = True, explanations: bool = True) -> str:
-    """The report as a JSON object. Each section maps a fact's key to its value (sizes in bytes; null for what is unknown,
-    absent or unlimited, which the text tells apart), the text that the table shows, its status and its problems."""
+    """Return the report as a JSON object.
+
+    Each section maps a fact's key to an object: "value" (sizes in bytes; null if unknown, absent or unlimited, which "text" tells
+    apart), "text" as :func:`render` shows it, "status" and "problems".
+
+    Args:
+        report: What :func:`gather` returned.
+        operators: Whether to include ninja, ops and backends.
+        explanations: Whether to include "problems".
+    """
 
     def entry(fact: Fact) -> dict[str, object]:
         shown: dict[str, object] = {"value": fact.value, "text": fact.shown, "status": fact.status}
@@ -140,7 +165,11 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``ds_report``. Exits with status 2 if the arguments are wrong."""
+    """Run the ``ds_report`` command. Exits with status 2 if the arguments are wrong.
+
+    Args:
+        arguments: Command line without the program's name; None for that of the process.
+    """
     parser = argparse.ArgumentParser("ds_report", description="What this machine offers to tensor I/O.")
     parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")
     parser.add_argument("--path", metavar="DIR", help="also report on this directory: filesystem, device, direct I/O, space")
@@ -161,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # as with "ds_report | head"
+    except BrokenPipeError:  # for example in "ds_report | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""What ds_report finds out, before anything is printed."""
+"""The findings of ds_report as data, before they are printed."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["", "OKAY", "YES", "NO", "WARNING", "FAIL"]
+"""Judgement of a finding; empty if there is nothing to judge."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing found out. ``status`` is empty where there is nothing to judge; each of ``problems`` says what is wrong
-    or missing and, after it, what to type to mend it."""
+    """One finding of the report: a line of its text, and an entry of its JSON."""
 
     name: str
-    value: str | int | float | bool | None  # sizes in bytes; None where it could not be found out
-    text: str = ""  # the value as printed, where that differs
+    """Name in the text."""
+    value: str | int | float | bool | None
+    """The value; sizes in bytes. None if it is unknown or absent."""
+    text: str = ""
+    """The value as printed, if that is not ``str(value)``."""
     status: Status = ""
+    """Judgement; empty if there is nothing to judge."""
     problems: tuple[str, ...] = ()
-    named: str = ""  # its key in JSON, where that is not the name in snake_case
+    """Each says what is wrong or missing and, after it, what to type to fix it."""
+    named: str = ""
+    """The key in JSON, if that is not the name in snake_case."""
 
     @property
     def key(self) -> str:
-        """What a program finds it by; stays the same from version to version."""
+        """Key in JSON, for programs. It stays the same from version to version."""
         return self.named or re.sub(r"\W+", "_", self.name.lower()).strip("_")
 
     @property
     def shown(self) -> str:
-        """The value for a human reader."""
+        """The value as printed."""
         return self.text or ("none" if self.value is None else str(self.value))
 
 
 def human_size(size: int) -> str:
-    """``size`` bytes as DeepSpeed's report prints it: "1.50 GB", by 1024."""
+    """Return ``size`` bytes as DeepSpeed's report prints sizes: "1.50 GB", in units of 1024."""
     value = float(size)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1024:

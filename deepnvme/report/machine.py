@@ -1,6 +1,6 @@
-"""What this machine offers: the ops, their backends, the software around them and the kernel's limits.
+"""Examines this machine: the ops, their backends, the installed software and the kernel's limits.
 
-Nothing is compiled but small test programs, and torch is not imported: the whole takes well under a second.
+Only small test programs are compiled, and torch is not imported, so that all of it takes well under a second.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Op:
-    """One op: compiled ahead of time or not, and whether it can be compiled and works here; ``problems`` says why not."""
+    """Whether one op is installed, and whether it can work on this machine."""
 
     name: str
+    """Name of the op, such as "async_io"."""
     installed: bool
+    """Whether the op was compiled ahead of time."""
     compatible: bool
+    """Whether the op can be compiled, or was, and works on this machine."""
     problems: tuple[str, ...]
+    """Why it is not installed or not compatible, and what to type to change that."""
 
 
 def ninja() -> Fact:
+    """Return the path of ninja, which compiling ops requires."""
     path = jit.ninja()
     if path is None:
         return Fact("ninja", None, status="FAIL", problems=("ninja was not found, ops cannot be compiled: pip install ninja",))
@@ -45,12 +50,16 @@ def ninja() -> Fact:
 
 
 def ops() -> list[Op]:
+    """Return the state of every op."""
     return [_op(builder) for builder in ALL_OPS.values()]
 
 
 def backends() -> tuple[list[Fact], str | None]:
-    """Every backend of async_io, fastest first, and the name of the one that "auto" takes: of the op that would be loaded
-    or, if there is none yet, of the one that would be compiled here. None if there can be no op."""
+    """Return the backends of async_io, fastest first, and the name of the one that "auto" selects.
+
+    Both are of the op that would be loaded or, if there is none yet, of the one that would be compiled here. The name is None if
+    the op can be neither loaded nor compiled.
+    """
     builder = AsyncIOBuilder()
     build = builder.existing_build()
     obstacles = tuple(builder.obstacles())
@@ -68,7 +77,11 @@ def backends() -> tuple[list[Fact], str | None]:
 
 
 def environment(gds: GdsProbe) -> list[Fact]:
-    """torch, this package, compilers and CUDA."""
+    """Return the paths and versions of torch, this package, compilers, CUDA and cuFile.
+
+    Args:
+        gds: What :func:`gds_probe` returned.
+    """
     torch = installed_torch()
     facts = []
     if torch is None:
@@ -92,7 +105,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
 
 
 def system() -> list[Fact]:
-    """The kernel and the limits that matter to I/O."""
+    """Return the facts about kernel, processors and limits that matter to I/O."""
     return [
         Fact("kernel", f"{platform.system()} {platform.release()}"),
         *_cpu(),
@@ -104,12 +117,13 @@ def system() -> list[Fact]:
 
 
 def gds_probe() -> GdsProbe:
+    """Look for what GPU-direct storage requires: CUDA, cuFile and the nvidia-fs driver."""
     return GDSBuilder().probe()
 
 
 def _op(builder: OpBuilder) -> Op:
     obstacles = tuple(f"{builder.name}: {obstacle}" for obstacle in builder.obstacles())
-    if not builder.sources() and not obstacles:  # Python alone
+    if not builder.sources() and not obstacles:  # an op without C++ sources
         return Op(builder.name, installed=True, compatible=True, problems=())
     built = builder.is_prebuilt()
     lacking = tuple(f"{builder.name}: {what}" for what in builder.lacking())
@@ -149,6 +163,7 @@ def _compiled_out(backend: Backend, prebuilt: bool) -> str:
 
 
 def _kernels(backend: Backend) -> Fact:
+    """Return whether the kernel accepts a backend that is compiled in."""
     if backend.kernel:
         return Fact(backend.name, "usable", status="OKAY")
     remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
@@ -198,13 +213,13 @@ def _compiler() -> Fact:
 
 
 def _torch_cuda(torch: Torch | None, gds: GdsProbe) -> Fact:
-    problem = gds.without_cuda() if torch else ""  # without a torch that is said already
+    problem = gds.without_cuda() if torch else ""  # a missing torch is reported as a fact of its own
     return Fact("torch cuda version", torch.cuda if torch else None, problems=(problem,) if problem else ())
 
 
 def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> Fact:
     if found.path is None or found.problem:
-        return Fact(name, None, problems=(found.problem,))  # no fault: only gds asks for it
+        return Fact(name, None, problems=(found.problem,))  # no status: only the gds op needs it
     text = found.version or "version unknown"
     return Fact(
         name, found.version if in_brief else found.path, text if in_brief else f"{text}, {found.path}",
@@ -236,7 +251,7 @@ def _aio_events() -> list[Fact]:
 
 
 def _unknown(name: str, key: str) -> Fact:
-    """What this system does not tell. Not a fault: elsewhere than on Linux nothing can be done about it."""
+    """Return a fact that this system does not provide. It has no status: outside of Linux nothing can be done about it."""
     return Fact(name, None, f"unknown on {platform.system()} {platform.release()}", named=key)
 
 
@@ -298,6 +313,7 @@ def _shared_memory() -> Fact:
 
 
 def _read(path: Path) -> str | None:
+    """Return the text of a file without surrounding white space; None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -74,11 +74,15 @@ class Tally:
     """The running counters from which a :class:`StreamReport` is made. Not thread-safe."""
 
     passes: int = 0
+    """As in :class:`StreamReport`."""
     seconds: float = 0.0
+    """As in :class:`StreamReport`; without the current call."""
     tokens: int = 0
+    """As in :class:`StreamReport`."""
     bytes_before: int = 0
     """Bytes that the stream had read before these counters began."""
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """As in :class:`StreamReport`."""
     begun: float = 0.0
     """When the current call of the model, or the counting, began; by ``time.perf_counter``."""
 
