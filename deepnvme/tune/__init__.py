@@ -1,4 +1,4 @@
-"""Measures drives, and finds their best settings: ds_io and ds_nvme_tune."""
+"""Measures the I/O speed of drives (ds_io) and finds their best settings (ds_nvme_tune)."""
 
 from .measure.job import Job, Place
 from .measure.measuring import measure

@@ -1,1 +1,1 @@
-"""The command lines of ds_io and ds_nvme_tune."""
+"""The command-line programs ds_io and ds_nvme_tune."""

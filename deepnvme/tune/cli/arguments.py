@@ -1,4 +1,4 @@
-"""What the command lines of ds_io and ds_nvme_tune have in common: the parser, and the types of options."""
+"""The argument parser and the types of options that ds_io and ds_nvme_tune share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from deepnvme.version import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where to read on; status 2."""
+    """An argument parser whose errors are one line, with a hint at ``--help``; it has ``--version`` and takes no abbreviations."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(program, description=description, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"deepnvme {__version__}")
 
     def error(self, message: str) -> NoReturn:
+        """Print the message to stderr and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
 
 
+# Types of options: each parses a text, and raises argparse.ArgumentTypeError if it is wrong.
+
+
 def size(text: str) -> int:
+    """Return the bytes of a size such as "400M"."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -29,13 +34,14 @@ def size(text: str) -> int:
 
 
 def directory(text: str) -> Path:
+    """Return the path of a directory; refuses the empty string only."""
     if not text:
         raise argparse.ArgumentTypeError("must be a directory, got ''")
     return Path(text)
 
 
 def output_directory(text: str) -> Path:
-    """One that is there, or can be made."""
+    """Return the path of a directory that exists, or may be made."""
     path = directory(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"'{path}' is not a directory")
@@ -43,6 +49,7 @@ def output_directory(text: str) -> Path:
 
 
 def output_file(text: str) -> str:
+    """Return the path of a file to write, in a directory that exists; "-" is refused."""
     path = Path(text)
     if text == "-":
         raise argparse.ArgumentTypeError("must be a file, got '-'")
@@ -54,19 +61,22 @@ def output_file(text: str) -> str:
 
 
 def output_file_or_stdout(text: str) -> str:
-    """``-`` is stdout."""
+    """Return the path of a file to write as :func:`output_file` does, or "-" for stdout."""
     return text if text == "-" else output_file(text)
 
 
 def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
     return _at_least(1, text)
 
 
 def natural(text: str) -> int:
+    """Return a whole number of at least 0."""
     return _at_least(0, text)
 
 
 def _at_least(least: int, text: str) -> int:
+    """Return a whole number of at least ``least``."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return int(text)

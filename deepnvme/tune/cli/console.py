@@ -1,4 +1,4 @@
-"""How ds_io and ds_nvme_tune speak: results on stdout or in a file, what goes wrong in one line, interrupts once."""
+"""Output of ds_io and ds_nvme_tune: results to stdout or a file, errors as one line on stderr; and handling of interrupts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from deepnvme.tune.measure.folder import Unsuitable
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """What goes wrong inside is told in one line on stderr, with status 1; an interrupt, also by SIGTERM or SIGHUP, with 130."""
+    """Exit with one line on stderr if the ``with`` block fails: status 1, or 130 after SIGINT, SIGTERM or SIGHUP.
+
+    Warnings are printed as one line each.
+
+    Args:
+        program: The name at the beginning of each line.
+    """
 
     def say(message: object, *_: object, **__: object) -> None:
         print(f"{program}: note: {message}", file=sys.stderr)
@@ -24,7 +30,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     with _one_interrupt(), warnings.catch_warnings():
         warnings.simplefilter("once", RuntimeWarning)
         warnings.showwarning = say
-        # Said in the result, with what it means for it.
+        # The result says so itself, and what it means.
         warnings.filterwarnings("ignore", message="transfers of .* go through the page cache")
         try:
             yield
@@ -37,7 +43,10 @@ def one_line_errors(program: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """What would end the process is a KeyboardInterrupt, once: impatience does not keep it from removing its files."""
+    """Turn SIGINT, SIGTERM and SIGHUP into one KeyboardInterrupt, and ignore further ones, so that files are removed in any case.
+
+    Signals that somebody else handles or ignores are left as they are.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     taken = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
@@ -53,17 +62,18 @@ def _one_interrupt() -> Iterator[None]:
         yield
     finally:
         for number in taken:
-            if signal.getsignal(number) is interrupt:  # else the process is ending, and is left to
+            if signal.getsignal(number) is interrupt:  # otherwise the process is ending, and goes on ignoring signals
                 signal.signal(number, before[number])
 
 
 def _say(program: str, message: str, status: int) -> int:
+    """Print a message to stderr, and return ``status``."""
     print(f"{program}: {message}", file=sys.stderr)
     return status
 
 
 def write_out(text: str, path: str) -> None:
-    """``path``: a file, or "-" for stdout. Raises OSError naming the file."""
+    """Write a text and a line feed to a file, or to stdout if ``path`` is "-". Raises OSError, which names the file."""
     if path == "-":
         emit(text)
         return
@@ -71,18 +81,21 @@ def write_out(text: str, path: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error  # a failed write does not name it
+        raise OSError(error.errno, error.strerror, path) from error  # the error of a write does not name the file
 
 
 def emit(text: str) -> None:
-    """Print, whatever the encoding of stdout, and although nobody may read on."""
-    if sys.stdout is None:  # closed from the start: ds_io ... >&-
+    """Print a text to stdout; characters that its encoding lacks are escaped.
+
+    Does nothing if stdout was closed from the start, or nobody reads the pipe any more. Raises other OSErrors.
+    """
+    if sys.stdout is None:  # closed before the start: ds_io ... >&-
         return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
-        # What is left in the buffer would fail once more, with a status of Python's own, when it is flushed at exit.
+        # Flushing the rest of the buffer at exit would fail again, and change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # as with "ds_io ... | head"
+        if not isinstance(error, BrokenPipeError):  # for example "ds_io ... | head"
             raise

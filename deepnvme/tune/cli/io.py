@@ -1,4 +1,7 @@
-"""ds_io: what a drive gives a tensor. The options are DeepSpeed's (deepspeed/nvme/ds_aio_args.py), with a few more."""
+"""ds_io: measures how fast a tensor is read from or written to a drive.
+
+The options are DeepSpeed's (deepspeed/nvme/ds_aio_args.py), with a few more.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ from .console import emit, one_line_errors, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``ds_io``. Exits with status 2 if the arguments are wrong, 1 if the job fails, 130 if interrupted."""
+    """Run the ``ds_io`` command. Exits with status 2 if the arguments are wrong, 1 if the job fails, 130 if interrupted.
+
+    Args:
+        arguments: Command line without the program's name; None for that of the process.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     job = _job(parser, options)
@@ -100,6 +107,7 @@ def _parser() -> Parser:
 
 
 def _job(parser: Parser, options: argparse.Namespace) -> Job:
+    """Return the job that the options describe; exit if they do not fit together."""
     if (options.folder is None) == (not options.folder_to_device_mapping):
         parser.error("give either --folder or --folder_to_device_mapping")
     if options.use_gds and not options.gpu:
@@ -144,6 +152,7 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
 
 
 def _place(parser: Parser, mapping: str) -> Place:
+    """Parse DIR:GPU."""
     folder, colon, device = mapping.rpartition(":")
     if not colon or not folder or not (device.isascii() and device.isdecimal()):
         parser.error(f"--folder_to_device_mapping: must be DIR:GPU, such as {os.path.join('/mnt', 'nvme0')}:0, got {mapping!r}")
@@ -152,7 +161,7 @@ def _place(parser: Parser, mapping: str) -> Place:
 
 @contextlib.contextmanager
 def _status_line() -> Iterator[Progress]:
-    """Shows the step under way on a terminal, and nothing elsewhere."""
+    """Show the current step on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda step: None
         return
@@ -160,7 +169,7 @@ def _status_line() -> Iterator[Progress]:
     from rich.live import Live
     from rich.text import Text
 
-    # Drawn between loops only: a thread that draws during one would count as its CPU time.
+    # Drawn only between loops: the CPU time of a thread that draws during one would be counted.
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as line:
         yield lambda step: line.update(Text(step), refresh=True)
 

@@ -1,4 +1,4 @@
-"""ds_nvme_tune: the best settings for a drive. The options are DeepSpeed's (nvme/perf_run_sweep.py), with a few more."""
+"""ds_nvme_tune: finds the best settings for a drive. The options are DeepSpeed's (nvme/perf_run_sweep.py), with a few more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from .console import emit, one_line_errors, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``ds_nvme_tune``. Exits with status 2 if the arguments are wrong, 1 if tuning fails, and 130 if it was
-    interrupted, after what had been found by then."""
+    """Run the ``ds_nvme_tune`` command.
+
+    Exits with status 2 if the arguments are wrong, 1 if tuning fails, and 130 if it was interrupted, after printing the results
+    so far.
+
+    Args:
+        arguments: Command line without the program's name; None for that of the process.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.no_read and options.no_write:
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
         with _progress_bar() as progress:
             tuning = tune(order, progress)
-        # Said before files are written, which may fail.
+        # Printed before files are written, because that may fail.
         if options.json != "-":
             emit(sweep_text.render(tuning, verbose=options.verbose))
         if options.json is not None:
@@ -93,7 +99,7 @@ def _parser() -> Parser:
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """On a terminal; elsewhere a line for each step."""
+    """Show a progress bar on stderr if that is a terminal; otherwise print a line for each step."""
     if not sys.stderr.isatty():
         yield _each_step_once()
         return
@@ -102,7 +108,7 @@ def _progress_bar() -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    # Drawn between transfers only: a thread that draws during one would count as its CPU time.
+    # Drawn only between transfers: the CPU time of a thread that draws during one would be counted.
     with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
         task = bar.add_task("", total=1.0)
 
@@ -113,6 +119,7 @@ def _progress_bar() -> Iterator[Progress]:
 
 
 def _each_step_once() -> Progress:
+    """Return a function that prints each new step to stderr."""
     last = ""
 
     def show(share: float, step: str) -> None:

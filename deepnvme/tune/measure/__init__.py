@@ -1,1 +1,1 @@
-"""Measuring transfers of a tensor to and from folders."""
+"""Measures transfers of a tensor to and from folders: in this process, in several, and by fio."""

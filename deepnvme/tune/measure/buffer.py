@@ -1,4 +1,4 @@
-"""The tensor that is moved, and the memory it goes through."""
+"""The tensor that a measurement moves, and the host buffer it goes through if it is on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ if TYPE_CHECKING:
 
 
 class TransferBuffer:
-    """``nbytes`` random bytes, in locked memory of ``handle`` or on ``device``.
+    """A tensor of random bytes to be written or read, in host memory or on a GPU.
 
-    A tensor on a device goes by way of a locked buffer on the host, unless ``gds`` registers it with the handle, or ``hand_over``
-    leaves it to the handle as it is. ``by_accelerator``: host memory is pinned by PyTorch instead of locked by the handle. Raises
-    MemoryError (torch.OutOfMemoryError on a device).
+    A tensor on a GPU is copied through a locked buffer in host memory, except with ``gds`` or ``hand_over``.
+
+    Args:
+        nbytes: Size of the tensor.
+        handle: The handle that will move the tensor; allocates locked memory.
+        device: The GPU; None for host memory.
+        gds: Register the GPU tensor with the handle, for GPUDirect Storage.
+        hand_over: Give the GPU tensor to the handle as it is.
+        by_accelerator: Let PyTorch pin the host memory, instead of locking it by the handle.
+
+    Raises:
+        MemoryError: If there is not enough host memory (torch.OutOfMemoryError for a GPU's).
     """
 
     def __init__(
@@ -40,13 +49,13 @@ class TransferBuffer:
             self.kind += f" by way of {kind}"
 
     def to_write(self, nbytes: int | None = None) -> torch.Tensor:
-        """What a handle is to write: the first ``nbytes`` bytes, or all."""
+        """Return the memory that a handle is to write: the first ``nbytes`` bytes of the tensor, or all."""
         if self._bounce is None:
             return self.tensor[:nbytes]
         return self._bounce[:nbytes].copy_(self.tensor[:nbytes])
 
     def to_read(self, nbytes: int | None = None) -> torch.Tensor:
-        """What a handle is to read into; call :meth:`arrived` when it has."""
+        """Return the memory that a handle is to read into, ``nbytes`` or all. Call :meth:`arrived` when it has."""
         return (self.tensor if self._bounce is None else self._bounce)[:nbytes]
 
     def renew(self) -> None:
@@ -56,13 +65,13 @@ class TransferBuffer:
             random_bytes(self._bounce)
 
     def arrived(self, nbytes: int | None = None) -> None:
-        """What was read is in the tensor when this returns."""
+        """Copy what was read from the bounce buffer, if there is one, to the tensor."""
         if self._bounce is not None:
             self.tensor[:nbytes].copy_(self._bounce[:nbytes])
 
 
 def locked(handle: Any, nbytes: int) -> torch.Tensor:
-    """``nbytes`` random bytes in the handle's page-locked memory."""
+    """Return a uint8 tensor of ``nbytes`` random bytes in page-locked memory of a handle."""
     import torch
 
     tensor: torch.Tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -70,8 +79,10 @@ def locked(handle: Any, nbytes: int) -> torch.Tensor:
 
 
 def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with bytes that no drive can compress, in words because that is faster."""
+    """Fill a uint8 tensor with random bytes, which no drive can compress, and return it."""
     import torch
+
+    # Words of 8 bytes are faster to fill than bytes.
 
     words = tensor.numel() // 8 * 8
     tensor[:words].view(torch.int64).random_()
@@ -80,6 +91,7 @@ def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _host(nbytes: int, handle: Any, by_accelerator: bool) -> tuple[torch.Tensor, str]:
+    """Return random bytes in host memory, and what kind of memory it is."""
     import torch
 
     if not by_accelerator:
@@ -87,5 +99,5 @@ def _host(nbytes: int, handle: Any, by_accelerator: bool) -> tuple[torch.Tensor,
     tensor = random_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     if torch.cuda.is_available():
         return tensor.pin_memory(), "memory pinned by PyTorch"
-    # As DeepSpeed's CPU accelerator has it: nothing is pinned where there is no device to pin for.
+    # As with DeepSpeed's CPU accelerator: nothing is pinned if there is no device to pin for.
     return tensor, "ordinary memory, as no accelerator pins it"

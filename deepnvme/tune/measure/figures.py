@@ -1,4 +1,4 @@
-"""Figures with their spread: rates over loops, latencies over blocks."""
+"""Statistics of measurements: median and quartiles of rates, percentiles of latencies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class Spread:
-    """A median between its quartiles. Half the loops lie inside, whatever one disturbed loop did."""
+    """Median and quartiles of repeated measurements: half of them lie between the quartiles, even if one was disturbed."""
 
     median: float
+    """The median."""
     low: float
+    """The first quartile."""
     high: float
+    """The third quartile."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises statistics.StatisticsError for no values."""
+        """Return median and quartiles of the values. Raises statistics.StatisticsError if there are none."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -29,7 +32,7 @@ class Spread:
 
 
 def merged(histograms: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
-    """What all of them have counted together."""
+    """Return the sum of several histograms."""
     total: Counter[_Key] = Counter()
     for each in histograms:
         total.update(each)
@@ -38,18 +41,28 @@ def merged(histograms: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """How long most, and nearly all, took; seconds."""
+    """Percentiles of latencies, in seconds."""
 
     p50: float
+    """The median."""
     p90: float
+    """90 % are not longer."""
     p99: float
+    """99 % are not longer."""
     p999: float
+    """99.9 % are not longer."""
     longest: float
+    """The longest of all."""
     count: int
+    """Number of latencies."""
 
     @classmethod
     def of_seconds(cls, seconds: Sequence[float]) -> Percentiles:
-        """Of the times themselves. Each percentile is one of them: the smallest that at least so many do not exceed."""
+        """Return the percentiles of the given times. Each is one of them: the smallest that at least that share does not exceed.
+
+        Raises:
+            ValueError: If there are none.
+        """
         counts: dict[float, int] = {}
         for each in seconds:
             counts[each] = counts.get(each, 0) + 1
@@ -57,7 +70,13 @@ class Percentiles:
 
     @classmethod
     def of_bins(cls, nanoseconds: Mapping[int, int]) -> Percentiles:
-        """Of a histogram as ``Stats.block_latency`` has it. Each percentile is the upper bound of the bin it falls into."""
+        """Return the percentiles of a histogram like ``Stats.block_latency``: upper bounds in nanoseconds, with counts.
+
+        Each percentile is the upper bound of the bin it falls into.
+
+        Raises:
+            ValueError: If the histogram is empty.
+        """
         return cls._of({bound / 1e9: count for bound, count in nanoseconds.items()})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The same transfer as fio does it."""
+"""Runs fio, and parses its results."""
 
 from __future__ import annotations
 
@@ -19,53 +19,67 @@ from .job import FioSample, Operation
 
 
 class FioFailed(Exception):
-    """fio could not do what was asked; the message is what it said."""
+    """Raised if fio fails. The message is fio's own."""
 
 
 @dataclass(frozen=True)
 class FioRange:
-    """What one job of fio moves: a range of a file."""
+    """A range of a file that one fio job moves."""
 
     path: Path
+    """The file."""
     offset: int
+    """Where the range begins, in bytes from the start of the file."""
     nbytes: int
+    """Bytes of the range."""
 
 
 @dataclass(frozen=True)
 class FioSettings:
+    """How fio is to move data."""
+
     program: str
+    """Path of fio."""
     ioengine: str
+    """fio's I/O engine, such as "io_uring" or "libaio"."""
     block_size: int
+    """Bytes of a request."""
     queue_depth: int
-    """Of each piece."""
+    """Requests in flight of each job."""
     huge_pages: bool
-    """Buffers in huge pages that are reserved (vm.nr_hugepages), instead of ordinary memory."""
+    """Whether buffers are in reserved huge pages (vm.nr_hugepages), instead of ordinary memory."""
 
 
 def find() -> str | None:
-    """The program, if it is installed."""
+    """Return the path of fio; None if it is not installed."""
     return shutil.which("fio")
 
 
 def version(program: str) -> str:
-    """Raises FioFailed."""
+    """Return the version that fio prints. Raises FioFailed."""
     return _output([program, "--version"]).strip()
 
 
 def huge_pages_needed(settings: FioSettings, pieces: int, page: int) -> int:
-    """How many of ``page`` bytes its buffers take: fio aligns each piece's to a huge page, and wants one more."""
+    """Return the number of huge pages of ``page`` bytes that fio's buffers need for that many jobs.
+
+    fio aligns the buffers of each job to a huge page, and needs one more for each.
+    """
     return pieces * (math.ceil(settings.queue_depth * settings.block_size / page) + 1)
 
 
 def pieces(path: Path, nbytes: int, block_size: int, count: int) -> list[FioRange]:
-    """A file dealt to ``count`` jobs in whole blocks, as workers share a tensor."""
+    """Divide a file of ``nbytes`` into ranges for ``count`` jobs, in whole blocks, as our workers share a tensor.
+
+    Empty ranges are left out.
+    """
     blocks = math.ceil(nbytes / block_size)
     bounds = [min(nbytes, blocks * each // count * block_size) for each in range(count + 1)]
     return [FioRange(path, begin, end - begin) for begin, end in itertools.pairwise(bounds) if end > begin]
 
 
 def can_move(piece: FioRange, block_size: int) -> bool:
-    """fio leaves out what does not fill a block; by O_DIRECT, blocks are of whole sectors."""
+    """Return whether fio can move all of a range: it skips a last partial block, and O_DIRECT requires whole sectors."""
     block = min(block_size, piece.nbytes)
     return piece.nbytes % block == 0 and block % 512 == 0
 
@@ -78,10 +92,19 @@ def run(
     fallocate: Literal["native", "none"],
     fsync: bool = False,
 ) -> FioSample:
-    """Move every piece, all at the same time, by O_DIRECT. Blocks; fio's processes end with an interrupt of this one.
+    """Let fio move all ranges at the same time, by O_DIRECT, and return its result. Blocks.
 
-    ``fallocate``: "native" reserves a new file's space before fio's clock starts. Rates and times are fio's own, so that
-    starting it costs it nothing. Raises FioFailed.
+    An interrupt of this process ends fio's processes. Times are those that fio itself measured, without its start.
+
+    Args:
+        settings: How to move the data.
+        operation: Whether to read or to write.
+        work: The ranges, one fio job for each.
+        fallocate: "native" reserves the space of a new file before fio's measured time begins.
+        fsync: Whether fio ends writes by an fsync.
+
+    Raises:
+        FioFailed: If fio fails, does not move all bytes, or its report cannot be read.
     """
     command = [
         settings.program,
@@ -102,7 +125,7 @@ def run(
         command.append(f"--bs={min(settings.block_size, piece.nbytes)}")
     output = _output(command)
     try:
-        # fio prints notes before the document.
+        # fio may print notes before the JSON document.
         document = output[f"\n{output}".index("\n{") :]
         return _sample(json.loads(document), operation, sum(piece.nbytes for piece in work))
     except (ValueError, LookupError, TypeError) as error:
@@ -110,7 +133,8 @@ def run(
 
 
 def _output(command: Sequence[str]) -> str:
-    # Its jobs are processes of their own: a session of theirs lets an interrupt end all of them.
+    """Run a command and return its standard output. Raises FioFailed if it fails."""
+    # fio's jobs are separate processes; in a session of their own, an interrupt can end all of them.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         output, errors = process.communicate()
@@ -126,16 +150,17 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> FioSample:
-    (job,) = report["jobs"]  # --group_reporting makes one of all
+    """Return the values in fio's JSON report. Raises FioFailed if fio has not moved ``nbytes``."""
+    (job,) = report["jobs"]  # --group_reporting combines all jobs into one
     moved = job[operation]
     if moved["io_bytes"] != nbytes:
         raise FioFailed(f"fio moved {moved['io_bytes']} bytes of {nbytes}")
     percentiles = moved["clat_ns"].get("percentile", {})
     return FioSample(
         nbytes,
-        # A job too short for fio's clock counts as its one millisecond.
+        # fio's clock has a resolution of a millisecond: a shorter job counts as one.
         max(moved["runtime"], 1) / 1000,
-        # Percentages of the jobs' milliseconds, from fio's own getrusage.
+        # usr_cpu and sys_cpu are percentages of the jobs' milliseconds, by fio's own getrusage.
         (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
         percentiles.get("50.000000", 0) / 1e9,
         percentiles.get("99.000000", 0) / 1e9,

@@ -1,4 +1,4 @@
-"""fio in turn with a job of ours: the same bytes, the same settings, the same state of the page cache."""
+"""Runs fio in turn with a job of ours: the same bytes, the same settings, the same state of the page cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .job import FioComparison, FioSample, Job, Sample, file_name
 
 
 def find_suitable(job: Job) -> str:
-    """The program. Raises Unsuitable where there is none, or where it cannot do the job."""
+    """Return the path of fio. Raises Unsuitable if it is not installed, or cannot do the same as the job."""
     program = fio.find()
     if program is None:
         raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
@@ -28,13 +28,23 @@ def find_suitable(job: Job) -> str:
 
 
 class FioComparisonRun:
-    """fio with the job's settings, loop by loop. ``backend``: ours. Raises fio.FioFailed, as its methods do."""
+    """Repeats a job's transfer with fio, and compares the results.
+
+    Args:
+        job: The job; :func:`find_suitable` has accepted it.
+        program: Path of fio.
+        backend: The backend that our handle uses. fio uses io_uring if that does, otherwise libaio.
+        directories: The job's directory for each place.
+
+    Raises:
+        FioFailed: If fio fails; the methods raise it too.
+    """
 
     def __init__(self, job: Job, program: str, backend: str | None, directories: Sequence[Path]) -> None:
         self._job = job
         self._version = fio.version(program)
         self._samples: list[FioSample] = []
-        # Reads share the file that was laid out; with a file for each loop, the first loop's.
+        # fio reads the file that our job reads; if that has a file for each loop, the first loop's.
         names = [file_name("read", index, 0) if job.operation == "read" else f"fio.{index}" for index in range(len(directories))]
         self._paths = [directory / name for directory, name in zip(directories, names, strict=True)]
         self._work = [piece for path in self._paths for piece in _pieces(job, path)]
@@ -50,6 +60,7 @@ class FioComparisonRun:
             self._buffers += f"; to give it some: {packages.as_root(f'sysctl vm.nr_hugepages={total}')}"
 
     def loop(self) -> None:
+        """Make one transfer with fio. Blocks. The file's pages in the page cache are dropped first."""
         job = self._job
         if job.operation == "write" and job.different_files:
             for path in self._paths:
@@ -61,7 +72,12 @@ class FioComparisonRun:
         )
 
     def comparison(self, ours: Sequence[Sample], first: int) -> FioComparison:
-        """``ours``: our loops, as many as fio's. ``first``: the first that counts."""
+        """Return fio's results compared with ours.
+
+        Args:
+            ours: Our samples, one for each loop of fio.
+            first: Number of the first loop that counts.
+        """
         pairs = list(zip(ours, self._samples, strict=True))[first:]
         return FioComparison(
             version=self._version,

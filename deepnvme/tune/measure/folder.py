@@ -1,4 +1,4 @@
-"""The folder that is measured: whether it can be, what lies under it, and the state its files are in before each transfer."""
+"""Examines a folder to be measured, makes a temporary directory in it, and brings files and device into a defined state."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from deepnvme.report import directory as _directory
 
 
 class Unsuitable(Exception):
-    """What was asked for cannot be measured here; the message says why and what to do, in one line."""
+    """Raised if a measurement is not possible on this machine. The message says why and what to do, in one line."""
 
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """Where a folder lies."""
+    """The filesystem and device that a folder is on."""
 
     path: str
+    """Absolute path of the folder."""
     filesystem: str
+    """Type of the filesystem, such as "ext4"."""
     device: str
+    """Device or other source of the mount."""
     direct: bool
     """Whether transfers bypass the page cache."""
     label: str
-    """What figures from here are figures of: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
+    """What a measurement there measures: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
     device_number: int
+    """``st_dev`` of the folder: equal for folders on one filesystem."""
 
 
 def examine(folder: Path) -> FolderFacts:
-    """Look at ``folder``, making and removing one small file in it. Raises Unsuitable if it cannot be written to."""
+    """Return the facts about a folder; makes small files in it and removes them. Raises Unsuitable if it cannot be written to."""
     try:
         if not folder.is_dir():
             folder.stat()
@@ -61,7 +65,15 @@ def examine(folder: Path) -> FolderFacts:
 
 @contextlib.contextmanager
 def workspace(folder: Path, prefix: str) -> Iterator[Path]:
-    """A directory of one's own in ``folder``, removed with all that it holds. Raises Unsuitable if it cannot be made."""
+    """Make a temporary directory in a folder, and remove it with its content at the end.
+
+    Args:
+        folder: Where to make it.
+        prefix: Beginning of its name.
+
+    Raises:
+        Unsuitable: If it cannot be made.
+    """
     try:
         directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
     except OSError as error:
@@ -70,14 +82,14 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
         with directory as path:
             yield Path(path)
     finally:
-        directory.cleanup()  # once more, for when an interrupt came into the first: to remove large files takes seconds
+        directory.cleanup()  # again, in case an interrupt came during the first: removing large files takes seconds
 
 
 def drop_pages(paths: Iterable[Path]) -> None:
-    """Write back and forget what the page cache holds of each file that exists. Needs no privilege."""
+    """Write back and drop the page cache's pages of each file; missing files are skipped. Needs no privilege. Blocks."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            # No file object: an interrupt between its making and its ``with`` would have it complain when it goes.
+            # No file object: if interrupted before its ``with``, it would warn of not having been closed.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)  # only clean pages can be dropped
@@ -87,7 +99,7 @@ def drop_pages(paths: Iterable[Path]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's or a directory's data on stable storage."""
+    """Write a file's or directory's data to stable storage (fsync). Blocks."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,7 +108,11 @@ def sync(path: Path) -> None:
 
 
 def settle(directory: Path, limit_seconds: float = 2.0) -> None:
-    """Commit what is left of unlinks and allocations (a mount with ``discard`` trims now), then wait for a quiet device."""
+    """Wait until a directory's device is idle, after committing pending unlinks and allocations.
+
+    On a mount with ``discard`` the commit makes the device trim. Blocks, for ``limit_seconds`` at most after the commit; only for
+    the commit if the device does not tell its requests in flight.
+    """
     sync(directory)
     device = directory.stat().st_dev
     inflight = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")

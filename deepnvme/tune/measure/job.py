@@ -1,4 +1,4 @@
-"""What ds_io is asked to measure, and what comes out."""
+"""The job that ds_io measures, and its results, as data."""
 
 from __future__ import annotations
 
@@ -13,67 +13,88 @@ from .figures import Percentiles, Spread, merged
 from .folder import FolderFacts
 
 Operation = Literal["read", "write"]
+"""Direction of a transfer: from the drive or to it."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+"""Both directions."""
 EngineName = Literal["aio_handle", "aio_basic", "torch_io", "torch_fastio"]
+"""How the tensor is moved: by one handle, a handle for each call, torch.save and torch.load, or torch.save over a handle."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process works: a folder, and the number of the GPU that holds its tensor if one does."""
+    """Where one process of a job works."""
 
     folder: Path
+    """The folder for its files."""
     device: int
+    """Number of the GPU that holds its tensor, if the job uses GPUs."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One transfer, repeated: each place's process moves ``io_size`` bytes to or from a file of its own, all at the same time."""
+    """A transfer to be repeated and measured.
+
+    In each loop the processes of all places move ``io_size`` bytes each, at the same time, to or from files of their own.
+    """
 
     places: tuple[Place, ...]
+    """One process for each; a single one is this process."""
     operation: Operation
+    """Whether to read or to write."""
     io_size: int
-    """Bytes."""
+    """Bytes of each process's tensor."""
     setting: AioConfig
+    """Settings of the handle."""
     engine: EngineName = "aio_handle"
+    """How the tensor is moved."""
     loops: int = 3
+    """Measured repetitions."""
     warmup_loops: int = 1
+    """Repetitions before the measured ones."""
     include_warmup: bool = False
+    """Whether to count the warm-up loops as well."""
     different_files: bool = False
-    """A new file for each loop; else the first loop's file is overwritten, or read again."""
+    """Whether each loop has a new file; otherwise the first loop's file is overwritten, or read again."""
     fsync: bool = False
-    """Time writes until they are on stable storage."""
+    """Whether writes are timed until they are on stable storage."""
     validate: bool = False
-    """Compare tensor and file after each loop, outside the measured time."""
+    """Whether to compare tensor and file after each loop, outside the measured time."""
     gpu: bool = False
+    """Whether the tensors are in GPU memory; they then go through a pinned buffer, unless other options say otherwise."""
     slow_bounce_buffer: bool = False
+    """With ``gpu``: whether the GPU tensor is given to the handle itself."""
     accelerator_pin_memory: bool = False
+    """Whether host memory is pinned by PyTorch instead of locked by the handle."""
     fast_io_size: int = 64 << 20
     """Bytes of the pinned buffer of torch_fastio."""
     torch_legacy_save: bool = False
+    """Whether torch.save uses its file format of before 1.6."""
     compare_fio: bool = False
+    """Whether fio makes the same transfer, in turn with ours."""
 
     @property
     def total_loops(self) -> int:
+        """Number of warm-up and measured loops."""
         return self.warmup_loops + self.loops
 
 
 def file_name(operation: Operation, index: int, loop: int) -> str:
-    """The file of the place of that index; without ``different_files``, loop 0's is that of all."""
+    """Return the name of the file that place number ``index`` uses in a loop; without ``different_files``, loop 0's is used."""
     return f"{operation}.{index}.{loop}"
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Bytes by the way they took."""
+    """Bytes moved, by the path they took between memory and drive. Can be added."""
 
     zero_copy: int
-    """Past the page cache, from or into the tensor itself."""
+    """Bytes that bypassed the page cache, from or into the tensor itself."""
     staged: int
-    """Past the page cache, through an aligned buffer."""
+    """Bytes that bypassed the page cache, but were copied through an aligned buffer."""
     buffered: int
-    """Through the page cache."""
+    """Bytes that went through the page cache."""
     gds: int = 0
-    """Between drive and GPU memory, without host memory."""
+    """Bytes that went between drive and GPU memory, without host memory."""
 
     def __add__(self, other: Paths) -> Paths:
         return Paths(
@@ -83,110 +104,133 @@ class Paths:
 
 @dataclass(frozen=True)
 class Sample:
-    """One loop of one process, or of all of them together."""
+    """The measured values of one loop, of one process or of all processes together."""
 
     nbytes: int
+    """Bytes moved."""
     requests: tuple[float, ...]
     """Seconds that each process's transfer took."""
     seconds: float
-    """Until the last process had ended."""
+    """Seconds until the last process had ended."""
     cpu_seconds: float
+    """CPU time of the processes, all threads included."""
     paths: Paths | None
-    """None where the engine does not count."""
+    """Bytes by their path; None if the engine does not count them."""
     block_latency: Mapping[int, int] | None
-    """As ``Stats.block_latency``; None where the engine does not count."""
+    """Histogram of the latency of blocks, as ``Stats.block_latency``; None if the engine does not count."""
 
     @property
     def task_seconds(self) -> float:
-        """The transfer alone; of several processes the slowest's."""
+        """Seconds of the transfer alone; of the slowest, if there are several processes."""
         return max(self.requests)
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes per second, until the last process had ended."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes."""
+        return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+@dataclass(frozen=True)
+class FioSample:
+    """The values of one loop by fio, as fio itself measured them."""
+
+    nbytes: int
+    """Bytes moved."""
+    seconds: float
+    """Seconds that the transfer took."""
+    cpu_seconds: float
+    """CPU time of fio's jobs."""
+    block_latency_p50: float
+    """Median of the seconds from a block's submission to its completion."""
+    block_latency_p99: float
+    """99th percentile of the same."""
 
     @property
     def gb_per_second(self) -> float:
         """10^9 bytes per second."""
         return self.nbytes / self.seconds / 1e9
 
-    @property
-    def cpu_seconds_per_gb(self) -> float:
-        return self.cpu_seconds / (self.nbytes / 1e9)
-
-
-@dataclass(frozen=True)
-class FioSample:
-    """One loop as fio did it, by fio's own clocks."""
-
-    nbytes: int
-    seconds: float
-    cpu_seconds: float
-    block_latency_p50: float
-    block_latency_p99: float
-
-    @property
-    def gb_per_second(self) -> float:
-        return self.nbytes / self.seconds / 1e9
-
 
 @dataclass(frozen=True)
 class FioComparison:
-    """fio on the same transfer, in turn with ours."""
+    """The results of fio for the same transfer, measured in turn with ours."""
 
     version: str
+    """Version of fio."""
     ioengine: str
+    """fio's I/O engine, "io_uring" or "libaio"."""
     buffers: str
+    """Kind of memory of fio's buffers, and how to give it huge pages if it has none."""
     samples: tuple[FioSample, ...]
+    """The counted loops."""
     ratio: Spread
-    """Ours / fio's rate, loop by loop."""
+    """Our rate divided by fio's, loop by loop."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a job gave. Counted loops are those after the warm-up, or all with ``include_warmup``."""
+    """The results of a job. Counted loops are those after the warm-up, or all loops with ``include_warmup``."""
 
     job: Job
+    """The job that was measured."""
     folders: tuple[FolderFacts, ...]
+    """The folders, each once."""
     backend: str | None
+    """The backend that the first process used; None if the engine does not tell."""
     memory: str
-    """What kind of memory the tensors are in."""
+    """Kind of memory that the tensors are in."""
     warmup: tuple[Sample, ...]
+    """The loops that do not count."""
     samples: tuple[Sample, ...]
     """The counted loops."""
     fallbacks: Mapping[str, int]
+    """Why transfers took a slower path, with the number of times."""
     fio: FioComparison | None = None
+    """The comparison with fio; None if the job has none."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes moved in all counted loops."""
         return sum(sample.nbytes for sample in self.samples)
 
     @property
     def task_seconds(self) -> float:
-        """All counted loops; of several processes the slowest, loop by loop."""
+        """Seconds of all counted loops; of each loop's slowest process, if there are several."""
         return sum(sample.task_seconds for sample in self.samples)
 
     @property
     def seconds(self) -> float:
-        """All counted loops, each until its last process had ended."""
+        """Seconds of all counted loops, each until its last process had ended."""
         return sum(sample.seconds for sample in self.samples)
 
     @property
     def gb_per_second(self) -> Spread:
+        """10^9 bytes per second, over the counted loops."""
         return Spread.of([sample.gb_per_second for sample in self.samples])
 
     @property
     def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes, over all counted loops."""
         return sum(sample.cpu_seconds for sample in self.samples) / (self.nbytes / 1e9)
 
     @property
     def request_latency(self) -> Percentiles:
-        """From a request's start to its end: one request moves a whole tensor."""
+        """Time from a request's start to its end; one request moves a whole tensor."""
         return Percentiles.of_seconds([seconds for sample in self.samples for seconds in sample.requests])
 
     @property
     def block_latency(self) -> Percentiles | None:
-        """From a block's submission to its completion."""
+        """Time from a block's submission to its completion; None if the engine does not count."""
         bins = merged(sample.block_latency or {} for sample in self.samples)
         return Percentiles.of_bins(bins) if bins else None
 
     @property
     def paths(self) -> Paths | None:
+        """Bytes of all counted loops by their path; None if the engine does not count them."""
         counted = [sample.paths for sample in self.samples if sample.paths is not None]
         return sum(counted, Paths(0, 0, 0)) if counted else None

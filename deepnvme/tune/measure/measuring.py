@@ -1,4 +1,4 @@
-"""Carries out a ds_io job: files laid out, processes in step, fio in turn, everything removed."""
+"""Runs a ds_io job: makes the files, runs the processes in step and fio in turn with them, and removes everything."""
 
 from __future__ import annotations
 
@@ -15,17 +15,27 @@ from .requirements import check_memory, check_space
 from .worker_processes import worker_processes
 
 Progress = Callable[[str], None]
-"""Told the step under way."""
+"""Called with a description of each step as it begins."""
 
-_INTERPRETER = 200 << 20  # measured: 165 MiB that a process with torch shares with no other
+_INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it shares with no other
 
 
 def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
-    """Carry out ``job``. Blocks; an interrupt or an error leaves no file and no process behind.
+    """Run a job and return its measurement. Blocks. An interrupt or an error leaves no file and no process behind.
 
-    Files are in a directory of their own in each folder. Before each loop, and outside its time, what the page cache holds of
-    the file is written back and dropped. Raises Unsuitable before the first byte where the job cannot be done here, OSError from
-    the transfers, ChildProcessError if a process dies, ValueError if validation finds a difference, :class:`fio.FioFailed`.
+    Files are made in a temporary directory in each folder. Before each loop, outside the measured time, the file's pages in the
+    page cache are written back and dropped.
+
+    Args:
+        job: What to measure.
+        progress: Called with a description of each step as it begins.
+
+    Raises:
+        Unsuitable: Before anything is transferred, if the job cannot be done on this machine.
+        OSError: If a transfer fails.
+        ChildProcessError: If a process dies.
+        ValueError: If validation finds a difference.
+        FioFailed: If fio fails.
     """
     facts = {place.folder: examine(place.folder) for place in job.places}
     check_space((place.folder, _file_bytes(job)) for place in job.places)
@@ -69,7 +79,7 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
 
 
 def _memory_bytes(job: Job) -> int:
-    """Of one process, on the host."""
+    """Return the bytes of host memory that one process needs."""
     by_torch = job.engine.startswith("torch")
     loaded = by_torch and (job.operation == "read" or job.validate)
     tensors = 0 if job.setting.use_gds else job.io_size * (2 if loaded else 1)
@@ -77,14 +87,14 @@ def _memory_bytes(job: Job) -> int:
 
 
 def _file_bytes(job: Job) -> int:
-    """Of all files of one process at a time, fio's included; torch's have a header and an index."""
+    """Return the bytes of all files that one process has at a time, fio's included. torch's files have a header and an index."""
     files = job.total_loops if job.different_files else 1
     ours = files * (job.io_size + (1 << 20 if job.engine.startswith("torch") else 0))
     return ours + (job.io_size if job.compare_fio and job.operation == "write" else 0)
 
 
 def _together(samples: Sequence[Sample]) -> Sample:
-    """What the processes did in one loop, as one."""
+    """Combine the samples of all processes for one loop."""
     paths = [sample.paths for sample in samples if sample.paths is not None]
     return Sample(
         nbytes=sum(sample.nbytes for sample in samples),

@@ -1,4 +1,4 @@
-"""One process of a measurement: it moves its tensor when it is told to, at the same moment as the others."""
+"""One process of a job: moves its tensor when told to, at the same time as the other processes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,38 @@ from .job import Job, Sample, file_name
 
 @dataclass(frozen=True)
 class Described:
-    """What a member says of itself when it is ready."""
+    """What a :class:`Member` reports when it is ready."""
 
     memory: str
+    """Kind of memory that its tensor is in."""
     backend: str | None
+    """The backend that its handle uses; None if the engine does not tell."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a call in another process: its result or its error, and the warnings that it gave."""
+    """The outcome of a call in another process."""
 
     result: Any
+    """What the call returned; None after an error."""
     error: Exception | None
+    """What the call raised; None if it succeeded."""
     warned: tuple[Warning | str, ...]
+    """The warnings that the call gave."""
 
 
 class Member:
-    """One process's part of a job: it holds the tensor and the files of one place.
+    """One process's part of a job: the tensor and the files of one place.
 
-    ``wait`` returns when all members have called it.
+    Args:
+        job: The job.
+        index: Number of the place.
+        directory: For its files.
+        wait: A barrier: returns when all members have called it.
+
+    Raises:
+        Unsuitable: If this machine lacks what the job needs.
+        MemoryError: If there is not enough memory for the tensor.
     """
 
     def __init__(self, job: Job, index: int, directory: Path, wait: Callable[[], object]) -> None:
@@ -50,7 +63,7 @@ class Member:
         self.described = Described(self._transfer.memory, stats["backend"] if stats else None)
 
     def lay_out(self) -> None:
-        """Make the files that reads are to find, through to the drive."""
+        """Write the files that are to be read, and flush them to the drive. Does nothing for a job that writes. Blocks."""
         if self._job.operation == "write":
             return
         for path in self._files:
@@ -58,7 +71,15 @@ class Member:
             sync(path)
 
     def loop(self, number: int) -> Sample:
-        """One loop. Raises OSError from the transfer, ValueError if validation finds a difference."""
+        """Make and measure one transfer, starting and ending together with the other members. Blocks.
+
+        Args:
+            number: Number of the loop.
+
+        Raises:
+            OSError: If the transfer fails.
+            ValueError: If validation finds a difference.
+        """
         path = self._files[number % len(self._files)]
         drop_pages([path])
         if self._job.validate:
@@ -81,13 +102,24 @@ class Member:
         return Sample(self._job.io_size, (moved - start,), ended - start, cpu, paths, latency)
 
     def fallbacks(self) -> Mapping[str, int]:
+        """Return why transfers took a slower path, with the number of times."""
         stats = self._transfer.stats()
         return dict(stats["fallbacks"]) if stats else {}
 
 
 def serve(job: Job, index: int, directory: Path, wait: Callable[[], object], connection: Connection) -> None:
-    """The process's main function: describes its member, then answers each (method, arguments), with a Reply. Ends with the
-    connection."""
+    """Run a member in a process of its own: the process's main function.
+
+    Sends a :class:`Reply` with its :class:`Described`; then for each (method, arguments) received, calls that method of the
+    member and sends a reply. Returns when the connection is closed, or if the member cannot be made.
+
+    Args:
+        job: As for :class:`Member`.
+        index: As for :class:`Member`.
+        directory: As for :class:`Member`.
+        wait: As for :class:`Member`.
+        connection: To the process that controls the job.
+    """
     member: Member | None = None
 
     def start() -> Described:
@@ -103,6 +135,7 @@ def serve(job: Job, index: int, directory: Path, wait: Callable[[], object], con
 
 
 def _reply(call: Callable[..., Any], *arguments: object) -> Reply:
+    """Call a function, and return its result or error, and its warnings."""
     result, failure = None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Whether what is to be measured fits: on the drives, and in memory."""
+"""Checks, before a measurement, whether there is enough space and memory for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from .folder import Unsuitable
 
 
 def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller --io_size or another folder") -> None:
-    """``needs``: bytes wanted in each folder. Raises Unsuitable if a filesystem has not that much free for all its folders."""
+    """Raise Unsuitable if a filesystem has not enough free space for all folders on it.
+
+    Args:
+        needs: Pairs of a folder and the bytes needed in it; a folder may come several times.
+        remedy: What the user can do, for the message.
+    """
     wanted: dict[int, int] = {}
     folders: dict[int, Path] = {}
     for folder, nbytes in needs:
@@ -27,7 +32,12 @@ def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller
 
 
 def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
-    """Raise Unsuitable unless so much memory is available: with less, the kernel would kill a process."""
+    """Raise Unsuitable if less than ``nbytes`` of memory is available: the kernel would kill a process.
+
+    Args:
+        nbytes: Bytes of host memory needed.
+        remedy: What the user can do, for the message.
+    """
     available = meminfo("MemAvailable")
     if nbytes > available:
         raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")

@@ -1,4 +1,4 @@
-"""The ways to move a tensor that ds_io compares: our handle, the handle made anew for each call, and torch's own files."""
+"""The ways to move a tensor that ds_io can measure: one handle, a new handle for each call, and torch.save and torch.load."""
 
 from __future__ import annotations
 
@@ -23,30 +23,40 @@ _CHUNK = 64 << 20
 
 
 class Transfer(Protocol):
-    """One tensor, and a way to move it. Every method blocks."""
+    """A tensor, and a way to move it to or from files. All methods block."""
 
     @property
     def memory(self) -> str:
-        """What kind of memory the tensor is in."""
+        """Kind of memory that the tensor is in."""
 
     def lay_out(self, path: Path) -> None:
-        """Write the file that reads are to find."""
+        """Write a file that :meth:`move` can read."""
 
     def move(self, path: Path) -> None:
-        """What is measured: all of the tensor to or from the file."""
+        """Read or write all of the tensor: the operation that is measured."""
 
     def matches(self, path: Path) -> bool:
-        """Whether file and tensor hold the same."""
+        """Return whether file and tensor have the same content."""
 
     def renew(self) -> None:
-        """Make the bytes that are to be replaced, or to be written, other ones: a transfer that does nothing is then noticed."""
+        """Change the bytes that the next transfer replaces or writes, so that a transfer that does nothing is noticed."""
 
     def stats(self) -> Mapping[str, Any] | None:
-        """The engine's statistics, where it keeps any."""
+        """Return the engine's statistics; None if it has none."""
 
 
 def make(job: Job, device_number: int) -> Transfer:
-    """Raises Unsuitable for what this machine has not, MemoryError, and OSError or RuntimeError from the op."""
+    """Return the transfer of a job's engine, with its tensor allocated.
+
+    Args:
+        job: The job.
+        device_number: Number of the GPU for the tensor, if the job uses GPUs.
+
+    Raises:
+        Unsuitable: If this machine or the engine cannot do what the job wants.
+        MemoryError: If there is not enough memory for the tensor.
+        OSError: From the op; RuntimeError likewise.
+    """
     device = gpu(device_number) if job.gpu else None
     engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]] = {
         "aio_handle": _Handle,
@@ -58,7 +68,7 @@ def make(job: Job, device_number: int) -> Transfer:
 
 
 def op() -> ModuleType:
-    """The async_io op, compiled if need be. Raises Unsuitable, in one line, where that fails."""
+    """Load the async_io op, which compiles it at first use. Raises Unsuitable, with a one-line message, if that fails."""
     from deepnvme.ops.op_builder import AsyncIOBuilder
 
     try:
@@ -68,7 +78,7 @@ def op() -> ModuleType:
 
 
 def make_handle(setting: AioConfig) -> Any:
-    """An ``aio_handle``, or a ``gds_handle`` where the setting asks for it. Raises Unsuitable where it cannot be made."""
+    """Return an ``aio_handle`` with these settings; with ``use_gds`` a ``gds_handle``. Raises Unsuitable if that fails."""
     try:
         if setting.use_gds:
             from deepnvme.ops.op_builder import GDSBuilder
@@ -80,18 +90,19 @@ def make_handle(setting: AioConfig) -> Any:
 
 
 def gpu_of_folder(index: int) -> torch.device:
-    """Each its own, in turn where there are more folders. Raises Unsuitable if there is none."""
+    """Return the GPU for folder number ``index``: GPUs are assigned in turn. Raises Unsuitable if there is none."""
     return gpu(index % max(_gpus(), 1))
 
 
 def _gpus() -> int:
+    """Return the number of GPUs that PyTorch sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpu(number: int) -> torch.device:
-    """Raises Unsuitable if there is no such GPU."""
+    """Return GPU ``number``. Raises Unsuitable if there is no such GPU."""
     import torch
 
     count = _gpus()
@@ -103,7 +114,7 @@ def gpu(number: int) -> torch.device:
 
 
 class _Handle:
-    """aio_handle or gds_handle, one for all loops."""
+    """Moves the tensor by one aio_handle or gds_handle, used in all loops."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
         self._operation: Operation = job.operation
@@ -142,7 +153,7 @@ class _Handle:
 
 
 class _Basic:
-    """aio_read and aio_write: a handle for each call."""
+    """Moves the tensor by the functions aio_read and aio_write, which make a handle for each call."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
         if device is not None:
@@ -175,7 +186,7 @@ class _Basic:
 
 
 class _Torch:
-    """torch.save and torch.load."""
+    """Moves the tensor by torch.save and torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
         import torch
@@ -192,7 +203,7 @@ class _Torch:
     def move(self, path: Path) -> None:
         if self._job.operation == "read":
             loaded = self._load(path)
-            self._loaded = loaded if self._job.validate else None  # else the next loop has to hold both
+            self._loaded = loaded if self._job.validate else None  # not kept otherwise: the next loop would need memory for two
         else:
             self._save(path)
 
@@ -200,7 +211,7 @@ class _Torch:
         return self._torch.equal(self.tensor, self._load(path) if self._loaded is None else self._loaded)
 
     def renew(self) -> None:
-        self._loaded = None  # what is loaded is new memory each time
+        self._loaded = None  # torch.load allocates new memory each time
         if self._job.operation == "write":
             random_bytes(self.tensor)
 
@@ -219,7 +230,7 @@ class _Torch:
 
 
 class _TorchFast(_Torch):
-    """torch.save through a file object that writes with a handle; torch.load."""
+    """Moves the tensor by torch.save to a file object that writes with a handle, and by torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
         if job.fast_io_size < SMALLEST_TENSOR:
@@ -238,11 +249,13 @@ class _TorchFast(_Torch):
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor in chunks, in host memory."""
     for start in range(0, tensor.numel(), _CHUNK):
         yield tensor[start : start + _CHUNK].cpu()
 
 
 def _same(tensor: torch.Tensor, path: Path) -> bool:
+    """Return whether a file's content is just the bytes of the tensor."""
     if path.stat().st_size != tensor.numel():
         return False
     with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""The processes of a job: how they are started, told what to do, listened to and ended."""
+"""Starts the processes of a job, calls methods of their members, collects the replies, and ends the processes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,37 @@ from .process import Described, Member, Reply, serve
 
 
 class WorkerProcesses(Protocol):
-    """All members of a job."""
+    """All members of a job, in this process or in others."""
 
     described: list[Described]
+    """What each member reported when it was ready."""
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        """Have every member do it at the same time, and wait for all. Raises what the first to fail raised, ChildProcessError if
-        a process has died."""
+        """Call a method of all members at the same time. Blocks.
+
+        Args:
+            method: Name of a method of :class:`Member`.
+            arguments: For each of the calls.
+
+        Returns:
+            The results, in the order of the members.
+
+        Raises:
+            Exception: What the first member to fail raised.
+            ChildProcessError: If a process has died.
+        """
 
 
 @contextlib.contextmanager
 def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerProcesses]:
-    """A member for each directory: one in this process, several each in its own. None outlives the ``with``."""
+    """Make a member for each directory: a single one in this process, several in a process each.
+
+    The processes are ended at the end of the ``with`` block.
+    """
     if len(directories) == 1:
         yield _One(job, directories[0])
         return
-    # Not forked: torch's threads do not survive that.
+    # Spawned rather than forked: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(directories))
     processes, connections = [], []
@@ -43,10 +58,10 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
             with _without_interrupts():
                 process.start()
             processes.append(process)
-            theirs.close()  # so that its death is seen here
+            theirs.close()  # so that reading raises EOFError when the process dies
         yield _Several(connections)
     except BaseException:
-        # All at once, also those at the barrier: nobody comes there any more.
+        # Kill all, because those at the barrier would wait forever.
         for process in processes:
             process.kill()
         raise
@@ -61,6 +76,8 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
 
 
 class _One:
+    """A single member, in this process."""
+
     def __init__(self, job: Job, directory: Path) -> None:
         self._member = Member(job, 0, directory, lambda: None)
         self.described = [self._member.described]
@@ -70,7 +87,7 @@ class _One:
 
 
 class _Several:
-    """Members in other processes, each of which serves at the end of a connection."""
+    """Members in other processes, each behind a connection."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = connections
@@ -78,13 +95,14 @@ class _Several:
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         for connection in self._connections:
-            with contextlib.suppress(ConnectionError):  # of one that died, which is told where its reply is awaited
+            with contextlib.suppress(ConnectionError):  # from a process that has died: _replies() raises the error
                 connection.send((method, arguments))
         return self._replies()
 
     def _replies(self) -> list[Any]:
+        """Wait for a reply from every process."""
         replies: dict[Connection, Any] = {}
-        # As they come, because one that waits for another's sake says nothing when that other has died.
+        # In the order of arrival: a process that waits at the barrier for one that has died never replies.
         while len(replies) < len(self._connections):
             for connection in wait([each for each in self._connections if each not in replies]):
                 assert isinstance(connection, Connection)
@@ -104,7 +122,7 @@ class _Several:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """For the start of a process, which then never sees Ctrl-C: that is for this one, which ends it."""
+    """Block SIGINT while a process is started, which inherits that: Ctrl-C only interrupts this process, which ends the other."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

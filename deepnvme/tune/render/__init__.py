@@ -1,1 +1,1 @@
-"""Results as text, JSON, charts and an HTML report."""
+"""Formats results as text, JSON, charts, an HTML report and DeepSpeed's logs."""

@@ -1,4 +1,4 @@
-"""The charts that tell what a search found out. matplotlib is imported where one is drawn, never when this module is."""
+"""Draws the charts of a search's results. matplotlib is imported when a chart is drawn, not with this module."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS: dict[Operation, str] = {"read": "#2f6fed", "write": "#c8501e"}
-"""White text, and both a white and a black page, have a contrast of about 4 with these."""
+"""Colour of each direction. White text, a white page and a black page all have a contrast of about 4 with them."""
 _BACKEND_STYLES = (("#0d9488", "o"), ("#8b5cf6", "s"), ("#d97706", "^"), ("#db2777", "D"))
 
 
 def operations(results: Sequence[Result]) -> list[Operation]:
-    """Those that were measured at all."""
+    """Return the directions for which any of the results has values."""
     return [operation for operation in OPERATIONS if any(result.figures(operation) for result in results)]
 
 
 def three_digits(value: float) -> str:
-    """A positive figure with three significant digits, without an exponent: "0.0123", "6.90", "1234"."""
+    """Return a positive number with three significant digits, without an exponent: "0.0123", "6.90", "1234"; "0" for others."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
 def search_charts(search: Search) -> list[Chart]:
-    """The charts that compare something: none for a single setting."""
+    """Return all charts of a search that compare anything; none for a single setting."""
     both = operations(search.results)
     charts: list[Chart | None] = [heat_map(search, operation) for operation in both]
     charts += [latency_chart(search, operation) for operation in both]
@@ -42,7 +42,7 @@ def search_charts(search: Search) -> list[Chart]:
 
 
 def heat_map(search: Search, operation: Operation) -> Chart | None:
-    """GB/s over block size and queue depth; None if both are the same for all settings."""
+    """Draw GB/s over block size and queue depth. Returns None if both are the same for all settings."""
     from matplotlib.patches import Rectangle
 
     blocks = sorted({result.setting.block_size for result in search.results})
@@ -61,7 +61,7 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
     for row, block in enumerate(blocks):
         for column, depth in enumerate(depths):
             speed = cells.get((block, depth))
-            # Shades of one colour over whatever the page's is: from nothing at 0 GB/s, so that noise does not look like a peak.
+            # Shades of one colour, transparent at 0 GB/s rather than at the slowest: otherwise noise would look like a peak.
             shade = 0.0 if speed is None else (speed / fastest) ** 1.5 if fastest else 1.0
             gap = 0.03
             area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
@@ -94,7 +94,7 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
 
 
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
-    """GB/s against the 99th percentile of a block's latency; None if fewer than two settings have one."""
+    """Draw GB/s over the 99th percentile of a block's latency. Returns None if fewer than two settings have one."""
     return _trade_off(
         search,
         operation,
@@ -107,7 +107,7 @@ def latency_chart(search: Search, operation: Operation) -> Chart | None:
 
 
 def cpu_chart(search: Search, operation: Operation) -> Chart | None:
-    """GB/s against CPU time; None if fewer than two settings took any."""
+    """Draw GB/s over CPU time. Returns None if fewer than two settings took any that was measurable."""
     return _trade_off(
         search,
         operation,
@@ -128,9 +128,10 @@ def _trade_off(
     x_label: str,
     note: str,
 ) -> Chart | None:
+    """Draw GB/s over a cost, with the settings that no other beats in both joined by a line."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    # The axis is logarithmic, and what took no time that the clock could see has no place on it.
+    # The axis is logarithmic: a cost of 0, below the clock's resolution, cannot be drawn.
     found = [(result, figures) for result, figures in _measured(search, operation) if cost(figures) > 0]
     if len(found) < 2:
         return None
@@ -170,7 +171,7 @@ def _trade_off(
     lowest = min(min(cost(figures), least(figures) if least and least(figures) > 0 else math.inf) for _, figures in found)
     highest = max(cost(figures) for _, figures in found)
     axes.set_xscale("log")
-    axes.set_xlim(lowest / 2.5, highest * 1.6)  # a factor of 4 at least, and ticks are 2.5 apart at most: there is always one
+    axes.set_xlim(lowest / 2.5, highest * 1.6)  # at least a factor of 4; ticks are at most 2.5 apart, so there is always one
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -190,7 +191,7 @@ def _trade_off(
 
 
 def _frontier(found: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> list[tuple[Result, Figures]]:
-    """Those that are faster than all that cost less, cheapest first."""
+    """Return the results that are faster than all that cost less, cheapest first."""
     frontier: list[tuple[Result, Figures]] = []
     for result, figures in sorted(found, key=lambda each: (cost(each[1]), -each[1].gb_per_second)):
         if not frontier or figures.gb_per_second > frontier[-1][1].gb_per_second:
@@ -199,7 +200,7 @@ def _frontier(found: Sequence[tuple[Result, Figures]], cost: Callable[[Figures],
 
 
 def _label_some(axes: Axes, frontier: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> None:
-    """Name points of the frontier, both ends first, as far as the names do not touch."""
+    """Label points of the frontier, both ends first, where labels do not overlap."""
     low, high = (math.log(limit) for limit in axes.get_xlim())
     bottom, top = axes.get_ylim()
     taken: list[tuple[float, float]] = []
@@ -219,6 +220,7 @@ def _label_some(axes: Axes, frontier: Sequence[tuple[Result, Figures]], cost: Ca
 
 
 def workers_chart(search: Search) -> Chart | None:
+    """Draw GB/s of the best setting for each number of workers. Returns None if all settings have the same number."""
     counts = sorted({result.setting.intra_op_parallelism for result in search.results})
     return _bars(
         search,
@@ -229,6 +231,7 @@ def workers_chart(search: Search) -> Chart | None:
 
 
 def backends_chart(search: Search) -> Chart | None:
+    """Draw GB/s of the best setting for each backend. Returns None if there is only one."""
     return _bars(
         search,
         title="Backends compared",
@@ -238,7 +241,7 @@ def backends_chart(search: Search) -> Chart | None:
 
 
 def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Result]]) -> Chart | None:
-    """GB/s of the best setting in each group; None if there is one group only."""
+    """Draw GB/s of the best setting in each group. Returns None if there is only one group."""
     if len(groups) < 2:
         return None
     both = operations(search.results)
@@ -270,13 +273,13 @@ def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Resul
 
 
 def striping_chart(striping: Striping, operation: Operation) -> Chart | None:
-    """Folders alone against all together; None for an operation that was not asked for."""
+    """Draw the speeds of folders alone and of all together. Returns None for a direction that was not asked for."""
     if operation not in striping.together:
         return None
     together = striping.together[operation]
     speeds = [(folder, rates[operation]) for folder, rates in striping.alone]
     total = sum(speed for _, speed in speeds)
-    # A name is written as ASCII: no font has every character, and matplotlib warns of each that is missing.
+    # Names are escaped to ASCII: no font has every character, and matplotlib warns of each that is missing.
     rows = [(_middle_out(folder.encode("unicode_escape").decode(), 60), speed) for folder, speed in speeds]
     rows.append(("all together", together))
     axes = axes_for(height=0.5 + 0.5 * len(rows), x_label=f"{operation} speed (GB/s)", y_label="", top=0.03)
@@ -302,6 +305,7 @@ def striping_chart(striping: Striping, operation: Operation) -> Chart | None:
 
 
 def _middle_out(text: str, length: int) -> str:
+    """Shorten a text to ``length`` characters by leaving out its middle."""
     return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-length // 2 :]}"
 
 
@@ -314,5 +318,6 @@ def _backends(search: Search) -> list[str]:
 
 
 def _short(result: Result) -> str:
+    """Return block size/depth/workers of a result."""
     setting = result.setting
     return f"{size_text(setting.block_size)}/{setting.queue_depth}/{setting.intra_op_parallelism}"

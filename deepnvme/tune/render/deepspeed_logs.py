@@ -1,6 +1,6 @@
-"""Logs as DeepSpeed's sweep leaves them, for scripts that read those: a file for each setting and direction.
+"""Writes logs like those of DeepSpeed's sweep, for scripts that read them: a file for each setting and direction.
 
-Contract: DeepSpeed 0.19, ``nvme/perf_run_sweep.py`` (names) and ``nvme/parse_nvme_stats.py`` (the lines that are read).
+Compatible with DeepSpeed 0.19: ``nvme/perf_run_sweep.py`` (file names), ``nvme/parse_nvme_stats.py`` (lines that are parsed).
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from deepnvme.tune.sizes import GIB, size_text
 
 
 def write(tuning: Tuning, directory: Path) -> None:
-    """Make ``directory`` and fill it with the chosen search's figures, the faster of two backends. Raises OSError."""
+    """Write a log for each setting and direction of the recommended search.
+
+    DeepSpeed's names do not contain the backend: of several, the fastest is written.
+
+    Args:
+        tuning: The results.
+        directory: Made if it is missing.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
     for operation in OPERATIONS:
         logs: dict[str, float] = {}
         for result in tuning.chosen.results:
@@ -45,7 +55,7 @@ def _name(operation: Operation, result: Result, folders: int) -> str:
 
 
 def _block_size(size: int) -> str:
-    # The parser knows K and M.
+    # DeepSpeed's parser knows only K and M.
     return f"{size >> 20}M" if size % GIB == 0 else size_text(size)
 
 

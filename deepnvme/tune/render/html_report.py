@@ -1,4 +1,4 @@
-"""The report of a search as one HTML document that needs nothing else: no network, no script, no file beside it."""
+"""Formats the results of ds_nvme_tune as one self-contained HTML document: no network, no script, no other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .picture import Chart
 
 
 def require_matplotlib() -> None:
-    """Raises Unsuitable where matplotlib cannot be imported: to be called before anything is measured."""
+    """Raise Unsuitable if matplotlib cannot be imported. Called before measuring, so that this does not fail afterwards."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,10 @@ def require_matplotlib() -> None:
 
 
 def render_html(tuning: Tuning) -> str:
-    """The whole document; it can be encoded as UTF-8 whatever the folders are called. The same ``tuning`` gives the same text."""
+    """Return the whole HTML document. Needs matplotlib.
+
+    It can be encoded as UTF-8 whatever the names of the folders are. The same ``tuning`` gives the same text.
+    """
     with picture.style():
         body = "\n".join(_body(tuning))
     return f"""<!DOCTYPE html>
@@ -124,7 +127,7 @@ def _title(search: Search) -> str:
 def _search_section(search: Search, nth: int) -> str:
     count = len(search.results)
     tried = f"{count} settings" if count > 1 else "One setting, so that there is nothing to compare"
-    described = _place if len(search.folders) == 1 else _folder  # a single one is the title already
+    described = _place if len(search.folders) == 1 else _folder  # the path of a single folder is the title already
     incomplete = "" if search.complete else ' <span class="badge warning">interrupted</span>'
     return f"""<section id="search-{nth}">
 <h2>{_text(_title(search))}{incomplete}</h2>
@@ -224,7 +227,7 @@ of earlier rounds are put in relation to those of the last. Speeds are in 10⁹ 
 def _refusals(refused: Mapping[str, str]) -> str:
     if not refused:
         return ""
-    settings_of: dict[str, list[str]] = {}  # a backend that is missing refuses all its settings for one reason
+    settings_of: dict[str, list[str]] = {}  # by reason: a backend that does not work refuses all its settings for one
     for setting, reason in refused.items():
         settings_of.setdefault(reason, []).append(setting)
     entries = [f"<li>{_text(reason)}: {_text(', '.join(settings))}</li>" for reason, settings in settings_of.items()]
@@ -247,7 +250,7 @@ def _duration(seconds: float) -> str:
 
 
 def _text(text: str) -> str:
-    """For an element or a quoted attribute. A name's bytes that are not UTF-8 are shown as escapes: they could not be written."""
+    """Escape a text for an element or a quoted attribute. Bytes of a file name that are not UTF-8 are shown as escapes."""
     return html.escape(text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
 
 

@@ -1,4 +1,4 @@
-"""What ds_io prints, for people and for programs."""
+"""Formats the results of ds_io as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _WIDTH = 15
 
 
 def render(measurement: Measurement) -> str:
-    """The lines that DeepSpeed's ds_io prints and other tools parse, and below them what it does not tell.
+    """Return the text that ds_io prints.
 
-    In DeepSpeed's lines a GB is 1024^3 bytes (deepspeed/nvme/test_ds_aio_utils.py); everywhere else it is 10^9.
+    First the lines that DeepSpeed's ds_io prints and other tools parse, in which a GB is 1024^3 bytes
+    (deepspeed/nvme/test_ds_aio_utils.py); then further results, in which it is 10^9 bytes.
     """
     job = measurement.job
     lines = [_heading(job, measurement)]
@@ -46,8 +47,11 @@ def render(measurement: Measurement) -> str:
 
 
 def as_document(measurement: Measurement) -> dict[str, Any]:
-    """Everything as JSON types. Sizes in bytes, times in seconds, GB of 10^9 bytes, but in ``deepspeed``, which has the figures
-    of DeepSpeed's lines: there a GB is 1024^3 bytes."""
+    """Return all results as JSON types.
+
+    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes; except under "deepspeed", which has the values of DeepSpeed's
+    lines, where it is 1024^3 bytes.
+    """
     job, paths, block = measurement.job, measurement.paths, measurement.block_latency
     total, names = measurement.nbytes, [field.name for field in dataclasses.fields(job)]
     return {
@@ -89,7 +93,7 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
 
 def _loop(sample: Any) -> dict[str, Any]:
     found: dict[str, Any] = dataclasses.asdict(sample)
-    del found["block_latency"]  # in sum above
+    del found["block_latency"]  # the document has that of all loops together
     return {**found, "task_seconds": sample.task_seconds, "gb_per_second": sample.gb_per_second}
 
 

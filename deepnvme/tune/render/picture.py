@@ -1,6 +1,6 @@
-"""A chart as a picture in a page: one look, in the page's colours and fonts, and SVG that can stand beside other SVG.
+"""The common style of charts, and their conversion to SVG that can be embedded in an HTML page with its colours and fonts.
 
-matplotlib is an extra: it is imported where a picture is drawn, never when this module is. No pyplot, no display.
+matplotlib is an optional dependency: it is imported when a chart is drawn, not with this module. No pyplot, no display.
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
-"""Stand for the colours of the page, light or dark: its CSS variables ``--ink``, ``--muted``, ``--rule`` and ``--paper``."""
+"""Placeholders for colours of the page, light or dark: :func:`svg` replaces them by CSS variables, ``--ink`` and so on."""
 _PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 
 _WIDTH = 5.0
-"""Inches of 72 units: narrow enough that text of 9 units stays legible when a phone shows the picture at its width."""
+"""Width of a chart in inches of 72 units: narrow enough that text of 9 units stays legible at the width of a phone."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with what is said beside it, and ``alt`` instead of it."""
+    """A drawn chart with its texts."""
 
     title: str
+    """The heading."""
     note: str
+    """How to read the chart; shown under the heading."""
     alt: str
+    """The text for readers who do not see the chart."""
     axes: Axes
+    """The axes that it is drawn on."""
 
 
 def style() -> AbstractContextManager[None]:
-    """To be entered while charts are drawn and saved: ours, whatever the user's matplotlibrc says."""
+    """Return a context with our matplotlib style, independent of the user's matplotlibrc. Charts are drawn and saved in it."""
     import matplotlib.style
 
     ours: dict[str, object] = {
         "svg.fonttype": "none",  # text stays text: sharp, small, and found by the browser's search
-        "svg.hashsalt": "deepnvme",  # the same figures give the same file
+        "svg.hashsalt": "deepnvme",  # the same results give the same file
         "figure.facecolor": "none",
         "axes.facecolor": "none",
-        "font.sans-serif": ["DejaVu Sans"],  # only measures: the page has fonts of its own, and a list would be in each text
+        "font.sans-serif": ["DejaVu Sans"],  # only for measuring text: the page sets fonts; a list would be written to each text
         "font.size": 9,
         "text.color": INK,
-        "text.parse_math": False,  # a folder's name may hold dollars
+        "text.parse_math": False,  # a folder's name may contain dollar signs
         "axes.labelcolor": MUTED,
         "axes.edgecolor": RULE,
         "axes.spines.top": False,
@@ -66,11 +70,18 @@ def style() -> AbstractContextManager[None]:
 
 
 def axes_for(height: float, x_label: str, y_label: str, top: float = 0.28) -> Axes:
-    """The only axes of a new figure, ``height`` in inches, of which ``top`` are left for a legend."""
+    """Return the only axes of a new figure.
+
+    Args:
+        height: Height of the figure in inches.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis; empty for none, which leaves a smaller margin.
+        top: Inches above the axes, for a legend.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height))
-    # Margins of a fixed size line up charts that stand below each other, and matplotlib's own layouts take as long as all else.
+    # Fixed margins, so that charts below each other are aligned; matplotlib's layout engines would also double the time.
     left = 0.62 if y_label else 0.1
     axes = figure.add_axes((left / _WIDTH, 0.46 / height, 1 - (left + 0.15) / _WIDTH, 1 - (0.46 + top) / height))
     axes.set_xlabel(x_label)
@@ -79,21 +90,26 @@ def axes_for(height: float, x_label: str, y_label: str, top: float = 0.28) -> Ax
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """An ``<svg>`` element. ``prefix`` goes before the names of its parts, which differ between figures only by chance."""
+    """Return a chart as an ``<svg>`` element for an HTML page.
+
+    Args:
+        chart: The chart.
+        prefix: Put before all ids in the element, which otherwise might be the same in two charts of a page.
+    """
     from matplotlib.figure import Figure
 
     file = io.StringIO()
-    # No metadata, which would hold addresses of vocabularies.
+    # No metadata: it would contain URLs of vocabularies.
     cast(Figure, chart.axes.figure).savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    _, _, rest = file.getvalue().partition("<svg")  # without XML's declaration, which HTML does not have
+    _, _, rest = file.getvalue().partition("<svg")  # without the XML declaration, which is not allowed in HTML
 
     def adapt(tag: re.Match[str]) -> str:
         text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", tag[0])
-        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # a hundredth of a unit is not seen, and the rest a third of the page
+        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # more digits are invisible, and would be a third of the page
         for placeholder, name in _PAGE_COLOURS.items():
             text = text.replace(placeholder, f"var({name})")
         return text
 
-    # Tags only: the text between them may be a folder's name. ">" within an attribute is escaped.
+    # Only tags are changed: the text between them may be a folder's name. ">" in an attribute is escaped.
     parts = re.sub(r"<[^>]*>", adapt, f"<svg{rest}")
     return re.sub(r">\s+<", ">\n<", parts).replace("<svg", f'<svg role="img" aria-label="{html.escape(chart.alt)}"', 1)

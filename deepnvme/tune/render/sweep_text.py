@@ -1,4 +1,4 @@
-"""What ds_nvme_tune prints, for people and for programs."""
+"""Formats the results of ds_nvme_tune as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from deepnvme.version import __version__
 
 
 def render(tuning: Tuning, verbose: bool = False) -> str:
-    """The table of the ten best, what several folders give together, and last the lines that DeepSpeed's tuner prints.
+    """Return the text that ds_nvme_tune prints.
 
-    In DeepSpeed's line of the best performance a GB is 1024^3 bytes, as its ds_io counts; everywhere else it is 10^9.
+    A table of the best settings for each search, a comparison of several folders alone and together, and at the end the lines
+    that DeepSpeed's tuner prints. In DeepSpeed's line of the best performance a GB is 1024^3 bytes, as in its ds_io; everywhere
+    else it is 10^9 bytes.
+
+    Args:
+        tuning: The results.
+        verbose: Whether to list all settings instead of the ten best.
     """
     parts = [_search(search, verbose) for search in tuning.searches]
     if tuning.striping is not None:
@@ -38,7 +44,10 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
 
 
 def as_document(tuning: Tuning) -> dict[str, Any]:
-    """Everything as JSON types: sizes in bytes, times in seconds, GB of 10^9 bytes; ``aio`` is the block to paste."""
+    """Return all results as JSON types. Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
+
+    "aio" is the block for a DeepSpeed configuration.
+    """
     return {
         "tool": "ds_nvme_tune",
         "version": __version__,

@@ -1,1 +1,1 @@
-"""Searching for the best settings of a drive."""
+"""Searches for the best settings of a drive."""

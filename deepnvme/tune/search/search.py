@@ -1,6 +1,6 @@
-"""Successive halving: measure many settings briefly, keep the better part, measure those for longer, until few are left.
+"""Successive halving: measure many settings briefly, keep the better ones, measure these for longer, until few are left.
 
-Pure but for the measuring function it is given, so that tests can search where the truth is known.
+All measuring is done by a function that is passed in, so that tests can search where the true speeds are known.
 """
 
 from __future__ import annotations
@@ -17,79 +17,95 @@ from deepnvme.tune.measure.job import Operation
 
 from .tuning import TABLE
 
-# A third is kept each round: a setting must be measured badly, by a lot, in a short round to be lost.
+# A third of the settings is kept each round: a good one is lost only if it is measured much too slow in a short round.
 _KEPT = 3
-# After the round of those that are shown, a last one decides among few.
+# After the round with as many settings as are shown, a last one decides among this many.
 _FINALISTS = 6
-# Passes over the settings of a round, to aim for and at most; of a late round, one no larger than the table, they are more. Short
-# transfers and many: on the drive it was measured on, one of 16 MiB varies by 6-9 % and one of 400 MiB by 4-9 %.
+# Passes over the settings of a round: the number to aim for, which is also the limit. Late rounds, no larger than the table, have
+# more. Many short transfers are better than few long ones: on the drive where it was measured, the speed of one of 16 MiB varies
+# by 6-9 %, that of one of 400 MiB by 4-9 %.
 _PASSES = 8
 _LATE_PASSES, _MOST_LATE_PASSES = 16, 60
-# What is called a tie in the end, whatever the noise: the second is what cheapness may cost in speed.
+# Least and largest relative difference that counts as a tie in the end, whatever the noise. The second is how much speed may be
+# given up for less CPU time.
 _LEAST_TIE, _MOST_TIE = 0.005, 0.015
-# CPU times this much apart are told apart: seconds per GB, and as a share.
+# CPU times count as different if they differ by this many seconds per GB, or by this share.
 _CPU_STEP, _CPU_SHARE = 0.003, 0.15
-# No transfer is shorter than this, of which a slow drive needs few bytes and a fast one no more than to fill its queues.
+# A transfer has at least the bytes that are moved in this many seconds; but for a slow drive no fewer than the first number, and
+# for a fast one no more than the second, which fills its queues.
 _SHORTEST_SECONDS, _SHORTEST_BYTES = 0.02, (4 << 20, 16 << 20)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One transfer with one setting."""
+    """The measured values of one transfer."""
 
     nbytes: int
+    """Bytes moved."""
     seconds: float
+    """Seconds that it took."""
     cpu_seconds: float
+    """CPU time of the process meanwhile."""
     latency_p50: float
-    """Seconds, of a block."""
+    """Median of the seconds that a block took."""
     latency_p99: float
+    """99th percentile of the same."""
 
 
 Measure = Callable[[AioConfig, Operation, int], Observation]
-"""Moves at most so many bytes. May raise; the search then passes it on."""
+"""A function that moves at most the given number of bytes with a setting. The search passes on what it raises."""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A setting, and what it has given, round by round."""
+    """A setting, and the observations made with it in each round."""
 
     setting: AioConfig
+    """The setting."""
     rounds: list[dict[Operation, list[Observation]]] = field(default_factory=list)
+    """For each round in which the setting took part, the observations of each operation, in the order of the passes."""
 
     def passes(self, round_number: int) -> list[float]:
-        """Seconds for a byte moved each way, as swapping does, pass by pass."""
+        """Return, for each complete pass of a round, the seconds to move a byte in each direction, as swapping does."""
         found = self.rounds[round_number].values()
         return [sum(each.seconds / each.nbytes for each in together) for together in zip(*found, strict=False)]
 
     def last_round(self, rounds: int) -> int:
-        """The last of the first so many rounds that it has a whole pass of: what was interrupted in its first does not count."""
+        """Return the last of the first ``rounds`` rounds in which the setting has a complete pass."""
         return max(number for number in range(min(rounds, len(self.rounds))) if self.passes(number))
 
     def cpu_seconds_per_gb(self, round_number: int) -> float:
-        """Of both ways together."""
+        """Return the CPU seconds per 10^9 bytes in a round, the mean of the directions."""
         found = [cpu_seconds_per_gb(observed) for observed in self.rounds[round_number].values() if observed]
         return statistics.fmean(found)
 
 
 def cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
-    """The median, because other work of the process falls on a transfer now and then: the end of the handle before, for one."""
+    """Return the median of the CPU seconds per 10^9 bytes.
+
+    The median, because other work of the process falls into a transfer now and then, such as closing the handle before.
+    """
     return float(statistics.median(each.cpu_seconds / (each.nbytes / 1e9) for each in observed))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``ranked``: best first, those of the last round ahead of those that left earlier. ``best`` may stand behind others that are
-    no faster than noise."""
+    """The result of :func:`search`."""
 
     ranked: tuple[Candidate, ...]
+    """Best first; those that reached the last round come before those that left earlier."""
     best: Candidate
+    """The recommended setting. Others may be ranked before it that are faster only within the noise."""
     reason: str
+    """Why it is recommended, in one line."""
     rounds: int
+    """Number of rounds that count."""
     complete: bool
+    """False if the search was interrupted."""
 
 
 def rounds(settings: int) -> list[int]:
-    """How many of so many settings are in each round."""
+    """Return how many of ``settings`` settings take part in each round."""
     counts = [settings]
     while counts[-1] > _FINALISTS:
         least = TABLE if counts[-1] > TABLE else _FINALISTS
@@ -98,7 +114,7 @@ def rounds(settings: int) -> list[int]:
 
 
 Progress = Callable[[float, str], None]
-"""Told the share of the search that is done, and the step under way."""
+"""Called with the share of the search that is done, and a description of the current step."""
 
 
 def search(
@@ -110,12 +126,22 @@ def search(
     progress: Progress = lambda share, step: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Find the setting that moves a byte each way (or the one way asked for) in the least time.
+    """Find the setting that moves a byte in each of the directions in the least time. Blocks.
 
-    ``seconds``: what to aim for; rounds share it equally, and transfers are as small as that needs, but not below 4 to 16 MiB;
-    every setting is measured once at least, however long that takes. Ties within the noise that the last round shows go to the
-    least CPU time, then to "auto", then to the least memory in flight. An interrupt (KeyboardInterrupt)
-    ends the search with what it has; it is passed on if that is nothing.
+    Every setting is measured at least once, however long that takes. Ties, within the noise that the last round shows, go to the
+    least CPU time, then to the backend "auto", then to the least memory in flight.
+
+    An interrupt (KeyboardInterrupt) ends the search with the results so far. If there are none, it is raised.
+
+    Args:
+        settings: The settings to choose from.
+        operations: The directions to measure.
+        measure: Makes one transfer.
+        io_size: Bytes of the largest transfer.
+        seconds: How long to search, approximately. Rounds share it equally. Transfers are made as small as necessary for it, but
+            not smaller than 4 to 16 MiB.
+        progress: Called with the share that is done and the current step.
+        clock: Returns the time in seconds.
     """
     candidates = [Candidate(setting) for setting in settings]
     counts = rounds(len(candidates))
@@ -139,8 +165,10 @@ def search(
 
 
 def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candidate, list[float]]:
-    """Each candidate's time pass by pass, as a multiple of what the middle one took in that pass: the drive's speed at the time,
-    which changes from pass to pass, cancels."""
+    """Return each candidate's time in each pass of a round, divided by the median of all candidates in that pass.
+
+    This cancels the drive's speed at the time, which changes from pass to pass.
+    """
     times = {candidate: candidate.passes(round_number) for candidate in candidates}
     count = max(map(len, times.values()), default=0)
     middles = [statistics.median(found[turn] for found in times.values() if turn < len(found)) for turn in range(count)]
@@ -148,14 +176,19 @@ def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candid
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean of the middle half: hardly moved by a stall, as the median is, but surer."""
+    """Return the mean of the middle half of the values: hardly affected by a stall, like the median, but more precise."""
     spare = len(values) // 4
     return statistics.fmean(sorted(values)[spare : len(values) - spare])
 
 
 def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
-    """The standard error of a candidate's typical time, relative to it, as its passes differ. Of one pass nothing is known, and
-    that is taken to be as good as the worst tie allowed."""
+    """Return the relative standard error of a candidate's typical time, estimated from how passes differ.
+
+    With only one pass nothing is known about it; the largest allowed tie is returned then.
+
+    Args:
+        standings: What :func:`standings` returned.
+    """
     deviations: list[float] = []
     passes = 1
     for found in standings.values():
@@ -164,23 +197,23 @@ def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
         deviations += [abs(each / middle - 1) for each in found]
     if passes == 1:
         return _MOST_TIE
-    # 1.4826 makes a standard deviation of a median deviation, 1.1 a middle half's standard error of a mean's. Two passes' middle
-    # lies between them, which halves each one's distance.
+    # 1.4826 converts a median deviation to a standard deviation, 1.1 the standard error of a mean to that of a middle half. With
+    # two passes the median lies between them, which halves the distance of each.
     spread = statistics.median(deviations) * 1.4826 * (math.sqrt(2) if passes == 2 else 1)
     return 1.1 * spread / math.sqrt(passes)
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """What a transfer each way takes."""
+    """How long a transfer in each direction takes, for choosing the size of transfers."""
 
     rate: float
-    """Bytes per second, each way."""
+    """Bytes per second, moved in each direction."""
     overhead: float
-    """Seconds beside what was observed: pages to drop, handles to make."""
+    """Seconds outside of the measured time: dropping pages, making handles."""
 
     def bytes_each(self, seconds: float, io_size: int) -> int:
-        """What can be moved in ``seconds``, in whole MiB."""
+        """Return the bytes that can be moved in each direction in ``seconds``, in whole MiB, within the limits of a transfer."""
         wanted = int(max(seconds - self.overhead, 0.0) * self.rate) >> 20 << 20
         low, high = _SHORTEST_BYTES
         shortest = min(max(int(_SHORTEST_SECONDS * self.rate) >> 20 << 20, low), high)
@@ -189,7 +222,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What settings are measured with."""
+    """Measures the settings of a round."""
 
     operations: Sequence[Operation]
     measure: Measure
@@ -198,22 +231,25 @@ class _Bench:
     order: random.Random = field(default_factory=lambda: random.Random(0))
 
     def pilot(self, setting: AioConfig) -> _Pace:
-        """Roughly; also the warm-up."""
+        """Estimate how long transfers take, by one in each direction, which is also the warm-up."""
         begin = self.clock()
         observed = [self.measure(setting, operation, min(self.io_size, 64 << 20)) for operation in self.operations]
         overhead = self.clock() - begin - sum(each.seconds for each in observed)
         return _Pace(1 / sum(each.seconds / each.nbytes for each in observed), max(overhead, 0.0))
 
     def round(self, racing: Sequence[Candidate], pace: _Pace, seconds: float, progress: Callable[[float], None]) -> _Pace:
-        """Measure all of them pass by pass, for as long as ``seconds`` and the passes that are worth their time allow."""
+        """Measure all candidates pass by pass, for about ``seconds``, and return how long transfers took.
+
+        The number of passes is limited: more would not be worth their time.
+        """
         begin = self.clock()
         late = len(racing) <= TABLE
         nbytes = pace.bytes_each(seconds / (len(racing) * (_LATE_PASSES if late else _PASSES)), self.io_size)
-        least, most = (2, _MOST_LATE_PASSES) if late else (1, _PASSES)  # two show the noise
+        least, most = (2, _MOST_LATE_PASSES) if late else (1, _PASSES)  # at least two are needed to estimate the noise
         for candidate in racing:
             candidate.rounds.append({operation: [] for operation in self.operations})
         done = 0
-        # One that is half over when time is up comes as close to it as none.
+        # Another pass is begun if at least half of it fits into the time: then it ends as close to the limit as without it.
         while done < least or (done < most and (self.clock() - begin) * (1 + 0.5 / done) < seconds):
             for index, candidate in enumerate(self.order.sample(racing, len(racing))):
                 by_time = (self.clock() - begin) / seconds if seconds else 1.0
@@ -225,12 +261,13 @@ class _Bench:
 
 
 def _part(progress: Progress, number: int, counts: Sequence[int]) -> Callable[[float], None]:
+    """Return a function that reports the share of one round as progress of the whole search."""
     step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
     return lambda share: progress((number + share) / len(counts), step)
 
 
 def _pace(racing: Sequence[Candidate], seconds: float) -> _Pace:
-    """``seconds``: what the whole of the last round took."""
+    """Return how long transfers took in the last round, which took ``seconds`` in all."""
     observed = [each for candidate in racing for found in candidate.rounds[-1].values() for each in found]
     moving = sum(each.seconds for each in observed)
     rate = 1 / statistics.median(each for candidate in racing for each in candidate.passes(-1))
@@ -238,23 +275,27 @@ def _pace(racing: Sequence[Candidate], seconds: float) -> _Pace:
 
 
 def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Candidate]:
-    """Two thirds of the places go to the fastest; the others to the cheapest of those that may be as fast in truth, because it is
-    among these that the tie of the last round is to be decided."""
+    """Return the ``count`` candidates for the next round.
+
+    Two thirds of the places go to the fastest. The others go to the candidates with the least CPU time of those that may really
+    be as fast, because the tie in the last round is to be decided among these.
+    """
     found = standings(racing, number)
     time = {candidate: typical(times) for candidate, times in found.items()}
     fastest = sorted(racing, key=time.__getitem__)
     chosen = fastest[: math.ceil(count * 2 / 3)]
-    # The fastest of n alike is some sqrt(2 ln n) standard errors faster than they are; most of them are within one more.
+    # Of n equally fast candidates, the fastest measured is about sqrt(2 ln n) standard errors faster than the truth; most others
+    # are within one more.
     bound = time[fastest[0]] * (1 + (math.sqrt(2 * math.log(len(racing))) + 1) * noise(found))
     alike = [each for each in fastest[len(chosen) :] if time[each] <= bound]
-    # Of those that name no backend first: one that must be insisted on should not win for want of another in the end.
+    # Those with backend "auto" first: a named backend should not win at the end only because no other candidate is left.
     cheapest = sorted(_cheapest_first(alike, number), key=lambda each: each.setting.backend != "auto")[: count - len(chosen)]
     others = [each for each in fastest[len(chosen) :] if each not in cheapest]
     return chosen + cheapest + others[: count - len(chosen) - len(cheapest)]
 
 
 def _cheapest_first(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
-    """By CPU time, as far as its differences count; then those that name no backend; then by the memory in flight."""
+    """Sort by CPU time in steps of a difference that counts; then "auto" before named backends; then by the memory in flight."""
     cpu = {each: each.cpu_seconds_per_gb(number) for each in candidates}
     least = min(cpu.values(), default=0.0)
     step = max(_CPU_STEP, least * _CPU_SHARE)
@@ -268,7 +309,7 @@ def _cheapest_first(candidates: Sequence[Candidate], number: int) -> list[Candid
 
 
 def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
-    """By the last round of which a pass is whole. A setting that it did not reach stands by the round before."""
+    """Rank the candidates by the last round in which all have a complete pass; a setting that left earlier by its own last."""
     last = 0
     while reached := [each for each in candidates if len(each.rounds) > last + 1]:
         if not all(each.passes(last + 1) for each in reached):
@@ -277,12 +318,12 @@ def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
     reached_by = {each: each.last_round(last + 1) for each in candidates if each.rounds and each.passes(0)}
     time: dict[Candidate, float] = {}
     for number in range(last + 1):
-        # Against all that were in that round, those that went on included.
+        # Relative to all candidates of that round, including those that were promoted.
         found = standings([each for each in reached_by if reached_by[each] >= number], number)
         time |= {each: typical(times) for each, times in found.items() if reached_by[each] == number}
     ranked = sorted(reached_by, key=lambda each: (-reached_by[each], time[each]))
     final = standings([each for each in ranked if reached_by[each] == last], last)
-    bound = min(max(1.5 * noise(final), _LEAST_TIE), _MOST_TIE)  # of a difference, which has the noise of both
+    bound = min(max(1.5 * noise(final), _LEAST_TIE), _MOST_TIE)  # 1.5: a difference has the noise of both candidates
     fastest = min(time[each] for each in final)
     tied = [each for each in final if time[each] <= fastest * (1 + bound)]
     best = _cheapest_first(sorted(tied, key=time.__getitem__), last)[0]

@@ -1,4 +1,4 @@
-"""The settings that a search chooses from: the usual ones, or those of a sweep file."""
+"""The settings among which a search chooses: the usual ones, or those of a sweep file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ _WORKERS = (1, 2, 4, 8)
 
 
 def default_space(io_size: int, backends: Sequence[Backend], use_gds: bool = False) -> list[AioConfig]:
-    """``backends``: those that work, the one that "auto" takes first. Left out: more workers than processors, and what a
-    transfer of ``io_size`` bytes cannot fill."""
+    """Return the usual settings for a machine.
+
+    Left out are settings with more workers than processors (2 are always tried), and those whose queues a transfer of ``io_size``
+    bytes cannot fill.
+
+    Args:
+        io_size: Bytes of the largest transfer.
+        backends: The backends that work; first the one that "auto" selects.
+        use_gds: Whether the settings are for GPUDirect Storage.
+    """
     most = max(2, len(os.sched_getaffinity(0)))
     names: list[Backend] = ["auto", *backends[1:]]
     settings = [
@@ -37,17 +45,24 @@ def default_space(io_size: int, backends: Sequence[Backend], use_gds: bool = Fal
 
 
 def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
-    """Every combination of what a sweep file lists. Raises Unsuitable, in one line, for a file that is none.
+    """Return all combinations of the values in a sweep file, without duplicates.
 
-    The file is DeepSpeed's (``deepspeed/nvme/perf_run_sweep.py``): a JSON object of options of ds_io, each with a list of values;
-    ``backend`` may be among them.
+    The file has DeepSpeed's format (``deepspeed/nvme/perf_run_sweep.py``): a JSON object of options of ds_io, each with a list of
+    values; ``backend`` may be among them.
+
+    Args:
+        path: The file.
+        use_gds: Whether the settings are for GPUDirect Storage.
+
+    Raises:
+        Unsuitable: If the file cannot be read or has a wrong content; the message has one line.
     """
     lists = _read(path)
     keys = list(lists)
-    settings: dict[AioConfig, None] = {}  # without doubles, in order
+    settings: dict[AioConfig, None] = {}  # a dictionary: no duplicates, in order
     for values in itertools.product(*lists.values()):
         options = dict(zip(keys, values, strict=True))
-        # This engine always overlaps, so that both ways are one setting; "false" only where it is all that is asked for.
+        # This engine always overlaps, so that both values are the same setting: False only if the file lists nothing else.
         if "overlap_events" in options:
             options["overlap_events"] = True in lists["overlap_events"]
         try:
@@ -58,7 +73,12 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
 
 
 def bad_setting(error: ValueError, names: Mapping[str, str]) -> str:
-    """One line for a setting that AioConfig refuses. ``names``: its fields' names where the user knows others."""
+    """Return one line about a setting that :class:`AioConfig` refused.
+
+    Args:
+        error: What AioConfig raised.
+        names: Names that the user knows for fields of AioConfig, where they differ.
+    """
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -102,10 +122,11 @@ _FILE_NAMES = {"intra_op_parallelism": "io_parallel", "overlap_events": "sequent
 
 
 class _Twice(Exception):
-    """A key, of which json would keep the last."""
+    """Raised for a key that is twice in a JSON object: json would keep only the last."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dictionary. Raises _Twice for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -115,6 +136,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, list[Any]]:
+    """Return the values that a sweep file lists for each field of AioConfig. Raises Unsuitable."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A tensor and a file in each folder, from the first transfer of a search to its last, and any setting's handle to move them."""
+"""Makes the transfers of a search: a tensor and a file for each folder, kept for all of it, and handles for each setting."""
 
 from __future__ import annotations
 
@@ -22,15 +22,26 @@ from deepnvme.tune.measure.job import Operation
 from .search import Observation
 
 _MIB = 1 << 20
-# More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
+# Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
 _MOST_RETIRING = 4
 
 Shares = Mapping[Operation, Mapping[int, float]]
-"""What part of the bytes each folder, by its number, gets: 1 for the one that gets most."""
+"""Share of the bytes for each folder, by its number, for reads and writes: 1 for the folder that gets most."""
 
 
 class TrialBench:
-    """Usable in ``with``, whose end removes the files. Raises Unsuitable or OSError from laying them out."""
+    """Moves tensors to and from files in folders with different settings, and measures it.
+
+    A context manager: entering it allocates the tensors and writes the files, and raises Unsuitable or OSError if that fails;
+    leaving it removes the files. Not thread-safe.
+
+    Args:
+        folders: The folders.
+        io_size: Bytes of the tensor and of the file for each folder.
+        gpu: Whether the tensors are in GPU memory.
+        gds: Whether GPU tensors are moved by GPUDirect Storage.
+        progress: Called with a description of each step of entering.
+    """
 
     def __init__(self, folders: Sequence[Path], io_size: int, gpu: bool, gds: bool, progress: Callable[[str], None]) -> None:
         self.bytes_written = 0
@@ -46,7 +57,7 @@ class TrialBench:
             self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in self._folders]
             self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
             self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
-            # A GPU for each folder, as DeepSpeed maps them, as far as there are so many.
+            # A GPU for each folder, as DeepSpeed maps them; if there are fewer GPUs, in turn.
             devices = [transfers.gpu_of_folder(index) if self._gpu else None for index in range(len(self._folders))]
             self._buffers = [TransferBuffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
             for path, buffer in zip(self._paths, self._buffers, strict=True):
@@ -58,11 +69,17 @@ class TrialBench:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._handles.clear()  # waits for what an interrupt left under way, before the files go
+        self._handles.clear()  # waits for transfers that an interrupt has left in flight, before the files are removed
         self._stack.close()
 
     def usable(self, settings: Sequence[AioConfig]) -> tuple[list[AioConfig], dict[str, str]]:
-        """Those that a handle can be made with, and why it cannot with others: a limit on events or threads, for example."""
+        """Return the settings with which a handle can be made, and why it cannot with each of the others.
+
+        A reason is, for example, the system's limit on events or threads.
+
+        Raises:
+            Unsuitable: If it can be made with none.
+        """
         found, refused = [], {}
         for setting in settings:
             try:
@@ -76,10 +93,20 @@ class TrialBench:
         return found, refused
 
     def move(self, deal: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
-        """Move to or from several folders at the same time, ``nbytes`` times its share each, none of it cached. Blocks.
+        """Move data to or from several folders at the same time, none of it in the page cache, and measure it. Blocks.
 
-        Each call goes on in the files where the last one ended, because the same bytes again and again might come from a cache of
-        the drive's, or of a virtual drive's host.
+        Each call continues in the files where the last one ended: the same bytes could be cached by the drive, or by a virtual
+        drive's host.
+
+        Args:
+            deal: The share of ``nbytes`` for each folder.
+            setting: For the handles.
+            operation: Whether to read or to write.
+            nbytes: Bytes for the folder with the share 1.
+
+        Raises:
+            Unsuitable: If no handle can be made with the setting.
+            OSError: If a transfer fails.
         """
         shares = deal[operation]
         sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in shares.items()}
@@ -107,21 +134,22 @@ class TrialBench:
         return Observation(sum(sizes.values()), seconds, cpu, latency.p50, latency.p99)
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
-        """A handle for each folder; those of the setting before are let go."""
+        """Return a handle with this setting for each folder. The handles of the setting before are closed in the background."""
         if setting != self._setting:
             self._setting = None
             self._retire()
             try:
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
             except Unsuitable:
-                # The events of those that are still going count against the limit.
+                # The events of handles that are still being closed count against the limit.
                 self._wait_for_retiring(0)
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
             self._setting = setting
         return self._handles
 
     def _retire(self) -> None:
-        # Elsewhere, because libaio's take 40 ms to go, which would be half of a search.
+        """Close the handles in another thread."""
+        # Closing one of libaio takes 40 ms, which in this thread would be half of a search's time.
         self._wait_for_retiring(_MOST_RETIRING - 1)
         retired, self._handles = self._handles, []
         self._retiring.append(self._retirer.submit(retired.clear))
@@ -132,5 +160,6 @@ class TrialBench:
 
 
 def _text(setting: AioConfig) -> str:
+    """Return the fields of a setting that are not the defaults."""
     shown = setting.model_dump(exclude_defaults=True)
     return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the defaults"

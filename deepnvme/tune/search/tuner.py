@@ -1,4 +1,4 @@
-"""Searches the settings of folders, alone and all together."""
+"""Runs the searches of ds_nvme_tune: for each folder alone, and for all folders together."""
 
 from __future__ import annotations
 
@@ -27,31 +27,45 @@ _STRIPING_PASSES = 5
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be tuned."""
+    """What :func:`tune` is to measure, and for how long."""
 
     folders: tuple[Path, ...]
+    """The folders, on one or several drives."""
     io_size: int
     """Bytes of the file in each folder; no transfer is larger."""
     read: bool = True
+    """Whether to measure reads."""
     write: bool = True
+    """Whether to measure writes."""
     settings: tuple[AioConfig, ...] | None = None
-    """To choose from; None for the usual ones."""
+    """The settings to choose from; None for the usual ones."""
     gpu: bool = False
+    """Whether tensors are in GPU memory; they go through a pinned buffer, unless ``gds``."""
     gds: bool = False
+    """Whether GPU tensors are moved by GPUDirect Storage."""
     seconds: float = 50.0
-    """To aim for in each search."""
+    """Approximate duration of each search."""
 
     @property
     def operations(self) -> list[Operation]:
+        """The directions to measure."""
         wanted: list[tuple[Operation, bool]] = [("read", self.read), ("write", self.write)]
         return [operation for operation, yes in wanted if yes]
 
 
 def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
-    """Find the best settings. Blocks, for about ``order.seconds`` a search: one a folder, and one for all together if several.
+    """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
-    An interrupt (KeyboardInterrupt) ends it with what was measured; it is passed on if that is nothing. No file is left behind.
-    Raises Unsuitable before the first byte where the order cannot be carried out here, OSError from the transfers.
+    There is one search for each folder and, if there are several, one for all together. An interrupt (KeyboardInterrupt) ends the
+    run with the results so far; if there are none, it is raised. No file is left behind.
+
+    Args:
+        order: What to measure.
+        progress: Called with the share that is done and a description of the current step.
+
+    Raises:
+        Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.
+        OSError: If a transfer fails.
     """
     facts = [examine(folder) for folder in order.folders]
     check_space((folder, order.io_size) for folder in order.folders)
@@ -80,7 +94,7 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
             if len(searches) == len(groups) > 1 and searches[-1].complete:
                 striping = _striping(rig, order, searches, facts)
             complete = searches[-1].complete
-    except KeyboardInterrupt:  # also of the end of the rig, when all has been measured
+    except KeyboardInterrupt:  # may also come while the rig removes its files, when all has been measured
         if not searches:
             raise
     return Tuning(
@@ -95,27 +109,28 @@ def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
 
 
 def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
-    """The settings to choose from, and the backend that "auto" takes."""
+    """Return the settings to choose from, and the backend that "auto" selects."""
     if order.gds:
-        transfers.make_handle(AioConfig(use_gds=True))  # or say why not
+        transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
         return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
     working = [name for name, obstacle in transfers.op().backends().items() if obstacle is None]
     return order.settings or default_space(order.io_size, working), working[0]
 
 
 def _groups(folders: int) -> list[tuple[int, ...]]:
-    """What is searched in turn: each folder alone, then all together."""
+    """Return the numbers of the folders of each search: each folder alone, then all together if there are several."""
     alone: list[tuple[int, ...]] = [(index,) for index in range(folders)]
     return alone if folders == 1 else [*alone, tuple(range(folders))]
 
 
 def _part(progress: Progress, number: int, count: int, paths: Sequence[str]) -> Progress:
+    """Return a function that reports the progress of one search as progress of the whole run."""
     where = " + ".join(paths)
     return lambda share, step: progress((number + share) / count, f"{where}: {step}")
 
 
 def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
-    """What part of the bytes each folder of the group gets, relative to the one that gets most: as fast as it was alone."""
+    """Return each folder's share of the bytes, relative to the one that gets most: in proportion to their speeds alone."""
 
     def rate(index: int, operation: Operation) -> float:
         figures = searches[index].best.figures(operation) if len(group) > 1 else None
@@ -132,7 +147,10 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 
 
 def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
-    """Each folder with its own best setting and all with theirs, in turn, so that one that is slow for a while is so for all."""
+    """Measure each folder with its own best setting, and all together with theirs.
+
+    They take turns, so that a drive that is slow for a while is slow in all measurements.
+    """
     together = searches[-1]
     groups = _groups(len(facts))
     rates: dict[tuple[int, Operation], list[float]] = {}
@@ -162,14 +180,14 @@ def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, second
 
 
 def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
-    # What was interrupted in its first pass does not count.
+    """Return the values of a candidate in the last round of which it has a complete pass."""
     last = candidate.last_round(outcome.rounds)
 
     def figures(operation: Operation) -> Figures | None:
         found = candidate.rounds[last].get(operation)
         if not found:
             return None
-        # Rounds differ in the length of their transfers and in the drive's speed at the time, but the best was in all of them.
+        # Rounds differ in the size of transfers and in the drive's speed at the time; the best setting took part in all of them.
         scale = _rate(outcome.best, outcome.rounds - 1, operation) / _rate(outcome.best, last, operation)
         return Figures(
             gb_per_second=_rate(candidate, last, operation) * scale,
@@ -183,4 +201,5 @@ def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
 
 
 def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
+    """Return the median rate of a candidate in a round, in 10^9 bytes per second."""
     return statistics.median(each.nbytes / each.seconds / 1e9 for each in candidate.rounds[number][operation])

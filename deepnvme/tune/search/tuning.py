@@ -1,4 +1,4 @@
-"""What a search for the best settings found out; nothing here measures or prints."""
+"""The results of a search for the best settings, as data."""
 
 from __future__ import annotations
 
@@ -10,90 +10,109 @@ from deepnvme.tune.measure.folder import FolderFacts
 from deepnvme.tune.measure.job import Operation
 
 TABLE = 10
-"""Results that are shown; the search measures so many in one round, so that they can be compared."""
+"""Number of results that are shown. One round of the search measures that many, so that they can be compared."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One direction with one setting."""
+    """The measured values of one direction with one setting."""
 
     gb_per_second: float
     """10^9 bytes per second."""
     cpu_seconds_per_gb: float
+    """CPU seconds per 10^9 bytes."""
     latency_p50: float
-    """Seconds from a block's submission to its completion."""
+    """Median of the seconds from a block's submission to its completion."""
     latency_p99: float
+    """99th percentile of the same."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one setting gave. ``read`` or ``write`` is None where that direction was not asked for."""
+    """The measured values of one setting."""
 
     setting: AioConfig
+    """The setting."""
     backend: str
-    """The backend in use, which ``setting.backend`` may leave to ``auto``."""
+    """The backend that was used; ``setting.backend`` may be "auto"."""
     read: Figures | None
+    """Values of reads; None if they were not asked for."""
     write: Figures | None
+    """Values of writes; None if they were not asked for."""
     rounds: int
-    """Rounds of the search it stayed in: the more, the longer it was measured."""
+    """Rounds of the search in which the setting was measured: the more, the longer."""
 
     def figures(self, operation: Operation) -> Figures | None:
+        """Return the values of one direction; None if it was not asked for."""
         return self.read if operation == "read" else self.write
 
 
 @dataclass(frozen=True)
 class Search:
-    """The settings tried on ``folders``, together if they are several."""
+    """The results of a search on one folder, or on several at the same time."""
 
     folders: tuple[FolderFacts, ...]
+    """The folders."""
     results: tuple[Result, ...]
-    """Best first. Figures of all rounds are comparable: each is what its round gave relative to the best setting, times what
-    that gave in the last round."""
+    """Results of all settings, best first.
+
+    Values of different rounds are comparable: a rate is what the setting gave relative to the best setting in the same round,
+    times the best setting's rate in the last round.
+    """
     best: Result
+    """The recommended one of the results."""
     reason: str
-    """Why this one, in a line."""
+    """Why it is recommended, in one line."""
     rounds: int
+    """Number of rounds."""
     seconds: float
+    """Seconds that the search took."""
     complete: bool
-    """False where it was interrupted."""
+    """False if the search was interrupted."""
 
     @property
     def table(self) -> tuple[Result, ...]:
-        """What is shown: the ten best, and the recommended one behind them if it is not among them."""
+        """The results to show: the ten best, and the recommended one if it is not among them."""
         shown = self.results[:TABLE]
         return shown if self.best in shown else (*shown, self.best)
 
 
 @dataclass(frozen=True)
 class Striping:
-    """The same folders with their own best settings alone, and together with bytes dealt in proportion to their speeds.
+    """Speeds of several folders alone, each with its own best setting, and of all at the same time.
 
-    Rates are 10^9 bytes per second, of the operations that were asked for.
+    Together they have the best setting for that, and bytes are distributed in proportion to their speeds. Rates are 10^9 bytes
+    per second, of the operations that were asked for.
     """
 
     alone: tuple[tuple[str, Mapping[Operation, float]], ...]
-    """Each folder, and its rates."""
+    """Each folder with its rates."""
     together: Mapping[Operation, float]
+    """Rates of all folders together."""
     shared_device: bool
-    """Whether two of the folders lie on one device."""
+    """Whether two of the folders have the same device number."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """One run of the tuner: a search for each folder alone and, where there are several, one for all of them together."""
+    """The results of one run of the tuner: a search for each folder and, if there are several, one for all together."""
 
     io_size: int
     """Bytes of the file in each folder; no transfer is larger."""
     searches: tuple[Search, ...]
+    """The searches, the one for all folders together last."""
     striping: Striping | None
+    """Comparison of the folders alone and together; None if there is only one, or the run was interrupted before."""
     bytes_written: int
+    """Bytes written to the drives."""
     seconds: float
+    """Seconds that the run took."""
     complete: bool
-    """False where it was interrupted, be it between searches."""
+    """False if the run was interrupted, even if between two searches."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Settings that no handle could be made with here, and why."""
+    """Settings with which no handle could be made on this machine, and why."""
 
     @property
     def chosen(self) -> Search:
-        """The search whose best setting is recommended: of all folders together where there are several."""
+        """The search whose best setting is recommended: the last, for all folders together if there are several."""
         return self.searches[-1]
