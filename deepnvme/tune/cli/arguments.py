@@ -11,7 +11,7 @@ from deepnvme.version import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with a hint at ``--help``; it has ``--version`` and takes no abbreviations."""
+    """An argument parser with ``--version`` and no abbreviations. Its errors are one line, with a hint at ``--help``."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(program, description=description, allow_abbrev=False)
