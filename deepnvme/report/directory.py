@@ -237,6 +237,7 @@ def _pages(count: int) -> Iterator[mmap.mmap]:
 
 
 def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
+    """Return the fact about direct I/O, with a warning if it does not work or only seems to."""
     if direct.problem:
         return Fact("O_DIRECT", direct.works, direct.outcome, "WARNING", (direct.problem,))
     if filesystem in IN_MEMORY:
@@ -254,6 +255,7 @@ def _alignment(name: str, size: int | None, source: str) -> Fact:
 
 
 def _describe(mount: Mount | None, block: Path | None) -> str:
+    """Return the mount's source, and the disk's model and block sizes."""
     source = mount.source if mount else "unknown"
     if block is None:
         return f"{source}, no block device"
@@ -269,6 +271,7 @@ def _describe(mount: Mount | None, block: Path | None) -> str:
 
 
 def _space(directory: Path) -> list[Fact]:
+    """Return the facts about free and total space."""
     status = os.statvfs(directory)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     few = total > 0 and free < 1 << 30  # a filesystem of the kernel's own, such as proc, has size 0

@@ -122,6 +122,7 @@ def gds_probe() -> GdsProbe:
 
 
 def _op(builder: OpBuilder) -> Op:
+    """Return the state of one op."""
     obstacles = tuple(f"{builder.name}: {obstacle}" for obstacle in builder.obstacles())
     if not builder.sources() and not obstacles:  # an op without C++ sources
         return Op(builder.name, installed=True, compatible=True, problems=())
@@ -140,6 +141,7 @@ def _op(builder: OpBuilder) -> Op:
 
 
 def _ahead_of_time(builder: OpBuilder) -> str:
+    """Return the command that installs the package with this op compiled ahead of time."""
     return f"{builder.BUILD_VAR}=1 pip install --force-reinstall --no-deps . (where the sources are)"
 
 
@@ -147,12 +149,14 @@ _PACKAGES = {"io_uring": "liburing", "libaio": "libaio"}
 
 
 def _cannot_be_compiled_in(backend: Backend) -> str:
+    """Return why a backend would be missing from an op compiled here, and what to do."""
     package = _PACKAGES[backend.name]
     reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
     return f"{reason}: {packages.remedy(package)}"
 
 
 def _compiled_out(backend: Backend, prebuilt: bool) -> str:
+    """Return what to do about a backend that is missing from the existing build of the op."""
     steps = []
     if not backend.library:
         without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
@@ -171,6 +175,7 @@ def _kernels(backend: Backend) -> Fact:
 
 
 def _uring_remedy(reason: str) -> str:
+    """Return what to do if the kernel refuses io_uring."""
     disabled = _read(Path("/proc/sys/kernel/io_uring_disabled"))
     if disabled not in (None, "0"):
         return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
@@ -185,12 +190,14 @@ def _uring_remedy(reason: str) -> str:
 
 
 def _aio_remedy(reason: str) -> str:
+    """Return what to do if the kernel refuses libaio."""
     if "EAGAIN" in reason:
         return packages.as_root("sysctl -w fs.aio-max-nr=1048576")
     return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
 
 
 def _compiled_with() -> Fact:
+    """Return what the op's existing build was compiled with."""
     name, key = "deepnvme op compiled w.", "op_compiled_with"
     builder = AsyncIOBuilder()
     library = builder.existing_build()
@@ -218,6 +225,7 @@ def _torch_cuda(torch: Torch | None, gds: GdsProbe) -> Fact:
 
 
 def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> Fact:
+    """Return a fact about a part of the CUDA software; ``note`` is a warning about it."""
     if found.path is None or found.problem:
         return Fact(name, None, problems=(found.problem,))  # no status: only the gds op needs it
     text = found.version or "version unknown"
@@ -236,6 +244,7 @@ def _cpu() -> list[Fact]:
 
 
 def _aio_events() -> list[Fact]:
+    """Return how many events of the kernel's asynchronous I/O are in use, and how many are allowed."""
     names = ("aio-nr, events in use", "aio_nr"), ("aio-max-nr, events allowed", "aio_max_nr")
     used, allowed = (_read(_AIO_LIMITS / place) for place in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
@@ -256,6 +265,7 @@ def _unknown(name: str, key: str) -> Fact:
 
 
 def _memory_lock() -> Fact:
+    """Return the limit of locked memory, with a warning if it is small and applies to this process."""
     name, key = "memlock limit", "memlock_bytes"
     if sys.platform != "linux":
         return _unknown(name, key)

@@ -86,6 +86,7 @@ class Placeholder(torch.Tensor):
         return self
 
     def _refuse(self, what: str) -> NoReturn:
+        """Raise RuntimeError about an operation that needs the weight's data."""
         raise RuntimeError(
             f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r}; "
             "use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the stream"

@@ -246,12 +246,13 @@ class Streaming:
             raise RuntimeError(f"{what} within a forward of the model: its weights are in use")
 
     def _between_calls(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that excludes calls of the model by other threads. This thread may be in a call, in a hook say."""
+        """Return a context that excludes calls of the model by other threads. It does not block a thread that is in a call."""
         return contextlib.nullcontext() if self._owner == threading.get_ident() else self._turn
 
     # Construction.
 
     def _check_budget(self) -> None:
+        """Raise ValueError for a negative memory budget, or one that holds no extent."""
         if self._budget < 0:
             raise ValueError(f"memory_budget must not be negative, got {self._budget}")
         smallest = min(self._sizes.values(), default=0)

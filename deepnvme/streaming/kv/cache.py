@@ -162,6 +162,7 @@ class OffloadedCache(DynamicCache):
         raise TypeError("an OffloadedCache cannot be copied or pickled: its positions are in files of its own")
 
     def _offloaded(self) -> dict[int, OffloadedLayer]:
+        """Return the layers that are offloaded, by number."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)}
 
     def _begin_forward(self, first: OffloadedLayer) -> None:

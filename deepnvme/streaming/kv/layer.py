@@ -77,7 +77,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._length - seen + query_length, seen
 
     def activate_past_recording(self) -> None:
-        """Keep positions that leave the sliding window from now on, until :meth:`crop`."""
+        """From now on, keep positions that leave the sliding window until the next :meth:`crop`."""
         self.record_past = True
 
     @property

@@ -282,6 +282,7 @@ class _Written:
 
 
 def _manifest(written: _Written) -> WeightManifest:
+    """Parse the second line of a manifest."""
     written.expect('{"model":')
     model = written.string()
     written.expect(',"extents":')

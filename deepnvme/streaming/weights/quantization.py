@@ -260,6 +260,7 @@ def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> Quantiz
 
 
 def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = False) -> None:
+    """Raise TypeError or ValueError if a tensor cannot hold a weight quantised with this layout."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise TypeError(f"quantised weights are contiguous uint8 of one dimension, got {tensor.dtype} of {tuple(tensor.shape)}")
     if tensor.nbytes != layout.nbytes:

@@ -330,6 +330,7 @@ class WeightStore:
         return f"<WeightStore in '{self._where}': {len(self.weights)} weights, {len(self.blocks)} blocks, {self.nbytes} bytes>"
 
     def _extent(self, name: str) -> Extent:
+        """Return an extent by name. Raises KeyError if there is none."""
         extent = self.extents.get(name)
         if extent is None:
             raise KeyError(f"the store in '{self._where}' has no extent {name!r}; it has {len(self.extents)}, see extents")

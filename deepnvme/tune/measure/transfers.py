@@ -267,4 +267,5 @@ def _same(tensor: torch.Tensor, path: Path) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

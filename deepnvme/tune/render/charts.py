@@ -310,6 +310,7 @@ def _middle_out(text: str, length: int) -> str:
 
 
 def _measured(search: Search, operation: Operation) -> list[tuple[Result, Figures]]:
+    """Return the results that have values of a direction, with these values."""
     return [(result, figures) for result in search.results if (figures := result.figures(operation))]
 
 

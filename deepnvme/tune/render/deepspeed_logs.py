@@ -40,6 +40,7 @@ def write(tuning: Tuning, directory: Path) -> None:
 
 
 def _name(operation: Operation, result: Result, folders: int) -> str:
+    """Return DeepSpeed's file name for the log of a setting."""
     setting = result.setting
     return "_".join(
         (
@@ -60,6 +61,7 @@ def _block_size(size: int) -> str:
 
 
 def _lines(what: str, rate: float, nbytes: int) -> str:
+    """Return the lines of a log that DeepSpeed's parser reads."""
     seconds, speed = nbytes / (rate * 1e9), rate * 1e9 / GIB
     return "".join(
         f"{name} {what} Latency = {seconds} sec\n{name} {what} Speed = {speed} GB/sec\n" for name in ("Task", "E2E")

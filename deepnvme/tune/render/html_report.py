@@ -50,6 +50,7 @@ def render_html(tuning: Tuning) -> str:
 
 
 def _body(tuning: Tuning) -> Iterator[str]:
+    """Yield the elements of the document's body."""
     yield _head(tuning)
     for nth, search in enumerate(tuning.searches):
         yield _search_section(search, nth)
@@ -59,6 +60,7 @@ def _body(tuning: Tuning) -> Iterator[str]:
 
 
 def _head(tuning: Tuning) -> str:
+    """Return the header: the recommended setting, and the block for DeepSpeed's configuration."""
     best = tuning.chosen.best
     setting = best.setting
     tiles = [
@@ -86,6 +88,7 @@ def _head(tuning: Tuning) -> str:
 
 
 def _tile(value: str, name: str, kind: str = "") -> str:
+    """Return a box with one value and its name."""
     return f'<div class="tile {kind}"><b>{_text(value)}</b> <span>{_text(name)}</span></div>'
 
 
@@ -94,11 +97,13 @@ def _folder(folder: FolderFacts) -> str:
 
 
 def _place(folder: FolderFacts) -> str:
+    """Return the filesystem and device of a folder."""
     kind = "badge" if folder.direct else "badge warning"
     return f'<span class="{kind}">{_text(folder.label)}</span> <span class="muted">{_text(folder.device)}</span>'
 
 
 def _interruption(tuning: Tuning) -> str:
+    """Return a notice if the run was interrupted, else an empty text."""
     if tuning.complete:
         return ""
     if tuning.chosen.complete:
@@ -112,6 +117,7 @@ def _interruption(tuning: Tuning) -> str:
 
 
 def _contents(tuning: Tuning) -> str:
+    """Return links to the sections; an empty text if there is only one."""
     entries = [(f"search-{nth}", _title(search)) for nth, search in enumerate(tuning.searches)]
     if tuning.striping is not None:
         entries.append(("striping", "Striping"))
@@ -140,16 +146,19 @@ def _search_section(search: Search, nth: int) -> str:
 
 
 def _words(result: Result) -> str:
+    """Return a setting in words."""
     setting = result.setting
     workers = _plural(setting.intra_op_parallelism, "worker")
     return f"{size_text(setting.block_size)} blocks, queue depth {setting.queue_depth}, {workers}, {_submission(result)}"
 
 
 def _submission(result: Result) -> str:
+    """Return the backend of a result, and whether blocks are submitted one by one."""
     return f"{result.backend}, single submit" if result.setting.single_submit else result.backend
 
 
 def _figures(shown: list[Chart], prefix: str) -> str:
+    """Return charts as HTML figures; ``prefix`` makes their ids unique."""
     return "".join(
         f"<figure><figcaption><h3>{_text(chart.title)}</h3><p>{_text(chart.note)}</p></figcaption>"
         f"{picture.svg(chart, f'{prefix}-{nth}-')}</figure>"
@@ -158,6 +167,7 @@ def _figures(shown: list[Chart], prefix: str) -> str:
 
 
 def _table(search: Search) -> str:
+    """Return the table of the best results."""
     both = charts.operations(search.results)
     groups = "".join(f'<th colspan="4" scope="colgroup" class="{operation}">{operation}</th>' for operation in both)
     columns = "<th>GB/s</th><th>p50 ms</th><th>p99 ms</th><th>CPU s/GB</th>" * len(both)
@@ -208,6 +218,7 @@ def _striping_section(striping: Striping) -> str:
 
 
 def _foot(tuning: Tuning) -> str:
+    """Return the footer: how it was measured."""
     fewest, most = (limit(search.rounds for search in tuning.searches) for limit in (min, max))
     rounds = _plural(most, "round") if fewest == most else f"{fewest} to {most} rounds"
     both = charts.operations([result for search in tuning.searches for result in search.results])
@@ -225,6 +236,7 @@ of earlier rounds are put in relation to those of the last. Speeds are in 10⁹ 
 
 
 def _refusals(refused: Mapping[str, str]) -> str:
+    """Return the list of settings that could not be used, grouped by reason."""
     if not refused:
         return ""
     settings_of: dict[str, list[str]] = {}  # by reason: a backend that does not work refuses all its settings for one
@@ -237,6 +249,7 @@ def _refusals(refused: Mapping[str, str]) -> str:
 
 
 def _sentence(text: str) -> str:
+    """Return a text with a capital letter at its beginning and a full stop at its end."""
     return _text(text[:1].upper() + text[1:].rstrip(".") + ".")
 
 
@@ -245,6 +258,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Return seconds as text, from a minute on with minutes."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{three_digits(seconds)} s"
 

@@ -92,12 +92,14 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
 
 
 def _loop(sample: Any) -> dict[str, Any]:
+    """Return one loop as JSON types."""
     found: dict[str, Any] = dataclasses.asdict(sample)
     del found["block_latency"]  # the document has that of all loops together
     return {**found, "task_seconds": sample.task_seconds, "gb_per_second": sample.gb_per_second}
 
 
 def _heading(job: Job, measurement: Measurement) -> str:
+    """Return the first line: what was measured, and how."""
     setting = job.setting
     parts = [f"{job.operation} of {size_text(job.io_size)} by {job.engine}"]
     if measurement.backend is not None:
@@ -118,6 +120,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _latency(found: Percentiles) -> str:
+    """Return percentiles as text, in milliseconds."""
     shown = (("p50", found.p50), ("p90", found.p90), ("p99", found.p99), ("p99.9", found.p999), ("longest", found.longest))
     return ", ".join(f"{name} {_milliseconds(value)}" for name, value in shown) + f" ms ({found.count} of them)"
 
@@ -127,6 +130,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _paths(measurement: Measurement) -> str:
+    """Return how many bytes took which path, as text."""
     paths = measurement.paths
     if paths is None:
         if measurement.job.engine.startswith("torch"):
@@ -145,6 +149,7 @@ def _share(part: int, total: int) -> str:
 
 
 def _fio(measurement: Measurement) -> list[str]:
+    """Return the lines about fio; none without a comparison."""
     fio = measurement.fio
     if fio is None:
         return []

@@ -97,6 +97,7 @@ def _striping_document(striping: Striping) -> dict[str, Any]:
 
 
 def _best(result: Result) -> str:
+    """Return DeepSpeed's line of the best performance."""
     shown = [
         f"{operation} = {figures.gb_per_second * 1e9 / GIB:5.2f}"
         for operation in OPERATIONS
@@ -106,6 +107,7 @@ def _best(result: Result) -> str:
 
 
 def _search(search: Search, verbose: bool) -> str:
+    """Return the text about one search."""
     where = " + ".join(f"{facts.path} ({facts.label})" for facts in search.folders)
     lines = [where]
     if not search.complete:
@@ -116,6 +118,7 @@ def _search(search: Search, verbose: bool) -> str:
 
 
 def _table(results: Sequence[Result], best: Result) -> str:
+    """Return a table of results, the recommended one marked by a star."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in ("block", "depth", "workers"):
@@ -149,6 +152,7 @@ def _table(results: Sequence[Result], best: Result) -> str:
 
 
 def _striping(striping: Striping) -> str:
+    """Return the table that compares folders alone and together."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("striping")
     for operation in striping.together:
@@ -164,6 +168,7 @@ def _striping(striping: Striping) -> str:
 
 
 def _text(table: Table) -> str:
+    """Return a table as plain text."""
     out = io.StringIO()
     Console(file=out, width=200, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -87,24 +87,28 @@ def bad_setting(error: ValueError, names: Mapping[str, str]) -> str:
 
 
 def _number(value: Any) -> int:
+    """Return a JSON value that has to be a whole number. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"must be a whole number, got {value!r}")
     return value
 
 
 def _flag(value: Any) -> bool:
+    """Return a JSON value that has to be true or false. Raises ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, got {value!r}")
     return value
 
 
 def _bytes(value: Any) -> int:
+    """Return the bytes of a JSON value that has to be a size, a number or a text. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"must be a size such as 1048576 or '1M', got {value!r}")
     return parse_size(value)
 
 
 def _name(value: Any) -> str:
+    """Return a JSON value that has to be a text. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"must be a name, got {value!r}")
     return value

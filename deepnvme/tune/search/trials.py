@@ -155,6 +155,7 @@ class TrialBench:
         self._retiring.append(self._retirer.submit(retired.clear))
 
     def _wait_for_retiring(self, left: int) -> None:
+        """Wait until at most ``left`` groups of handles are still being closed."""
         while len(self._retiring) > left:
             self._retiring.popleft().result()
 

@@ -143,7 +143,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
     return {"read": of("read"), "write": of("write")}
 
 
-# -- striping ---------------------------------------------------------------------------------------------------------
+# Striping.
 
 
 def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
@@ -170,10 +170,11 @@ def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: 
     )
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# Results.
 
 
 def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, seconds: float) -> Search:
+    """Return a search's outcome as the result that is reported."""
     results = tuple(_result(candidate, outcome, backend) for candidate in outcome.ranked)
     best = results[outcome.ranked.index(outcome.best)]
     return Search(tuple(facts), results, best, outcome.reason, outcome.rounds, seconds, outcome.complete)
