@@ -111,7 +111,7 @@ class Weights:
         engine: Reads the files.
 
     Raises:
-        TypeError: If a name is not a str, or a value is of another type or a tensor without data.
+        TypeError: If a name is not a str, or a value is of another type, or a tensor that is not dense or has no data.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor | InFile], engine: Engine) -> None:
