@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from deepnvme._listed import listed
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import OutOfBuffers
 
@@ -208,9 +209,13 @@ class Streaming:
                 placeholders, those in no block too.
 
         Raises:
+            TypeError: If ``restore`` is a str: put a single name into a list.
+            KeyError: If a name in ``restore`` is of no weight of the model.
             RuntimeError: If called within a forward of the model.
             OSError: If reading fails. The model is still streamed then.
         """
+        if isinstance(restore, str):
+            raise TypeError(f"restore must be a bool or a collection of names, got a str: write [{restore!r}] for one weight")
         self._check_outside("close()")
         with self._turn:
             if self._ended:
@@ -454,7 +459,13 @@ class Streaming:
             self._fetcher.keep(better)
 
     def _read_all(self, names: frozenset[str] | None) -> _Restored:
-        """Read all extents, or only those that contain the named weights, each into memory of its own."""
+        """Read all extents, or only those that contain the named weights, each into memory of its own.
+
+        Raises KeyError for a name that no weight has.
+        """
+        known = {weight.name for extent in self._store.extents.values() for weight in extent.weights}
+        if names is not None and names - known:
+            raise KeyError(f"the store has no weight named {listed(sorted(names - known))}")
         memories: dict[str, torch.Tensor | None] = {}
         self._fetcher.expect(())
         for extent, nbytes in self._sizes.items():
