@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tune.search": MEASURE | {"tune.measure"},
     "tune.render": MEASURE | {"tune.measure", "tune.search"},
     "tune.cli": MEASURE | {"tune.measure", "tune.search", "tune.render"},
-    "tune": {"tune.measure", "tune.search"},
+    "tune": {"tune.measure", "tune.search", "tune.cli"},
     # public names of what is elsewhere
     "swap": {"memory", "store", *DEEPSPEED},
     "io": DEEPSPEED,

@@ -204,14 +204,14 @@ def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interprete
         def interrupted_at_the_start(self, step, *undo):
             return step_together(self, interrupted if step.__name__ == "start" else step, *undo)
 
-        unlink, step_together = os.unlink, parallel.Ranks.all
+        unlink, step_together = os.unlink, parallel.CollectiveSteps.all
         if rank == 0:
             publication.os.unlink = removed_slowly
         for place, name, at, instead, kind in (
             (parallel, "write", 1, fail, OSError),
             (parallel, "write", 0, fail, OSError),
             (publication.os, "replace", 0, fail, OSError),
-            (parallel.Ranks, "all", 1, interrupted_at_the_start, KeyboardInterrupt),
+            (parallel.CollectiveSteps, "all", 1, interrupted_at_the_start, KeyboardInterrupt),
         ):
             before = getattr(place, name)
             if rank == at:

@@ -17,7 +17,7 @@ def test_ds_io_moves_gpu_memory(drive: Path, request: pytest.FixtureRequest, way
     if way == "--use_gds":
         request.getfixturevalue("gds")
     more = [option for option in (way, direction) if option]
-    command = [sys.executable, "-m", "deepnvme.tune.cli.io", "--folder", str(drive), "--io_size", "8M", "--gpu"]
+    command = [sys.executable, "-m", "deepnvme.tune.io", "--folder", str(drive), "--io_size", "8M", "--gpu"]
     command += ["--validate", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from ..support.interpreters import REPOSITORY
 from .conftest import Command, Ran
 
 SCRIPT = (str(REPOSITORY / "bin" / "ds_io"),)
-MODULE = ("-m", "deepnvme.tune.cli.io")
+MODULE = ("-m", "deepnvme.tune.io")
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 

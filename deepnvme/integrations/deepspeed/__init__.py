@@ -8,6 +8,13 @@ To leave the program unchanged, too: ``python -m deepnvme.integrations.deepspeed
 by :func:`enable`, not by this module.
 """
 
-from .enabling import disable, enable
+from typing import TYPE_CHECKING
+
+from deepnvme._lazy import from_modules
+
+if TYPE_CHECKING:
+    from .enabling import disable, enable
 
 __all__ = ["disable", "enable"]
+
+__getattr__ = from_modules(__name__, {"disable": "enabling", "enable": "enabling"})  # its modules import torch, io/ does not

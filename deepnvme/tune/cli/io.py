@@ -172,7 +172,3 @@ def _status_line() -> Iterator[Progress]:
     # Drawn only between loops: the CPU time of a thread that draws during one would be counted.
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as line:
         yield lambda step: line.update(Text(step), refresh=True)
-
-
-if __name__ == "__main__":
-    main()

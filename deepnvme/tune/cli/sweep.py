@@ -129,7 +129,3 @@ def _each_step_once() -> Progress:
             last = step
 
     return show
-
-
-if __name__ == "__main__":
-    main()

@@ -154,7 +154,7 @@ def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreter
                 return str(error)
 
         assert "changes a class or a function" in why()
-        dcp_metadata.refuse_wasteful = lambda path, text: None  # what is called has a guard of its own
+        metadata.refuse_wasteful = lambda path, text: None  # what is called has a guard of its own
         assert "state of what has none" in why()
         """
     ).check()
