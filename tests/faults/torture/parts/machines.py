@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import random
@@ -268,6 +269,8 @@ def _disk_with_quotas(directory: Path, undo: contextlib.ExitStack) -> Path:
 def _uring_for_root_alone(directory: Path, undo: contextlib.ExitStack) -> Path:
     if not _DISABLED.exists():
         raise Impossible(f"needs {_DISABLED}")
+    setting = undo.enter_context(_DISABLED.open())
+    fcntl.flock(setting, fcntl.LOCK_EX)  # another torture would put back what this one has set
     before = _DISABLED.read_text()
     undo.callback(_DISABLED.write_text, before)
     _DISABLED.write_text("1" if int(before) < 1 else before)
