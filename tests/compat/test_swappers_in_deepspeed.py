@@ -85,7 +85,7 @@ def test_deepspeeds_swappers_work_with_our_parts(results: dict[str, Any], name: 
     theirs, mixed = results[f"{name} theirs"], results[f"{name} theirs of our parts"]
     assert "error" not in mixed, mixed
     assert mixed["class"] == theirs["class"]
-    ours = {part.rpartition(".")[2] for part in mixed["parts"] if part.startswith("deepnvme.swap.zero.")}
+    ours = {part.rpartition(".")[2] for part in mixed["parts"] if part.startswith("deepnvme.integrations.deepspeed.swap_tensor.")}
     assert ours == OF_OUR_PARTS[name]
     assert mixed["losses"] == theirs["losses"]
     assert mixed["files"] == theirs["files"]
