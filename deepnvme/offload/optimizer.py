@@ -41,29 +41,28 @@ class OffloadedOptimizer(Optimizer):
     SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGVTALRM, SIGPROF, SIGUSR1, SIGUSR2 or SIGXCPU. If the drive also fails while a step is
     undone, the error says so. Nothing is lost then: the next call finishes undoing first, or raises OSError again.
 
-    There is one exception to this, whose error says that :meth:`load_state_dict` has to be called. Sub-groups that
-    ``dram_budget`` keeps in memory are stepped last, after everything in which the drive could fail. The optimizer's own code
-    has then stepped other sub-groups in the same step, and these sub-groups in earlier steps. If it raises nevertheless, its
-    changes to states in memory are lost. A second copy to undo them would take as much memory again, or as many bytes written
-    in each step as ``dram_budget`` saves.
+    One case is not covered; its error says that :meth:`load_state_dict` has to be called. Sub-groups that ``dram_budget`` keeps
+    in memory are stepped last, after everything in which the drive could fail. By then the optimizer's own code has stepped all
+    other sub-groups without an error, so that a failure is unlikely. If it raises nevertheless, the states in memory are lost:
+    undoing would need a second copy, which would cost as much memory, or as many bytes written, as ``dram_budget`` saves.
 
     **Signals.** Signal handlers wait while a step is committed or undone, for as long as that takes: as long as a drive hangs,
-    and with DTensors as long as the collective in which the ranks agree on the step. That collective ends by its ``timeout`` if
-    a rank does not take part. A rank that left it early would not know whether the others make the step it has agreed to.
+    and with DTensors as long as the collective in which the ranks agree on the step. If a rank does not take part, that
+    collective ends by its ``timeout``. Ctrl-C cannot interrupt it: the ranks could then disagree on whether the step was made.
 
     **Processes.** A forked child cannot use the optimizer.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
-        optimizer_class: Any optimizer that steps each parameter by itself. ``fused=True``, if the class has it, is several times
-            as fast.
-        nvme_path: One directory, several to stripe over, or a weight for each directory. Locked while the optimizer is open. With
-            ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states are reserved
-            there at once, so that a failed step leaves the states of the step before.
+        optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
+            it, is several times as fast.
+        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. Locked while the optimizer is
+            open. With ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states
+            are reserved there at once, so that a failed step leaves the states of the step before.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``. Their first step and
-            checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight: their states
-            and master weights; during a step, copies of the parameters without master weights; and with ``offload_gradients``
-            the gradients of four sub-groups.
+            checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
+            stepped, one written): their states and master weights; during a step, copies of those parameters that have no
+            master weight; and with ``offload_gradients`` the gradients of four sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
         sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
@@ -144,8 +143,8 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        On any exception, parameters and states are restored to the step before. Gradients stay, so that the call can be
-        repeated; with ``step_in_backward`` they are freed, and backward has to be run again.
+        After an exception, the step was either undone or made; :attr:`steps` tells which. If it was undone, gradients stay, so
+        that the call can be repeated; with ``step_in_backward`` they are freed, and backward has to be run again.
 
         If parameters are DTensors, all ranks that share them have to call this.
 

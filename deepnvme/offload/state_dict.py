@@ -12,7 +12,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from .block_versions import BlockVersions, block_name
 from .partition import distributed_like, local_of
-from .residents import ResidentBlocks
+from .resident_blocks import ResidentBlocks
 from .sub_group import MASTER, SubGroup, copied
 
 

@@ -23,7 +23,7 @@ from .io_stats import IOStats
 from .param_versions import ParamVersionTracker
 from .pipeline import SubGroupPipeline
 from .residency import RING, ResidencyPolicy
-from .residents import ResidentBlocks
+from .resident_blocks import ResidentBlocks
 from .state_dict import OffloadedStates
 from .state_loading import loaded
 from .step_gradients import StepGradients

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from deepnvme.version import __version__
 
-from . import directory as _directory
-from . import machine as _machine
+from . import directory_probes, machine_probes
 from .facts import Fact, Status
 
 _COLOURS = {"OKAY": "\033[92m", "YES": "\033[92m", "NO": "\033[93m", "WARNING": "\033[93m", "FAIL": "\033[91m"}
@@ -40,7 +39,7 @@ class Report:
 
     ninja: Fact
     """Path of ninja, which compiling ops requires."""
-    ops: list[_machine.Op]
+    ops: list[machine_probes.Op]
     """The ops: whether they are installed, and whether they can work here."""
     backends: list[Fact]
     """The backends of async_io, fastest first."""
@@ -66,16 +65,16 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     """
     if directory is not None and not os.fspath(directory):
         raise ValueError("it is empty")
-    gds = _machine.gds_probe()
-    backends, selected = _machine.backends()
+    gds = machine_probes.gds_probe()
+    backends, selected = machine_probes.backends()
     return Report(
-        directory=None if directory is None else _directory.examine(Path(directory), gds),
-        ninja=_machine.ninja(),
-        ops=_machine.ops(),
+        directory=None if directory is None else directory_probes.examine(Path(directory), gds),
+        ninja=machine_probes.ninja(),
+        ops=machine_probes.ops(),
         backends=backends,
         selected_backend=selected,
-        environment=_machine.environment(gds),
-        system=_machine.system(),
+        environment=machine_probes.environment(gds),
+        system=machine_probes.system(),
     )
 
 

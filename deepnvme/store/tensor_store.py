@@ -37,13 +37,13 @@ class TensorStore:
     ...     store.put("weights", tensor).result()
     ...     tensor = store.get("weights").result()
 
-    Transfers of one name happen in the order of the calls: a call that conflicts with one under way waits for it. Reads of one
-    name are independent of each other, and so are all transfers of different names.
+    Transfers of one name happen in the order of the calls: a put waits for puts and gets of its name under way, a get for puts.
+    Gets of one name are independent of each other, and so are all transfers of different names.
 
-    If a put fails, a store that persists keeps what the name held before. In other stores the name is damaged: getting it raises
-    the error until it is put again or deleted. If :meth:`commit` fails to flush a file, what was put since the last commit is
-    damaged in the same way. If a directory is removed, its space stays in use until the store is closed, and the store works on;
-    only :meth:`commit` raises an error.
+    If a put fails, a store that persists keeps what the name held before. In other stores the name is marked damaged: getting
+    it raises the error until it is put again or deleted. If :meth:`commit` fails to flush a file, what was put since the last
+    commit is damaged in the same way. If a directory is removed, its space stays in use until the store is closed, and the
+    store works on; only :meth:`commit` raises an error.
 
     Tensors are written and read by direct I/O, so when a put has succeeded, the drive has accepted the data. Where the file
     system has no direct I/O, or sectors larger than a page, tensors go through the page cache. If they cannot be written to the
@@ -95,20 +95,20 @@ class TensorStore:
         self._pool = pool
         self._engine = Engine() if engine is None else engine
         self._own_engine = engine is None
-        self._turns = OperationScheduler()
+        self._scheduler = OperationScheduler()
         self._closing = threading.Lock()
         self._committing: Operation | None = None
         self._flush: Operation | None = None  # of the last commit
         try:
-            self._directories = Volumes(weights, self._persist, self._engine, read_only)
-            self._catalogue = Catalog(self._directories.files, self._persist)
-            self._space = self._catalogue.space
-            self._paths = [file.path for file in self._directories.files]
-            self._handles = [file.file for file in self._directories.files]
+            self._volumes = Volumes(weights, self._persist, self._engine, read_only)
+            self._catalog = Catalog(self._volumes.files, self._persist)
+            self._space = self._catalog.space
+            self._paths = [file.path for file in self._volumes.files]
+            self._handles = [file.file for file in self._volumes.files]
             self._restore()
         except BaseException:
-            if hasattr(self, "_directories"):
-                self._directories.leave()
+            if hasattr(self, "_volumes"):
+                self._volumes.leave()
             if self._own_engine:
                 self._engine.close()
             raise
@@ -116,23 +116,23 @@ class TensorStore:
     # Queries.
 
     def __contains__(self, name: object) -> bool:
-        with self._turns.lock:
-            self._turns.settle_interrupted()
-            found = name in self._catalogue.entries
+        with self._scheduler.lock:
+            self._scheduler.settle_interrupted()
+            found = name in self._catalog.entries
         return found
 
     def __len__(self) -> int:
-        with self._turns.lock:
-            self._turns.settle_interrupted()
-            count = len(self._catalogue.entries)
+        with self._scheduler.lock:
+            self._scheduler.settle_interrupted()
+            count = len(self._catalog.entries)
         return count
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were first put."""
-        with self._turns.lock:
-            self._turns.check_open()
-            self._turns.settle_interrupted()
-            names = list(self._catalogue.entries)
+        with self._scheduler.lock:
+            self._scheduler.check_open()
+            self._scheduler.settle_interrupted()
+            names = list(self._catalog.entries)
         return names
 
     def info(self, name: str) -> TensorInfo:
@@ -141,25 +141,25 @@ class TensorStore:
         Raises:
             KeyError: If the store has no such name.
         """
-        with self._turns.lock:
-            self._turns.check_open()
-            self._turns.settle_interrupted()
-            return self._catalogue.entry(name).newest.info
+        with self._scheduler.lock:
+            self._scheduler.check_open()
+            self._scheduler.settle_interrupted()
+            return self._catalog.entry(name).newest.info
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        with self._turns.lock:
-            self._turns.check_open()
-            self._turns.settle_interrupted()
-            nbytes = sum(entry.newest.info.nbytes for entry in self._catalogue.entries.values())
+        with self._scheduler.lock:
+            self._scheduler.check_open()
+            self._scheduler.settle_interrupted()
+            nbytes = sum(entry.newest.info.nbytes for entry in self._catalog.entries.values())
         return nbytes
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the store's files."""
-        with self._turns.lock:
-            self._turns.check_open()
+        with self._scheduler.lock:
+            self._scheduler.check_open()
             nbytes = sum(file.capacity for file in self._space.files)
         return nbytes
 
@@ -213,7 +213,8 @@ class TensorStore:
         Args:
             name: The tensor's name.
             out: Where to read it to: a contiguous tensor with the same number of bytes, of any dtype, on any device. Not to be
-                touched until the future is done. Memory of a lease is read in place. None for new memory on the CPU.
+                touched until the future is done. Memory leased from a BufferPool is filled directly. None for
+                new memory on the CPU.
 
         Returns:
             A future. Its result is the tensor, which uses the memory of ``out`` if that is given.
@@ -260,8 +261,8 @@ class TensorStore:
         """
 
         self._check_writable()
-        nbytes = self._in_turn([name], lambda: self._catalogue.remove(name), writing=True)
-        operation = self._turns.operation()
+        nbytes = self._in_turn([name], lambda: self._catalog.remove(name), writing=True)
+        operation = self._scheduler.operation()
         operation.complete = True
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
@@ -294,11 +295,11 @@ class TensorStore:
         """
 
         names = [name for name, _, _ in ranges]
-        operation = self._turns.operation()
+        operation = self._scheduler.operation()
 
         def begin() -> list[tuple[DataFile, int, int]]:
-            entries = self._catalogue.readable(names)
-            self._turns.begin(operation)
+            entries = self._catalog.readable(names)
+            self._scheduler.begin(operation)
             note_gets(list(dict.fromkeys(entries)), operation)
             parts = []
             for entry, (_, first, count) in zip(entries, ranges, strict=True):
@@ -328,11 +329,11 @@ class TensorStore:
         self._check_writable()
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        operation = self._turns.operation()  # close() waits for it
+        operation = self._scheduler.operation()  # close() waits for it
         with operation.starting:
-            with self._turns.lock:
-                self._turns.check_open()
-                self._turns.begin(operation)
+            with self._scheduler.lock:
+                self._scheduler.check_open()
+                self._scheduler.begin(operation)
                 self._space.mend()
             for file, size in self._space.sizes_for(nbytes):
                 file.grow_to(size, exactly=True)
@@ -355,18 +356,19 @@ class TensorStore:
 
         Raises:
             ValueError: If the store does not persist, or has so many tensors that the manifest would exceed 1 GiB. The last
-                commit stands then.
-            OSError: The first error of a put that no caller has seen, or an error of flushing a file: the last commit stands
-                then. Or an error of writing the manifest: then either the last commit stands, or this one.
+                commit remains valid.
+            OSError: The first error of a put that no caller has seen, or an error of flushing a file: the last commit remains
+                valid. Or an error of writing the manifest (the file that lists the committed tensors): then either the last
+                commit is valid, or this one.
         """
         self._check_writable()
         if not self._persist:
             raise ValueError("this store's files go when it is closed: open it with persist=True to commit")
-        self._turns.wait_for_all()
-        operation = self._turns.operation()
-        flush = self._turns.operation(self._catalogue.end_flush)
+        self._scheduler.wait_for_all()
+        operation = self._scheduler.operation()
+        flush = self._scheduler.operation(self._catalog.end_flush)
         with operation.starting, flush.starting:  # the next commit waits for both
-            versions = self._turns.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
+            versions = self._scheduler.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
             # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C interrupts this.
             files = [(file,) for file in range(len(self._handles))]
             flush.submit(without_python(self._engine.fsync), self._handles, subjects=files)
@@ -375,9 +377,9 @@ class TensorStore:
             if error is not None:
                 flush.seen = True
                 raise error
-            self._directories.publish({name: version.stored() for name, version in versions.items()})
-            with self._turns.lock:
-                self._catalogue.committed()
+            self._volumes.publish({name: version.stored() for name, version in versions.items()})
+            with self._scheduler.lock:
+                self._catalog.committed()
             operation.complete = True
         operation.settle()
 
@@ -390,22 +392,22 @@ class TensorStore:
         Raises:
             OSError: The first error that no caller has seen, after everything else is done.
         """
-        self._turns.close()
-        self._turns.wait_for_all()
+        self._scheduler.close()
+        self._scheduler.wait_for_all()
         with self._closing:  # a thread that closes the store at the same time waits here, and finds it closed
-            if not self._directories.left:
+            if not self._volumes.left:
                 try:
                     if self._persist and not self._read_only:
                         self._space.trim()
                 finally:
-                    self._directories.leave()
+                    self._volumes.leave()
                     self._end_engine()
-                self._turns.raise_unseen()
+                self._scheduler.raise_unseen()
             self._end_engine()  # in case Ctrl-C interrupted an earlier call before this
 
     def __enter__(self) -> TensorStore:
-        with self._turns.lock:
-            self._turns.check_open()
+        with self._scheduler.lock:
+            self._scheduler.check_open()
             return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -429,7 +431,7 @@ class TensorStore:
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
         """Call ``start`` with the lock held, once no operation is under way that it conflicts with. Return its result."""
-        return self._turns.after(lambda: self._conflicts(names, writing), start)
+        return self._scheduler.after(lambda: self._conflicts(names, writing), start)
 
     def _with_room(self, start: Callable[[], Result]) -> Result:
         """Call ``start``, and again after growing the files that it found too small. Return its result.
@@ -447,7 +449,7 @@ class TensorStore:
 
     def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
         """Return the operations that must end before the names can be read or written."""
-        conflicts = self._catalogue.conflicts(names, writing)
+        conflicts = self._catalog.conflicts(names, writing)
         flush = self._flush
         if flush is not None and not flush.settled and flush.ended():  # settling it may mark tensors as damaged
             conflicts.add(flush)
@@ -461,11 +463,11 @@ class TensorStore:
         checksums: Sequence[tuple[int, ...] | None],
     ) -> StoreFuture[int]:
         """Start a put of dense tensors, whose addresses on the host are known (0 for tensors on devices)."""
-        operation = self._turns.operation(self._catalogue.end_put)
+        operation = self._scheduler.operation(self._catalog.end_put)
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
-            self._turns.begin(operation)
-            return self._catalogue.begin_put(names, tensors, checksums, operation)
+            self._scheduler.begin(operation)
+            return self._catalog.begin_put(names, tensors, checksums, operation)
 
         with operation.starting:
             try:
@@ -485,11 +487,11 @@ class TensorStore:
 
     def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
         """Start reading tensors into new memory. The future's result is what ``choose`` returns for the tensors by name."""
-        operation = self._turns.operation()
+        operation = self._scheduler.operation()
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
-            entries = self._catalogue.readable(names)
-            self._turns.begin(operation)
+            entries = self._catalog.readable(names)
+            self._scheduler.begin(operation)
             note_gets(entries, operation)
             return entries, [entry.newest for entry in entries]
 
@@ -507,13 +509,13 @@ class TensorStore:
 
     def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         """Start reading a tensor into ``out``."""
-        operation = self._turns.operation()
+        operation = self._scheduler.operation()
 
         def begin() -> tuple[CatalogEntry, TensorVersion, torch.Tensor]:
-            (entry,) = self._catalogue.readable([name])
+            (entry,) = self._catalog.readable([name])
             version = entry.newest
             target = seen_as(out, version.info.dtype, version.info.shape)
-            self._turns.begin(operation)
+            self._scheduler.begin(operation)
             note_gets([entry], operation)
             return entry, version, target
 
@@ -535,10 +537,10 @@ class TensorStore:
 
     def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, TensorVersion]:
         """Begin the two operations of a commit. Return the versions to flush and publish. Called with the lock held."""
-        self._turns.raise_unseen()
-        versions = self._catalogue.begin_flush()
-        self._turns.begin(operation)
-        self._turns.begin(flush)
+        self._scheduler.raise_unseen()
+        versions = self._catalog.begin_flush()
+        self._scheduler.begin(operation)
+        self._scheduler.begin(flush)
         self._committing, self._flush = operation, flush
         return versions
 
@@ -546,10 +548,10 @@ class TensorStore:
 
     def _restore(self) -> None:
         """Take over the tensors of the manifest, if there is one."""
-        known = self._directories.known
+        known = self._volumes.known
         for name, stored in known.tensors.items() if known is not None else ():
             try:
-                self._catalogue.restore(name, stored)
+                self._catalog.restore(name, stored)
             except ValueError as error:
-                raise self._directories.corrupt(f"tensor {name!r}: {error}") from error
-        self._catalogue.restored()
+                raise self._volumes.corrupt(f"tensor {name!r}: {error}") from error
+        self._catalog.restored()

@@ -200,7 +200,8 @@ class Streaming:
     def close(self, restore: bool | Collection[str] = False) -> None:
         """End the stream: release its memory and give the modules their own forward back. Idempotent.
 
-        Waits for a call of the model in another thread and for reads in flight. The store stays open unless ``owns_store``.
+        Waits for a call of the model in another thread and for reads in flight. The store stays open,
+        unless :func:`from_pretrained` opened it (``owns_store``).
 
         Args:
             restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all

@@ -19,9 +19,8 @@ import pytest
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe
-from deepnvme.report import directory as _directory
+from deepnvme.report import directory_probes, machine_probes
 from deepnvme.report import ds_report as report
-from deepnvme.report import machine as _machine
 from deepnvme.report.facts import Fact
 from deepnvme.version import __version__
 
@@ -165,12 +164,12 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prebuilt:
 
 def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_machine_has(prebuilt: Prebuilt) -> None:
     prebuilt(b"LibaioBackend")
-    facts = {fact.key: fact for fact in _machine.backends()[0]}
+    facts = {fact.key: fact for fact in machine_probes.backends()[0]}
     assert (facts["io_uring"].value, facts["io_uring"].status) == ("compiled out", "NO")
     assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
     assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
     assert facts["libaio"].value != "compiled out"
-    assert _machine._compiled_with().value == "ahead of time, libaio"
+    assert machine_probes._compiled_with().value == "ahead of time, libaio"
 
 
 def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
@@ -178,7 +177,7 @@ def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
 ) -> None:
     prebuilt(b"LibaioBackend UringBackend")
     monkeypatch.setenv("PATH", "/nowhere")
-    facts, selected = _machine.backends()
+    facts, selected = machine_probes.backends()
     assert not any(fact.value in ("compiled out", "unusable") for fact in facts)
     assert selected is not None
 
@@ -253,7 +252,7 @@ def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
 def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypatch: pytest.MonkeyPatch) -> None:
     small = os.statvfs_result((4096, 4096, 16384, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr("os.statvfs", lambda path: small)
-    fact = _machine._shared_memory()
+    fact = machine_probes._shared_memory()
     assert (fact.value, fact.status) == (64 << 20, "WARNING")
     assert "--shm-size='1gb'" in fact.problems[0]
 
@@ -262,24 +261,24 @@ def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypa
 def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
-    monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
-    in_use, allowed = _machine._aio_events()
+    monkeypatch.setattr(machine_probes, "_AIO_LIMITS", tmp_path)
+    in_use, allowed = machine_probes._aio_events()
     assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "enabled").write_text("always madvise [never]\n")
-    monkeypatch.setattr(_machine, "_HUGE_PAGES", tmp_path / "enabled")
-    fact = _machine._huge_pages()
+    monkeypatch.setattr(machine_probes, "_HUGE_PAGES", tmp_path / "enabled")
+    fact = machine_probes._huge_pages()
     assert (fact.value, fact.status) == ("never", "WARNING")
     assert "echo madvise" in fact.problems[0]
 
 
 def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "_AIO_LIMITS", tmp_path)
-    monkeypatch.setattr(_machine, "_HUGE_PAGES", tmp_path / "enabled")
-    monkeypatch.setattr(_machine, "_read", lambda path: None)
-    for fact in _machine.system():
+    monkeypatch.setattr(machine_probes, "_AIO_LIMITS", tmp_path)
+    monkeypatch.setattr(machine_probes, "_HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(machine_probes, "_read", lambda path: None)
+    for fact in machine_probes.system():
         assert fact.shown
         assert bool(fact.problems) == (fact.status == "WARNING")
 
@@ -329,7 +328,7 @@ def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
 
 def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    fact = _machine._memory_lock()
+    fact = machine_probes._memory_lock()
     assert (fact.key, fact.value, fact.status) == ("memlock_bytes", None, "")
     assert fact.shown.startswith("unlimited")
 
@@ -416,7 +415,7 @@ def test_it_never_compiles_the_op_and_takes_less_than_three_seconds(cache: Path)
 
 
 def facts_of(directory: Path) -> dict[str, Fact]:
-    return {fact.name: fact for fact in _directory.examine(directory, GDSBuilder().probe())}
+    return {fact.name: fact for fact in directory_probes.examine(directory, GDSBuilder().probe())}
 
 
 def failing(code: str) -> Callable[..., Any]:
@@ -440,11 +439,11 @@ def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = _directory.try_direct_io(tmp_path)
+    told = directory_probes.try_direct_io(tmp_path)
     if told.source != "statx":
         pytest.skip("needs a kernel and a filesystem that report their alignment (statx, Linux 6.1)")
-    monkeypatch.setattr(_directory, "_statx_alignment", lambda descriptor: None)
-    tried = _directory.try_direct_io(tmp_path)
+    monkeypatch.setattr(directory_probes, "_statx_alignment", lambda descriptor: None)
+    tried = directory_probes.try_direct_io(tmp_path)
     assert told.memory_alignment is not None
     assert tried.memory_alignment is not None
     assert tried.offset_alignment == told.offset_alignment
@@ -453,7 +452,7 @@ def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, mon
 
 def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
     place = Path("/dev/shm")
-    mount = _directory.mount_of(place) if place.is_dir() else None
+    mount = directory_probes.mount_of(place) if place.is_dir() else None
     if mount is None or mount.filesystem != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
     fact = facts_of(place)["O_DIRECT"]
@@ -471,7 +470,7 @@ def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> No
 @pytest.mark.parametrize("code", ["EROFS", "EACCES"])
 def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.mkstemp", failing(code))
-    direct = _directory.try_direct_io(tmp_path, _directory.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    direct = directory_probes.try_direct_io(tmp_path, directory_probes.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
     assert direct.works is None
     assert direct.outcome.startswith("not tried: ")
     assert code in direct.outcome
@@ -498,7 +497,7 @@ def test_only_the_errors_that_mean_refusal_are_taken_for_it(
         return failing(code)() if flags & os.O_DIRECT else real(path, flags, *rest)
 
     monkeypatch.setattr("os.open", refusing) if when == "open" else monkeypatch.setattr("os.pwrite", failing(code))
-    direct = _directory.try_direct_io(tmp_path)
+    direct = directory_probes.try_direct_io(tmp_path)
     assert (direct.works, direct.outcome) == (works, outcome)
     assert code in direct.problem
     assert ("room" in direct.problem) == (code in ("ENOSPC", "EDQUOT"))
@@ -506,7 +505,7 @@ def test_only_the_errors_that_mean_refusal_are_taken_for_it(
 
 
 def test_the_mount_is_the_innermost_one() -> None:
-    mount = _directory.mount_of(Path("/proc/self"))
+    mount = directory_probes.mount_of(Path("/proc/self"))
     assert mount is not None
     assert (mount.point, mount.filesystem) == ("/proc", "proc")
     assert not any(fact.status == "OKAY" for fact in facts_of(Path("/proc")).values())

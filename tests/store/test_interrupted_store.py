@@ -96,7 +96,7 @@ class World:
 
     def _check(self, states: tuple[Tensors, ...]) -> None:
         store = self.store
-        store._turns.wait_for_all()
+        store._scheduler.wait_for_all()
         if self.persist:
             found = held(store)
             assert any(same(found, state) for state in states), sorted(found)
@@ -109,7 +109,7 @@ class World:
                         continue
                     raise
                 assert any(name in state and torch.equal(found[name], state[name]) for state in states), name
-        assert not store._turns.under_way or all(operation.ended() for operation in store._turns.under_way)
+        assert not store._scheduler.under_way or all(operation.ended() for operation in store._scheduler.under_way)
         self.put_anew()
 
     def put_anew(self) -> None:

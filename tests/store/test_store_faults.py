@@ -293,7 +293,7 @@ class TestErrors:
         tensors = {str(index): numbered(MIB, index) for index in range(8)}
         with TensorStore(drive / "store", engine=faulty("threads", block_size=MIB, error_every=5)) as store:
             assert store.put_many(tensors).exception().errno == errno.EIO
-            damaged = [name for name in tensors if store._catalogue.entries[name].damage is not None]
+            damaged = [name for name in tensors if store._catalog.entries[name].damage is not None]
             assert len(damaged) == 1
             with pytest.raises(OSError, match="is damaged"):
                 store.get(damaged[0])
@@ -486,8 +486,8 @@ class TestFlushes:
             store.put("first", numbered(5 * MIB - 1)).result()  # in both
             store.put("second", numbered(MIB, 1)).result()
             store.put("third", numbered(MIB + 1, 2)).result()
-            (where,) = store._catalogue.entries["second"].version.parts
-            (other,) = store._catalogue.entries["third"].version.parts
+            (where,) = store._catalog.entries["second"].version.parts
+            (other,) = store._catalog.entries["third"].version.parts
             assert where.file != other.file
             losing.lose("ab"[where.file])
             with pytest.raises(OSError, match="Input/output"):
@@ -563,7 +563,7 @@ class TestChecksums:
 
     @pytest.mark.parametrize("index", [0, 1])
     def test_a_bit_that_flipped_is_named_with_its_tensor_file_and_place(self, checked, drive, index):
-        version = checked._catalogue.entries["large"].version
+        version = checked._catalog.entries["large"].version
         path = self.corrupt(drive, version.parts[index])
         gets = (lambda: checked.get("large"), lambda: checked.get("large", out=torch.empty(MIB, dtype=torch.float64)))
         for get in (*gets, lambda: checked.get_many(["small", "large"])):
@@ -577,7 +577,7 @@ class TestChecksums:
         assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
 
     def test_corruption_of_a_small_one_spares_its_neighbours(self, checked, drive):
-        self.corrupt(drive, checked._catalogue.entries["small"].version.parts[0])
+        self.corrupt(drive, checked._catalog.entries["small"].version.parts[0])
         with pytest.raises(CorruptTensor, match="'small'"):
             checked.get("small").result()
         assert torch.equal(checked.get("large").result(), numbered(8 * MIB))

@@ -191,9 +191,9 @@ def test_a_lease_given_back_after_its_put_is_free_when_that_has_ended(store, poo
 
 def test_replacing_is_in_place_for_as_many_bytes(store):
     store.put("name", torch.zeros(5000)).result()
-    parts = store._catalogue.entries["name"].version.parts
+    parts = store._catalog.entries["name"].version.parts
     store.put("name", torch.ones(10000, dtype=torch.float16)).result()
-    assert store._catalogue.entries["name"].version.parts == parts
+    assert store._catalog.entries["name"].version.parts == parts
     assert store.info("name").shape == (10000,)
     assert torch.equal(store.get("name").result(), torch.ones(10000, dtype=torch.float16))
 
@@ -424,7 +424,7 @@ def test_dropped_futures_keep_no_tensor(store):
         store.put(str(step), torch.ones(10))
         store.get(str(step))
         store.delete(str(step))
-    assert len(store._turns.under_way) <= 130
+    assert len(store._scheduler.under_way) <= 130
 
 
 def test_files_go_with_the_store_and_directories_that_it_made(drive):

@@ -124,7 +124,7 @@ def test_a_drive_that_fails_in_the_midst_of_a_read(world: World, faulty: Any, ba
 
 
 def test_what_is_corrupt_is_named_and_nothing_is_computed_with_it(world: World) -> None:
-    place = world.store._tensors._catalogue.entries["extent/parts.3"].newest.parts[0]
+    place = world.store._tensors._catalog.entries["extent/parts.3"].newest.parts[0]
     path = world.store._tensors._paths[place.file]
     with open(path, "r+b") as file:
         file.seek(place.offset + 5)

@@ -10,7 +10,7 @@ import pytest
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.folder import FolderFacts
 from deepnvme.tune.render import deepspeed_logs
-from deepnvme.tune.search.tuning import Figures, Result, Search, Tuning
+from deepnvme.tune.search.results import Figures, Result, Search, Tuning
 
 DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O", 1)
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
 from deepnvme.tune.measure.job import Operation
 from deepnvme.tune.render import charts, picture
 from deepnvme.tune.render.html_report import render_html, require_matplotlib
-from deepnvme.tune.search.tuning import Figures, Result, Search, Striping, Tuning
+from deepnvme.tune.search.results import Figures, Result, Search, Striping, Tuning
 
 DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O", 1)
 OTHER_DRIVE = FolderFacts("/mnt/nvme1", "xfs", "/dev/nvme1n1", True, "xfs, takes direct I/O", 2)

@@ -13,7 +13,7 @@ from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.search import tuner
-from deepnvme.tune.search.search import search
+from deepnvme.tune.search.successive_halving import search
 from deepnvme.tune.search.trials import TrialBench
 from deepnvme.tune.search.tuner import Order, tune
 

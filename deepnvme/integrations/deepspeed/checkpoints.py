@@ -8,7 +8,7 @@ from typing import Any
 
 from deepnvme.checkpoint import NVMeCheckpointEngine
 
-from .places import Replacement, attribute, module
+from .replacement import Replacement, attribute, module
 
 _PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optimize_dp_state")
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
-from . import checkpoints, failures, ops, swapping
-from .places import Replacement, UnknownShape, set_all, undo_all
+from . import checkpoints, failures, ops, swapper_classes
+from .replacement import Replacement, UnknownShape, set_all, undo_all
 
 TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
@@ -93,7 +93,7 @@ def _put(options: _Options) -> None:
 
 def _replacements(options: _Options) -> Iterator[Replacement]:
     yield from ops.replacements()
-    yield from swapping.replacements(ours=options.swappers)
+    yield from swapper_classes.replacements(ours=options.swappers)
     yield from failures.replacements()
     if options.checkpoint:
         yield from checkpoints.replacements()

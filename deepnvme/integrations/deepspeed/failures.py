@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .places import Replacement, attribute, module
+from .replacement import Replacement, attribute, module
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
 from deepnvme.version import __version__
 
-from .places import Replacement, UnknownShape, attribute, module
+from .replacement import Replacement, UnknownShape, attribute, module
 
 
 def replacements() -> Iterator[Replacement]:

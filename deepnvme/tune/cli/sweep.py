@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepnvme.tune.render import deepspeed_logs, html_report, sweep_text
-from deepnvme.tune.search.search import Progress
 from deepnvme.tune.search.space import read_sweep
+from deepnvme.tune.search.successive_halving import Progress
 from deepnvme.tune.search.tuner import Order, tune
 
 from .arguments import Parser, directory, output_directory, output_file, output_file_or_stdout, positive, size

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.report import directory as _directory
+from deepnvme.report import directory_probes
 
 
 class Unsuitable(Exception):
@@ -46,10 +46,10 @@ def examine(folder: Path) -> FolderFacts:
         os.unlink(name)
     except OSError as error:
         raise Unsuitable(f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write") from error
-    mount = _directory.mount_of(folder)
+    mount = directory_probes.mount_of(folder)
     filesystem = mount.filesystem if mount else "unknown filesystem"
-    direct = _directory.try_direct_io(folder, mount)
-    in_memory = filesystem in _directory.IN_MEMORY
+    direct = directory_probes.try_direct_io(folder, mount)
+    in_memory = filesystem in directory_probes.IN_MEMORY
     label = f"{filesystem}, in memory, not a drive" if in_memory else f"{filesystem}, takes direct I/O"
     if not in_memory and not direct.works:
         label = f"{filesystem}, without direct I/O: the page cache is measured"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.search.tuning import Figures, Result, Search, Striping
+from deepnvme.tune.search.results import Figures, Result, Search, Striping
 from deepnvme.tune.sizes import size_text
 
 from .picture import INK, MUTED, PAPER, Chart, axes_for

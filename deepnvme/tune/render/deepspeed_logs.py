@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.search.tuning import Result, Tuning
+from deepnvme.tune.search.results import Result, Tuning
 from deepnvme.tune.sizes import GIB, size_text
 
 

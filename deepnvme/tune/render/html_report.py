@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
 from deepnvme.tune.measure.job import OPERATIONS
-from deepnvme.tune.search.tuning import TABLE, Result, Search, Striping, Tuning
+from deepnvme.tune.search.results import TABLE, Result, Search, Striping, Tuning
 from deepnvme.tune.sizes import size_text
 from deepnvme.version import __version__
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.search.tuning import Result, Search, Striping, Tuning
+from deepnvme.tune.search.results import Result, Search, Striping, Tuning
 from deepnvme.tune.sizes import GIB, size_text
 from deepnvme.version import __version__
 

@@ -19,7 +19,7 @@ from deepnvme.tune.measure.figures import Percentiles, merged
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, settle, workspace
 from deepnvme.tune.measure.job import Operation
 
-from .search import Observation
+from .successive_halving import Observation
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme.config import AioConfig
-from deepnvme.report.directory import IN_MEMORY
+from deepnvme.report.directory_probes import IN_MEMORY
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import FolderFacts, examine
 from deepnvme.tune.measure.job import Operation
 from deepnvme.tune.measure.requirements import check_memory, check_space
 from deepnvme.tune.search.trials import Shares, TrialBench
 
-from .search import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
+from .results import Figures, Result, Search, Striping, Tuning
 from .space import default_space
-from .tuning import Figures, Result, Search, Striping, Tuning
+from .successive_halving import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
 
 _STRIPING_PASSES = 5
 

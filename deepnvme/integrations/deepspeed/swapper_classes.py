@@ -24,7 +24,7 @@ import torch
 from deepnvme.store.directory_lock import lock
 
 from . import swap_tensor as zero
-from .places import Replacement, attribute, module
+from .replacement import Replacement, attribute, module
 from .swap_tensor.environment import rank
 
 _logger = logging.getLogger(__name__)

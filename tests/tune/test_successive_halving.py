@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.measure.job import Operation
-from deepnvme.tune.search.search import Candidate, Observation, Outcome, noise, rounds, search, standings
+from deepnvme.tune.search.successive_halving import Candidate, Observation, Outcome, noise, rounds, search, standings
 
 MIB = 1 << 20
 IO_SIZE = 400 * MIB

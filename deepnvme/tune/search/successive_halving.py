@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.job import Operation
 
-from .tuning import TABLE
+from .results import TABLE
 
 # A third of the settings is kept each round: a good one is lost only if it is measured much too slow in a short round.
 _KEPT = 3
