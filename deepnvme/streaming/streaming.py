@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from deepnvme._listed import listed
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import OutOfBuffers
 
@@ -207,11 +206,10 @@ class Streaming:
             restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all
                 weights into newly allocated memory, which has to be large enough, and leaves the model as if it had never been
                 streamed. A collection of names (for tied weights, the first name) reads only these weights; all others become
-                placeholders, those in no block too.
+                placeholders, those in no block too. Names that the store does not have are ignored.
 
         Raises:
             TypeError: If ``restore`` is a str: put a single name into a list.
-            KeyError: If a name in ``restore`` is of no weight of the model.
             RuntimeError: If called within a forward of the model.
             OSError: If reading fails. The model is still streamed then.
         """
@@ -460,13 +458,7 @@ class Streaming:
             self._fetcher.keep(better)
 
     def _read_all(self, names: frozenset[str] | None) -> _Restored:
-        """Read all extents, or only those that contain the named weights, each into memory of its own.
-
-        Raises KeyError for a name that no weight has.
-        """
-        known = {weight.name for extent in self._store.extents.values() for weight in extent.weights}
-        if names is not None and names - known:
-            raise KeyError(f"the store has no weight named {listed(sorted(names - known))}")
+        """Read all extents, or only those that contain the named weights, each into memory of its own."""
         memories: dict[str, torch.Tensor | None] = {}
         self._fetcher.expect(())
         for extent, nbytes in self._sizes.items():
