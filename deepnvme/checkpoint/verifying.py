@@ -20,7 +20,7 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import memory_of
 
 from ._shared_engine import shared_engine
-from .formats import safetensors_header as safetensors_format
+from .formats import safetensors_header
 from .formats.contents import (
     DAMAGE,
     ArchiveContents,
@@ -127,8 +127,8 @@ def _safetensors(path: str) -> Report:
     tensors = nbytes = 0
     problems = []
     try:
-        for shard, names in safetensors_format.shards_of(path).items():
-            header = safetensors_format.read_header(shard)
+        for shard, names in safetensors_header.shards_of(path).items():
+            header = safetensors_header.read_header(shard)
             tensors += len(header.tensors)
             nbytes += sum(entry.nbytes for entry in header.tensors)
             missing = set(names or ()) - {entry.name for entry in header.tensors}

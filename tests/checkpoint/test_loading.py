@@ -24,8 +24,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading, verify
-from deepnvme.checkpoint import storage_placement as placing
+from deepnvme.checkpoint import CorruptCheckpoint, loading, storage_placement, verify
 from deepnvme.checkpoint.formats.contents import contents, is_plain
 from deepnvme.checkpoint.formats.zip_directory import data_of, entries
 
@@ -129,7 +128,7 @@ class TestPicklesThatTakeTooMuch:
         with zipfile.ZipFile(path, "w", how) as archive:
             archive.writestr("a/data.pkl", b"\x80\2" + stream)
             archive.writestr("a/version", b"3")
-        unpickled = count_calls(monkeypatch, placing, "torch_load") + count_calls(monkeypatch, loading, "torch_load")
+        unpickled = count_calls(monkeypatch, storage_placement, "torch_load") + count_calls(monkeypatch, loading, "torch_load")
         with pytest.raises(CorruptCheckpoint, match=why):
             deepnvme.load(path, weights_only=safe)
         assert not unpickled

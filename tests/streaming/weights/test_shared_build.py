@@ -15,7 +15,7 @@ from torch import nn
 
 from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.weights import shared_build as built_once
+from deepnvme.streaming.weights import shared_build
 from deepnvme.streaming.weights.shared_build import BUILDING, opened_or_built
 from deepnvme.swap import StoreLocked, TensorStore
 from tests.faults.torture.interruption import Interruption, all_but, interrupted
@@ -37,7 +37,7 @@ def never(_: Path) -> WeightStore:
 
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_build, "_PATIENCE", 0.1)
     other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)
@@ -71,8 +71,8 @@ def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_lock
     drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     """At each point, while the traceback, which has the frames, is alive."""
-    monkeypatch.setattr(built_once, "_PATIENCE", 0.1)
-    where, skip = drive / "store", all_but(built_once)
+    monkeypatch.setattr(shared_build, "_PATIENCE", 0.1)
+    where, skip = drive / "store", all_but(shared_build)
 
     def open_or_build() -> WeightStore:
         return opened_or_built({where: 1.0}, ORIGIN, lambda _: build(where))
