@@ -45,10 +45,11 @@ def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
     direct_disk.fail("write", effect="hang", times=-1)
     future = engine.write(page_aligned(CONTENT), file)
     file.close()
-    direct_disk.heal()
-    direct_disk.fail("flush")
+    direct_disk.fail("flush", times=-1)
+    direct_disk.resume()
     with pytest.raises(OSError, match="close"):
         future.result(30)
+    direct_disk.heal()
 
 
 def test_a_file_that_is_closed_after_its_last_transfer_tells_that(

@@ -16,6 +16,8 @@
 //     heal
 //         Forget all faults and let go of what hangs. The answer: what has met a fault since the last time, as operation:errno or
 //         operation:effect.
+//     resume
+//         Let go of what hangs and forget the faults that made it hang. Others stay, and so does the list of what has met a fault.
 //     count
 //         The answer: how many operations of each kind there have been, as operation=number.
 //
@@ -170,12 +172,25 @@ static void heal(void) {
     puts("");
 }
 
+static void resume(void) {
+    pthread_mutex_lock(&mutex);
+    int left = 0;
+    for (int i = 0; i < fault_count; ++i)
+        if (faults[i].effect != HANG) faults[left++] = faults[i];
+    fault_count = left;
+    ++healings;
+    pthread_cond_broadcast(&healed);
+    pthread_mutex_unlock(&mutex);
+    puts("ok");
+}
+
 static void* obey(void* session) {
     char line[1024];
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\n")] = '\0';
         if (strncmp(line, "fault ", 6) == 0) puts(add_fault(line + 6));
         else if (strcmp(line, "heal") == 0) heal();
+        else if (strcmp(line, "resume") == 0) resume();
         else if (strcmp(line, "count") == 0) {
             pthread_mutex_lock(&mutex);
             for (int i = 0; i < OPERATIONS; ++i) printf("%s=%lu ", kNames[i], counts[i]);

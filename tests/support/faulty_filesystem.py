@@ -72,6 +72,10 @@ class FaultyFilesystem:
         met = (entry.split(":") for entry in self._ask("heal").split())
         return [f"{operation}:{errno.errorcode[int(what)] if what.isdigit() else what}" for operation, what in met]
 
+    def resume(self) -> None:
+        """End what hangs, and the faults that made it hang. Faults of other effects stay."""
+        self._ask("resume")
+
     def counts(self) -> dict[str, int]:
         """Operations of each kind so far."""
         pairs = (entry.split("=") for entry in self._ask("count").split())
