@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._lazy import from_modules
-from .config import AioConfig
 from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
+    from .config import AioConfig
     from .offload import OffloadedOptimizer
 
 __all__ = [
@@ -30,19 +30,11 @@ __all__ = [
     "save",
 ]
 
-_WITH_TORCH = {
-    "CheckpointManager": "checkpoint",
-    "NVMeReader": "checkpoint",
-    "NVMeWriter": "checkpoint",
-    "OffloadedOptimizer": "offload",
-    "SaveFuture": "checkpoint",
-    "async_save": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
-}
-"""Names that need torch, each with its submodule. They are imported on first use, so that the rest works without torch."""
+_CHECKPOINT = ("CheckpointManager", "NVMeReader", "NVMeWriter", "SaveFuture", "async_save", "load", "save")
+_LATER = {"AioConfig": "config", "OffloadedOptimizer": "offload", **dict.fromkeys(_CHECKPOINT, "checkpoint")}
+"""Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
 _PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "safetensors", "store", "streaming", "swap"))
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 
-__getattr__ = from_modules(__name__, _WITH_TORCH, _PACKAGES)
+__getattr__, __dir__ = from_modules(__name__, _LATER, _PACKAGES)

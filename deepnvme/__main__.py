@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_usage(), file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
     if words[0] not in _COMMANDS:
-        sys.exit(_refuse(words[0]))
+        print(f"deepnvme: there is no command {words[0]!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
     importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main(words[1:])
 
 
@@ -36,12 +37,6 @@ def _usage() -> str:
     """Return the text that ``--help`` prints."""
     lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
     return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", "deepnvme COMMAND --help lists a command's options."])
-
-
-def _refuse(word: str) -> int:
-    """Print that there is no such command. Return the exit status."""
-    print(f"deepnvme: there is no command {word!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

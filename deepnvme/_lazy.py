@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
-def from_modules(package: str, modules: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package, which imports names on first use.
+def from_modules(
+    package: str, modules: Mapping[str, str], packages: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a package: the first imports names on first use, the second lists all of them.
 
     Args:
-        package: Name of the package.
+        package: Name of the package. Its ``__all__`` has the public names.
         modules: For each public name, the module that defines it: relative to the package, or a full name beginning with
             "deepnvme.".
         packages: Submodules of the package that are to be importable as its attributes.
@@ -25,4 +28,7 @@ def from_modules(package: str, modules: Mapping[str, str], packages: Collection[
         module = modules[name] if modules[name].startswith("deepnvme.") else f"{package}.{modules[name]}"
         return getattr(importlib.import_module(module), name)
 
-    return get
+    def names() -> list[str]:
+        return sorted({*sys.modules[package].__all__, *packages})
+
+    return get, names

@@ -7,6 +7,8 @@ import ctypes
 import errno
 import os
 
+from ._files import naming_file
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -50,9 +52,6 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
 
 def free_bytes(descriptor: int, path: str) -> int:
     """Return how many bytes the file's file system has free for this user. Raises OSError naming ``path``."""
-    try:
+    with naming_file(path):
         status = os.fstatvfs(descriptor)
-    except OSError as error:
-        error.filename = path
-        raise
     return status.f_bavail * status.f_frsize

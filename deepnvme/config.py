@@ -96,10 +96,5 @@ class AioConfig(BaseModel):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return keyword arguments for :class:`deepnvme.Engine`."""
-        return {
-            "block_size": self.block_size,
-            "queue_depth": self.queue_depth,
-            "num_threads": self.intra_op_parallelism,
-            "single_submit": self.single_submit,
-            "backend": self.backend,
-        }
+        same = {"block_size", "queue_depth", "single_submit", "backend"}
+        return {"num_threads": self.intra_op_parallelism, **self.model_dump(include=same)}

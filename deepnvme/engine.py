@@ -87,9 +87,7 @@ class File(Protocol):
 
     def __enter__(self) -> File: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -199,9 +197,7 @@ class Engine:
         """Whether :meth:`close` was called."""
         return bool(self._native.closed)
 
-    def read(
-        self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0
-    ) -> Future:
+    def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
 
         With very many requests on paths pending, blocks until some of them have closed their files.
@@ -227,9 +223,7 @@ class Engine:
         future: Future = self._native.read(tensor, source, offset)
         return future
 
-    def write(
-        self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0
-    ) -> Future:
+    def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
         """Start writing the tensor's bytes at ``offset``; return at once.
 
         A path is created if it is missing (mode 0666 less the umask) and never truncated: bytes outside [offset, offset + nbytes)
@@ -335,9 +329,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 

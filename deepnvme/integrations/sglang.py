@@ -40,9 +40,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
             ``--load-format dummy`` saves loading them. Only shapes and dtypes are compared with the model's.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: int = 0, reuse: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: int = 0, reuse: bool = False) -> None:
         self._path = Path(path)
         self._prefetch, self._budget, self._reuse = prefetch, memory_budget, reuse
         self._layers = nn.ModuleList()

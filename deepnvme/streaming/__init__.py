@@ -56,4 +56,4 @@ _WHERE = {
     "streaming_of": "streaming",
 }
 
-__getattr__ = from_modules(__name__, _WHERE)
+__getattr__, __dir__ = from_modules(__name__, _WHERE)
