@@ -2,6 +2,7 @@
 # make test       set up, run the tests
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
+# make docs       the documentation as pages in site/, of which site/index.html is the first; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make torture HOURS=1 SEED=1   attacks: faults of drives, kills, power cuts, interrupts, damage; a table of tries and failures
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
@@ -21,7 +22,7 @@ SEED ?= 1
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-deepspeed lint sanitize torture gpu-check clean
+.PHONY: demo test test-deepspeed lint docs sanitize torture gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -46,6 +47,11 @@ lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
 	$(python) -m mypy
 
+# The docstrings are read from the sources, so this environment has neither torch nor this package.
+docs: $(VENV)/docs/installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
+	@echo "site/index.html"
+
 sanitize:
 	bash tests/native/run_sanitizers.sh
 
@@ -60,7 +66,7 @@ gpu-check:
 	$(python) benchmarks/gpu_check.py --dir $(DIR)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # What would fail in the end fails here, before torch is downloaded.
@@ -84,4 +90,10 @@ $(VENV)/installed-for-tests: $(VENV)/with-torch pyproject.toml setup.py
 $(VENV)/with-deepspeed: $(VENV)/installed-for-tests
 	$(pip) install setuptools einops hjson msgpack psutil py-cpuinfo tqdm packaging
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(pip) install --no-build-isolation --no-deps --upgrade --target $(VENV)/deepspeed $(DEEPSPEED)
+	touch $@
+
+$(VENV)/docs/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip --disable-pip-version-check install --quiet "pip>=25.1" # the first that knows dependency groups
+	$(VENV)/docs/bin/pip --disable-pip-version-check install --quiet --group docs
 	touch $@

@@ -1,0 +1,46 @@
+"""A hook of MkDocs: puts Markdown files from outside docs/, such as the README, on the site, and adapts links between files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import join, normpath, relpath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarking.md",
+    "tests/README.md": "tests.md",
+}
+"""Files outside docs/ -> their pages."""
+SOURCES = {page: source for source, page in PAGES.items()}
+LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, page in PAGES.items():
+        path = Path(config.config_file_path).parent / source
+        if path.exists():
+            files.append(File.generated(config, page, content=path.read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **rest: Any) -> str:
+    """Have relative links, which lead to files of the repository, lead to pages. One to a file without a page becomes text."""
+    here = page.file.src_uri
+    folder = str(PurePosixPath(SOURCES.get(here, join("docs", here))).parent)
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = normpath(join(folder, target))
+        there = path.removeprefix("docs/") if path.startswith("docs/") else PAGES.get(path)
+        if there is None:
+            return text
+        return f"[{text}]({relpath(there, str(PurePosixPath(here).parent))}{anchor})"
+
+    return LINK.sub(link, markdown)
