@@ -26,14 +26,13 @@ from torch import nn
 
 from deepnvme._listed import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
-from deepnvme.engine import Engine
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streaming import Streaming, check_not_streamed, stream, streaming_of
 from deepnvme.streaming.weights.blocks import REST, ties_of, weights_of
-from deepnvme.streaming.weights.offload_index import OffloadIndex
 from deepnvme.streaming.weights.shared_build import opened_or_built
+from deepnvme.streaming.weights.sources import weights_in_index
 from deepnvme.streaming.weights.weight_store import WeightStore
 
 STORE = "deepnvme"
@@ -228,12 +227,11 @@ def _offloaded(
         raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {listed(absent)}")
     where: dict[Any, float] = {Path(folder) / STORE: 1.0}
     origin = _origin(index, folder, there)
-    on_disk = [name for name in index if name in weights and name not in there]
+    on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}
 
     def build(_: Path) -> WeightStore:
-        with Engine() as engine:
-            source = OffloadIndex(index, folder, on_disk, engine, there)
-            return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+        source = {**weights_in_index(on_disk, folder), **there}
+        return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
 
     store = opened_or_built(where, origin, build)
     try:

@@ -63,7 +63,6 @@ class _Weight:
             or present.data_ptr() != self.address  # for example after model.to(...)
         )
 
-
     def replaced(self) -> bool:
         """Return whether somebody has put another tensor into one of the entries since the weight was removed."""
         return not all(
@@ -84,9 +83,7 @@ class ModuleWeights:
         device: Where the weights will be when they are in memory.
     """
 
-    def __init__(
-        self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
         self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in extents.items()}
         by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
         found = weights_of(model)

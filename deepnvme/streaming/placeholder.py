@@ -30,9 +30,7 @@ class Placeholder(torch.Tensor):
     def __new__(
         cls, weight: str, block: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Placeholder:
-        self: Placeholder = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=False
-        )
+        self: Placeholder = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
         self._is_param = True  # makes isinstance(self, nn.Parameter) true
         self.weight, self.block = weight, block
         return self

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme._progress import Wanted
-from deepnvme.engine import Engine
 from deepnvme.store.volumes import weights_of as directories_of
 
 from .streaming import stream, streaming_of
 from .weights.blocks import weights_of
-from .weights.offload_index import OffloadIndex
 from .weights.quantization import Scheme
 from .weights.shared_build import opened_or_built
+from .weights.sources import weights_in_index
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ def _build(
     """Build the store of a checkpoint. ``directory`` is for temporary files."""
     import safetensors
 
-    with _empty(directory / "converted") as converted, Engine() as engine:
+    with _empty(directory / "converted") as converted:
 
         def offloaded() -> Any:
             as_accelerate_does.set(True)
@@ -230,14 +229,9 @@ def _build(
         model.tie_weights()
         weights = weights_of(model)
         here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, which are loaded into memory
-        on_disk = [each for each in weights if each in index and each not in here]
-        source = OffloadIndex(index, folder, on_disk, engine, here)
-        try:
-            return WeightStore.build(
-                source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin)
-            )
-        finally:
-            source.close()
+        on_disk = {each: entry for each, entry in index.items() if each in weights and each not in here}
+        source = {**weights_in_index(on_disk, folder), **here}
+        return WeightStore.build(source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin))
 
 
 @contextlib.contextmanager
@@ -299,9 +293,7 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
     raise ValueError(f"accelerate has offloaded nothing of this {type(model).__name__}")
 
 
-def _without_weights(
-    kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]
-) -> Any:
+def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]) -> Any:
     """Return the model with its parameters on the meta device and its buffers initialised, both of the store's dtypes."""
     from accelerate import init_empty_weights
 

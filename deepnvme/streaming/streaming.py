@@ -98,9 +98,7 @@ class Streaming:
     As a context manager it calls :meth:`close` on exit. Thread-safe.
     """
 
-    def __init__(
-        self, model: nn.Module, store: WeightStore, prefetch: int, memory_budget: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, store: WeightStore, prefetch: int, memory_budget: int, device: torch.device) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
@@ -239,9 +237,7 @@ class Streaming:
     def __enter__(self) -> Streaming:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _check_outside(self, what: str) -> None:

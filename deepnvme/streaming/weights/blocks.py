@@ -124,9 +124,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     return _structure(_place_of(model, "", weights, ties), named, ties, [name for name in buffers if name not in ties])
 
 
-def structure_of_names(
-    sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None
-) -> Structure:
+def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None) -> Structure:
     """Divide a checkpoint's weights into blocks by their names, as :func:`structure_of` does for a model.
 
     Several children with numbers as names count as a list, and every weight as a parameter.
@@ -218,11 +216,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that a pattern matches. Raises ValueError, with similar names, if there is none."""
     names = list(names)
     parts = pattern.split(".")
-    found = [
-        name
-        for name in names
-        if name.count(".") == pattern.count(".") and all(map(fnmatchcase, name.split("."), parts))
-    ]
+    found = [name for name in names if name.count(".") == pattern.count(".") and all(map(fnmatchcase, name.split("."), parts))]
     if not found:
         close = difflib.get_close_matches(pattern, names, n=3)
         hint = f"; there is {', '.join(map(repr, close))}" if close else ""
@@ -280,4 +274,3 @@ def _assign(
     needed.setdefault(block, {}).update(place.weights)
     for child in place.children.values():
         _assign(child, block, chosen, needed, names)
-

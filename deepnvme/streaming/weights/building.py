@@ -1,16 +1,21 @@
-"""Writes the extents of a new store as a pipeline: one is read while another is converted and earlier ones are written."""
+"""Builds a store of weights as a pipeline: one extent is read while another is converted and earlier ones are written."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from deepnvme._progress import Progress, counting
+from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
@@ -18,10 +23,11 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
-from .blocks import REST, ExtentPlan
-from .manifest import Extent, WeightInfo, laid_out
+from .blocks import REST, ExtentPlan, Structure, structure_of, structure_of_names
+from .comparing import StoreMismatch, described, differences
+from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
 from .quantization import Scheme, quantize
-from .sources import Pending, Source
+from .sources import Pending, Source, Weights
 
 T = TypeVar("T")
 
@@ -29,9 +35,11 @@ _READ = 2
 """Extents in memory that are read or finished: one is read while another is converted and checksummed."""
 _WRITTEN = 2
 """Extents in memory that are being written."""
+_CHECKSUM_DIGITS = 10
+"""Decimal digits of a 32-bit checksum, which takes the place of null in the manifest."""
 
 
-class Coming:
+class ExtentBuilder:
     """An extent to be built: its layout with the weights as the source has them, and its layout in the store.
 
     ``read`` is the former, ``extent`` the latter; they differ if weights are converted or quantised.
@@ -56,8 +64,9 @@ class Coming:
         """
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
         self.read = laid_out(plan.name, infos)
-        converted = {weight: _converted(info, dtype) for weight, info in infos.items()}
-        self.extent = laid_out(plan.name, converted, None if plan.name == REST else scheme)
+        if dtype is not None:
+            infos = {weight: _converted(info, dtype) for weight, info in infos.items()}
+        self.extent = laid_out(plan.name, infos, None if plan.name == REST else scheme)
         self._source = source
         self._names = names
 
@@ -68,9 +77,7 @@ class Coming:
 
     def start(self, memory: torch.Tensor) -> list[Pending]:
         """Start reading all weights into ``memory``, which has ``read.nbytes`` bytes; return one pending read for each."""
-        return [
-            self._source.read_into(self._names[weight.name], memory[weight.offset : weight.end]) for weight in self.read.weights
-        ]
+        return [self._source.read_into(self._names[weight.name], weight.stored(memory)) for weight in self.read.weights]
 
     def convert(self, read: torch.Tensor, memory: torch.Tensor) -> None:
         """Convert and quantise the weights that were read.
@@ -89,31 +96,99 @@ class Coming:
                 quantize(before.view(read).to(after.info.dtype), after.scheme, out=after.stored(memory), name=after.name)
 
 
-def build(
-    coming: Sequence[Coming],
-    store: TensorStore,
-    key: Callable[[str], str],
-    checksum: bool,
-    told: Callable[[int], None],
-) -> list[Extent]:
-    """Read, convert and write all extents. Blocks.
+def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str] | None) -> tuple[Structure, dict[str, str]]:
+    """Return the blocks of a new store, and the source's name of each weight.
 
     Args:
-        coming: The extents, at least one.
-        store: Where they are written. Not committed here.
-        key: Gives the name of an extent's tensor in the store.
+        source: Where the weights are from.
+        model: The model that the weights are for; None to find the blocks by the weights' names.
+        blocks: Names or patterns of the modules that are to be blocks; None to find them.
+
+    Raises:
+        StoreMismatch: If source and model differ.
+        ValueError: If the source has no weights, or a name in ``blocks`` is no block.
+    """
+    found = {name: source.info(name) for name in source.names()}
+    if not found:
+        raise ValueError("there is no weight to build a store of")
+    if model is None:
+        structure = structure_of_names({name: info.nbytes for name, info in found.items()}, source.ties(), blocks)
+        return structure, {name: name for name in found}
+    wanted, ties = described(model)
+    wrong = differences(wanted, ties, found, source.ties(), dtypes=False)
+    if wrong:
+        raise StoreMismatch(f"these are not the weights of {type(model).__name__}", wrong)
+    names = {name: name for name in wanted if name not in ties}
+    names |= {ties[name]: name for name in reversed(wanted) if name in ties and ties[name] not in found and name in found}
+    return structure_of(model, blocks), names
+
+
+def build(
+    builders: Sequence[ExtentBuilder],
+    source: Source,
+    manifest: WeightManifest,
+    where: Mapping[Any, float],
+    engine: Engine,
+    checksum: bool,
+    progress: Progress | None,
+) -> None:
+    """Write all extents and the manifest into a new TensorStore, and commit it. Blocks.
+
+    Args:
+        builders: The extents, at least one.
+        source: Where the weights are read from. Must not have changed at the end if it is of files.
+        manifest: What the store is to say of the weights; without the extents.
+        where: The store's directories, with their weights.
+        engine: Does the writing.
+        checksum: Whether to compute the CRC-32 of each extent.
+        progress: Called with the bytes written so far and in all, after each extent.
+
+    Raises:
+        FileExistsError: If there is a store already.
+        Exception: What reading, converting and writing raise. Then there is no store.
+    """
+    total = sum(each.extent.nbytes for each in builders)
+    store = TensorStore(where, persist=True, engine=engine)
+    try:
+        if len(store):
+            kind = "weights" if NAME in store else f"{len(store)} tensors"
+            text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
+            raise FileExistsError(errno.EEXIST, text, str(next(iter(where))))
+        planned = replace(manifest, extents={each.extent.name: each.extent for each in builders})
+        store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(builders)))
+        extents = write_extents(builders, store, checksum, counting(progress, total))
+        if isinstance(source, Weights):
+            source.check_unchanged()
+        said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
+        store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
+        store.commit()
+        store.close()
+    except BaseException:  # not ``with``: close() itself may be interrupted as it begins, and ``with`` would not try again
+        with contextlib.suppress(OSError):
+            store.close()
+        raise
+
+
+def write_extents(
+    builders: Sequence[ExtentBuilder], store: TensorStore, checksum: bool, told: Callable[[int], None]
+) -> list[Extent]:
+    """Read, convert and write all extents, without committing them. Blocks.
+
+    Args:
+        builders: The extents, at least one.
+        store: Where they are written.
         checksum: Whether to compute the CRC-32 of each extent.
         told: Called with the bytes of each extent that has been written.
 
     Returns:
         The extents as they were written, with their checksums.
     """
-    pool = BufferPool(_budget(coming))
+    pool = BufferPool(_budget(builders))
     written: deque[StoreFuture[int]] = deque()
     built = []
-    for each, lease, reads in _ahead(_started(coming, pool), _READ - 1):
-        for read in reads:
-            read.result()
+    for each, lease, reads in ahead(_started(builders, pool), _READ - 1):
+        while reads:  # a read that is kept would keep the memory that it was read into
+            reads.pop(0).result()
         if each.converts:
             raw, lease = lease, pool.lease(each.extent.nbytes)
             each.convert(raw.buffer, lease.buffer)
@@ -121,7 +196,7 @@ def build(
         memory = lease.buffer
         _clear_gaps(each.extent, memory)
         built.append(replace(each.extent, crc32=zlib.crc32(memory_of(memory)) if checksum else None))
-        put = store.put(key(each.extent.name), memory)
+        put = store.put(key_of(each.extent.name), memory)
         lease.release(after=put)
         del memory, lease
         written.append(put)
@@ -132,15 +207,8 @@ def build(
     return built
 
 
-def _started(coming: Iterable[Coming], pool: BufferPool) -> Iterator[tuple[Coming, Lease, list[Pending]]]:
-    """Yield each extent with the memory into which it is being read and the pending reads."""
-    for each in coming:
-        lease = pool.lease(each.read.nbytes)
-        yield each, lease, each.start(lease.buffer)
-
-
-def _ahead(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items, having taken ``count`` more from the iterator."""
+def ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """Yield the items, having taken ``count`` more of them. If taking one starts a read, so many are read ahead."""
     waiting = deque(itertools.islice(items, count))
     for item in items:
         waiting.append(item)
@@ -150,13 +218,20 @@ def _ahead(items: Iterator[T], count: int) -> Iterator[T]:
         yield waiting.popleft()
 
 
-def _budget(coming: Sequence[Coming]) -> int:
+def _started(builders: Iterable[ExtentBuilder], pool: BufferPool) -> Iterator[tuple[ExtentBuilder, Lease, list[Pending]]]:
+    """Yield each extent with the memory into which it is being read and the pending reads."""
+    for each in builders:
+        lease = pool.lease(each.read.nbytes)
+        yield each, lease, each.start(lease.buffer)
+
+
+def _budget(builders: Sequence[ExtentBuilder]) -> int:
     """Return how many bytes are in memory at a time at most."""
-    read = [each.read.nbytes for each in coming]
-    written = [each.extent.nbytes for each in coming]
+    read = [each.read.nbytes for each in builders]
+    written = [each.extent.nbytes for each in builders]
     most = max(
-        sum(written[max(0, at - _WRITTEN) : at]) + sum(read[at : at + _READ]) + (written[at] if coming[at].converts else 0)
-        for at in range(len(coming))
+        sum(written[max(0, at - _WRITTEN) : at]) + sum(read[at : at + _READ]) + (written[at] if each.converts else 0)
+        for at, each in enumerate(builders)
     )
     return padded(most + most // 8)  # a lease may take up to an eighth more than asked for
 
@@ -173,6 +248,6 @@ def _clear_gaps(extent: Extent, memory: torch.Tensor) -> None:
     memory[end:] = 0
 
 
-def _converted(info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
+def _converted(info: WeightInfo, dtype: torch.dtype) -> WeightInfo:
     """Return a weight's dtype and shape after conversion, which only concerns floating point."""
-    return info if dtype is None or not info.dtype.is_floating_point else WeightInfo(dtype, info.shape)
+    return WeightInfo(dtype, info.shape) if info.dtype.is_floating_point else info

@@ -151,6 +151,11 @@ class WeightManifest:
     """Text of whoever built the store about where the weights are from."""
 
 
+def key_of(extent: str) -> str:
+    """Return the name of the store's tensor that holds an extent."""
+    return f"extent/{extent}"
+
+
 def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None = None) -> Extent:
     """Return an extent that holds the weights one after another, without a checksum.
 

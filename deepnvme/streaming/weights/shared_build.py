@@ -27,9 +27,7 @@ _LONGEST_SHOWN = 200
 _logger = logging.getLogger(__name__)
 
 
-def opened_or_built(
-    where: Mapping[Any, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]
-) -> WeightStore:
+def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]) -> WeightStore:
     """Open the store in the directories, or build it there. Blocks.
 
     While another process or thread builds the store, waits for it, and logs a warning that names it.

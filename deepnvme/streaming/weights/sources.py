@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,11 +22,12 @@ from deepnvme.checkpoint.formats.contents import (
     refuse_damaged_beginning,
 )
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
-from deepnvme.checkpoint.formats.tensor_archive import Elements
+from deepnvme.checkpoint.formats.tensor_archive import Elements, contiguous_strides
 from deepnvme.checkpoint.reading import started
 from deepnvme.checkpoint.storage_placement import unread
 from deepnvme.engine import Engine, File
-from deepnvme.memory.tensor_bytes import check_storable
+from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
 from .blocks import weights_of
 from .manifest import WeightInfo
@@ -74,21 +76,18 @@ class Location(NamedTuple):
 
 
 class Rearranged(NamedTuple):
-    """A weight that lies in a file differently than in memory: with other strides, or to be conjugated or negated."""
+    """A weight that lies in a file differently than in memory: of another dtype, with other strides, conjugated or negated."""
 
     path: str
     """Path of the file."""
     elements: Elements
     """Offset, dtype, shape and strides of the weight in the file."""
-    conj: bool
+    info: WeightInfo
+    """Dtype and shape in memory."""
+    conj: bool = False
     """Whether the values are to be conjugated."""
-    neg: bool
+    neg: bool = False
     """Whether the values are to be negated."""
-
-    @property
-    def info(self) -> WeightInfo:
-        """Dtype and shape."""
-        return WeightInfo(self.elements.dtype, self.elements.shape)
 
     def seen_in(self, span: torch.Tensor) -> torch.Tensor:
         """Return the weight as a view of the file's bytes from its first element to its last."""
@@ -147,21 +146,21 @@ class Weights:
         }
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
-        """Start reading a weight; see :meth:`Source.read_into`.
+        """Start reading a weight; see :meth:`Source.read_into`. Blocks until a tensor is copied.
 
-        Blocks until the weight is in ``out`` if it is a tensor, or is rearranged.
+        A weight that lies in the file differently than in memory is rearranged by ``Pending.result``, through memory of its own.
         """
         weight = self._weights[name]
-        if isinstance(weight, InFile) and not weight.info.nbytes:
+        if isinstance(weight, torch.Tensor):
+            out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
+            return _Done()
+        if not weight.info.nbytes:
             return _Done()
         if isinstance(weight, Location):
             return started(self._engine, out, self._file(weight.path), weight.offset)
-        if isinstance(weight, Rearranged):
-            span = torch.empty(weight.elements.nbytes, dtype=torch.uint8, device="cpu")
-            started(self._engine, span, self._file(weight.path), weight.elements.offset).result()
-            weight = weight.seen_in(span)
-        out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
-        return _Done()
+        span = empty_aligned(weight.elements.nbytes)
+        reading = started(self._engine, span, self._file(weight.path), weight.elements.offset)
+        return _Rearranging(reading, weight, span, out)
 
     def close(self) -> None:
         """Close the files."""
@@ -208,6 +207,57 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | I
     return found
 
 
+def weights_in_index(
+    index: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str] | None
+) -> dict[str, torch.Tensor | InFile]:
+    """Return where the weights of accelerate's offload index lie, by name. Only headers are read, not the weights.
+
+    Args:
+        index: Entries by the weight's name in the model. An entry has either ``safetensors_file``, the ``weight_name`` in that
+            file and optionally the ``dtype`` that the weight is to have; or the ``dtype`` and ``shape`` of the raw bytes in
+            ``<folder>/<name>.dat``. Accelerate writes such entries, and transformers passes them to it.
+        folder: Directory of the raw files; None if there are none.
+
+    Raises:
+        CorruptCheckpoint: If a file lacks a weight that the index says is in it, or is too short.
+        FileNotFoundError: If a file is missing.
+        ValueError: If an entry is of a raw file, and ``folder`` is None.
+    """
+    locations = functools.lru_cache(maxsize=None)(_in_safetensors)
+    found: dict[str, torch.Tensor | InFile] = {}
+    for name, entry in index.items():
+        file = entry.get("safetensors_file")
+        if file is None:
+            found[name] = _raw(name, entry, folder)
+            continue
+        inside, key = locations(os.fspath(file)), entry.get("weight_name", name)
+        if key not in inside:
+            raise CorruptCheckpoint(file, f"it is said to hold {key!r}, which is not there")
+        found[name] = _converted(inside[key], entry.get("dtype"))
+    return found
+
+
+def _converted(location: Location, dtype: str | None) -> InFile:
+    """Return a weight in a file that is to have a dtype in memory, given by name; None for the one that it has."""
+    wanted = location.info if dtype is None else WeightInfo(dtype_named(dtype), location.info.shape)
+    if wanted == location.info:
+        return location
+    elements = Elements(location.offset, *location.info, contiguous_strides(location.info.shape))
+    return Rearranged(location.path, elements, wanted)
+
+
+def _raw(name: str, entry: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> Location:
+    """Return where the weight of an entry without a safetensors file lies, after checking the file's size."""
+    if folder is None:
+        raise ValueError(f"the index says that {name!r} lies in a folder, and none is given")
+    info = WeightInfo(dtype_named(entry["dtype"]), tuple(entry["shape"]))
+    path = os.path.join(folder, f"{name}.dat")
+    size = os.stat(path).st_size
+    if size < info.nbytes:
+        raise CorruptCheckpoint(path, f"expected {info.nbytes} bytes of {name!r}, found {size}")
+    return Location(path, 0, info)
+
+
 _KINDS = (
     "model.safetensors.index.json", "*.safetensors.index.json", "model.safetensors", "*.safetensors",
     "pytorch_model.bin.index.json", "*.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth",
@@ -234,6 +284,11 @@ def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
         refuse_damaged_beginning(path)
         text = f"'{path}' is in torch's format of before 1.6, which has to be in memory as a whole: load it, and save it anew"
         raise ValueError(text)
+    return dict(_in_safetensors(path))
+
+
+def _in_safetensors(path: str) -> dict[str, Location]:
+    """Return where the weights of a safetensors file lie."""
     return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path).tensors}
 
 
@@ -261,7 +316,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
                 weights[name] = Location(path, first, info)
             else:
                 elements = Elements(first, *info, tuple(tensor.stride()))
-                weights[name] = Rearranged(path, elements, tensor.is_conj(), tensor.is_neg())
+                weights[name] = Rearranged(path, elements, info, tensor.is_conj(), tensor.is_neg())
     return weights
 
 
@@ -293,6 +348,20 @@ class _Done:
         """Return at once."""
 
 
+class _Rearranging(NamedTuple):
+    """A read of a weight that is still to be rearranged."""
+
+    reading: Pending
+    weight: Rearranged
+    span: torch.Tensor
+    out: torch.Tensor
+
+    def result(self) -> None:
+        """Wait for the read, and copy what was read to where it is wanted."""
+        self.reading.result()
+        self.out.view(self.weight.info.dtype).view(self.weight.info.shape).copy_(self.weight.seen_in(self.span))
+
+
 def source_of(given: Any, engine: Engine) -> Source:
     """Return the :class:`Source` for what :meth:`WeightStore.build` was given.
 
@@ -305,9 +374,9 @@ def source_of(given: Any, engine: Engine) -> Source:
         Exception: What :func:`weights_in` raises.
     """
     if isinstance(given, nn.Module):
-        return Weights(weights_of(given), engine)
-    if isinstance(given, str | os.PathLike):
-        return Weights(weights_in(given), engine)
+        given = weights_of(given)
+    elif isinstance(given, str | os.PathLike):
+        given = weights_in(given)
     if isinstance(given, Mapping):
         return Weights(given, engine)
     if isinstance(given, Source):

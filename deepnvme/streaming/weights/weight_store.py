@@ -7,9 +7,7 @@ import errno
 import os
 import threading
 import zlib
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme._progress import Progress, Wanted, counting, following
+from deepnvme._progress import Wanted, following
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
@@ -29,24 +27,21 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.store.volumes import Directory
 from deepnvme.store.volumes import weights_of as directories_of
 
-from .blocks import Structure, structure_of, structure_of_names
-from .building import Coming, build
+from .building import ExtentBuilder, ahead, build, structure_for
 from .comparing import StoreMismatch, described, differences
-from .manifest import LARGEST, NAME, Extent, Weight, WeightManifest, decode, encode
+from .manifest import LARGEST, NAME, Extent, Weight, WeightManifest, decode, key_of
 from .quantization import SCHEMES, Scheme
-from .sources import Location, Source, Weights, source_of
+from .sources import InFile, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
-Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
+Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | InFile] | Source
 """What a store can be built from: see :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
 _QUEUE_DEPTH = 32
 """I/O requests in flight for each drive: enough for its full speed, and few enough that extents arrive one after the other. With
 128, three extents of 45 MB shared the drive and all arrived late: a pass over int8 weights took a fourth longer."""
-_CHECKSUM_DIGITS = 10
-"""Decimal digits of a 32-bit checksum, which takes the place of null in the manifest."""
 
 
 class CorruptExtent(OSError):
@@ -77,7 +72,7 @@ class WeightStore:
         self._lock = threading.Lock()
         self._weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
         for extent in self.extents.values():
-            there = tensors.info(_key(extent.name)).nbytes if _key(extent.name) in tensors else None
+            there = tensors.info(key_of(extent.name)).nbytes if key_of(extent.name) in tensors else None
             if there != extent.nbytes:
                 found = "none" if there is None else f"{there} bytes"
                 text = f"extent {extent.name!r} should have {extent.nbytes} bytes, found {found}; build the store again"
@@ -101,8 +96,9 @@ class WeightStore:
     ) -> WeightStore:
         """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
-        At most four extents are in memory at a time. The store exists only once all of it has been written: what an error, Ctrl-C
-        or a crash leaves behind cannot be opened, and is removed at once or by the next build.
+        At most four extents are in memory at a time, and beside two of them what their files have in another form than memory.
+        The store exists only once all of it has been written: what an error, Ctrl-C or a crash leaves behind cannot be opened,
+        and is removed at once or by the next build.
 
         Args:
             model_or_checkpoint: One of: a module; a .safetensors file; a .pt file, as torch.save writes it of a state_dict; the
@@ -138,17 +134,17 @@ class WeightStore:
             raise ValueError(f"dtype must be one of floating point, got {dtype}")
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
-        where = next(iter(directories_of(path)))
+        where = directories_of(path)
         with Engine() as engine:
             source = source_of(model_or_checkpoint, engine)
             try:
                 tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
-                structure, names = _structure(source, tree, blocks)
-                coming = [Coming(plan, source, names, dtype, quantize) for plan in structure.extents()]
+                structure, names = structure_for(source, tree, blocks)
+                builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
                 kind = "" if tree is None else type(tree).__name__
                 manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
-                with following(progress, f"building {where}") as told:
-                    _build(coming, source, manifest, path, engine, checksum, told)
+                with following(progress, f"building {next(iter(where))}") as told:
+                    build(builders, source, manifest, where, engine, checksum, told)
             finally:
                 if isinstance(source, Weights):
                     source.close()
@@ -235,7 +231,7 @@ class WeightStore:
             ValueError: If ``out`` has another size, or is not contiguous.
         """
         wanted = self._extent(extent)
-        future = self._tensors.get(_key(extent), out)
+        future = self._tensors.get(key_of(extent), out)
         if not self.verifies(extent):
             return future
 
@@ -266,25 +262,20 @@ class WeightStore:
             raise ValueError(f"the store in '{self._where}' was built without checksums: build it with checksum=True")
         largest = padded(max((extent.nbytes for extent in wanted), default=0))
         pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # a lease may take up to an eighth more than asked for
-        under_way: deque[tuple[Extent, Lease, StoreFuture[torch.Tensor]]] = deque()
         wrong: list[str] = []
 
-        def finish() -> None:
-            extent, lease, future = under_way.popleft()
+        def started() -> Iterator[tuple[Extent, Lease, StoreFuture[torch.Tensor]]]:
+            for extent in wanted:
+                lease = pool.lease(extent.nbytes)
+                yield extent, lease, self._tensors.get(key_of(extent.name), lease.buffer)
+
+        for extent, lease, future in ahead(started(), _VERIFIED_AT_A_TIME - 1):
             try:
                 self._check(extent, future.result())
             except CorruptExtent as error:
                 wrong.append(str(error.strerror))
             lease.release()
-
-        for extent in wanted:
-            lease = pool.lease(extent.nbytes)
-            under_way.append((extent, lease, self._tensors.get(_key(extent.name), lease.buffer)))
-            del lease
-            if len(under_way) == _VERIFIED_AT_A_TIME:
-                finish()
-        while under_way:
-            finish()
+            del future  # which would keep the memory that it read into
         if wrong:
             raise CorruptExtent(errno.EBADMSG, "; ".join(wrong), str(self._where))
         with self._lock:
@@ -320,9 +311,7 @@ class WeightStore:
     def __enter__(self) -> WeightStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with contextlib.closing(self._engine):
             self._tensors.__exit__(kind, error, trace)
 
@@ -345,58 +334,3 @@ class WeightStore:
         names = listed(repr(weight.name) for weight in extent.weights)
         text = f"extent {extent.name!r} ({names}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
         raise CorruptExtent(errno.EBADMSG, f"{text}; build the store again", str(self._where))
-
-
-def _key(extent: str) -> str:
-    """Return the name of the TensorStore's tensor that holds an extent."""
-    return f"extent/{extent}"
-
-
-def _structure(source: Source, model: nn.Module | None, blocks: Sequence[str] | None) -> tuple[Structure, dict[str, str]]:
-    """Return the blocks of a new store, and the source's name of each weight. Raises StoreMismatch if source and model differ."""
-    found = {name: source.info(name) for name in source.names()}
-    if not found:
-        raise ValueError("there is no weight to build a store of")
-    if model is None:
-        structure = structure_of_names({name: info.nbytes for name, info in found.items()}, source.ties(), blocks)
-        return structure, {name: name for name in found}
-    wanted, ties = described(model)
-    wrong = differences(wanted, ties, found, source.ties(), dtypes=False)
-    if wrong:
-        raise StoreMismatch(f"these are not the weights of {type(model).__name__}", wrong)
-    structure = structure_of(model, blocks)
-    names = {name: name for name in wanted if name not in ties}
-    names |= {ties[name]: name for name in reversed(wanted) if name in ties and ties[name] not in found and name in found}
-    return structure, names
-
-
-def _build(
-    coming: Sequence[Coming],
-    source: Source,
-    manifest: WeightManifest,
-    path: Directories,
-    engine: Engine,
-    checksum: bool,
-    told: Progress | None,
-) -> None:
-    """Write all extents and the manifest into a new TensorStore, and commit it."""
-    total = sum(each.extent.nbytes for each in coming)
-    store = TensorStore(path, persist=True, engine=engine)
-    try:
-        if len(store):
-            kind = "weights" if NAME in store else f"{len(store)} tensors"
-            text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
-            raise FileExistsError(errno.EEXIST, text, str(next(iter(directories_of(path)))))
-        planned = replace(manifest, extents={each.extent.name: each.extent for each in coming})
-        store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(coming)))
-        extents = build(coming, store, _key, checksum, counting(told, total))
-        if isinstance(source, Weights):
-            source.check_unchanged()
-        said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
-        store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
-        store.commit()
-        store.close()
-    except BaseException:  # not ``with``: close() itself may be interrupted as it begins, and ``with`` would not try again
-        with contextlib.suppress(OSError):
-            store.close()
-        raise

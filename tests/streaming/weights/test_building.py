@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.weights.blocks import ExtentPlan
-from deepnvme.streaming.weights.building import Coming, build
+from deepnvme.streaming.weights.building import ExtentBuilder, write_extents
 from deepnvme.streaming.weights.sources import Weights
 from deepnvme.swap import TensorStore
 
@@ -103,13 +103,13 @@ def test_a_source_that_fails_leaves_nothing(drive, engine):
 
 
 def test_a_drive_that_fails_is_told_and_leaves_nothing(drive, engine, faulty):
-    coming = [Coming(ExtentPlan(name, (name,)), Weights(state(), engine), {name: name}, None) for name in state()]
+    builders = [ExtentBuilder(ExtentPlan(name, (name,)), Weights(state(), engine), {name: name}, None) for name in state()]
     failing = faulty("threads", error_every=3, error_limit=1)
     with (
         pytest.raises(OSError, match="Input/output error") as refused,
         TensorStore(drive / "store", persist=True, engine=failing) as store,
     ):
-        build(coming, store, str, True, lambda nbytes: None)
+        write_extents(builders, store, True, lambda nbytes: None)
     assert refused.value.errno == errno.EIO
     assert list(drive.iterdir()) == []
 

@@ -13,20 +13,20 @@ import torch
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
-from deepnvme.streaming.weights.offload_index import OffloadIndex
+from deepnvme.streaming.weights.sources import Weights, weights_in_index
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 
-Open = Callable[..., OffloadIndex]
+Open = Callable[..., Weights]
 
 
 @pytest.fixture
 def opened(engine: Engine, drive: Path) -> Iterator[Open]:
     """Makes sources of an index, in the drive's directory; all are closed."""
-    made: list[OffloadIndex] = []
+    made: list[Weights] = []
 
-    def make(index: dict[str, dict[str, Any]], folder: Path | None = drive, **in_memory: torch.Tensor) -> OffloadIndex:
-        made.append(OffloadIndex(index, folder, index, engine, in_memory))
+    def make(index: dict[str, dict[str, Any]], folder: Path | None = drive, **in_memory: torch.Tensor) -> Weights:
+        made.append(Weights({**weights_in_index(index, folder), **in_memory}, engine))
         return made[-1]
 
     yield make
@@ -34,7 +34,7 @@ def opened(engine: Engine, drive: Path) -> Iterator[Open]:
         source.close()
 
 
-def read(source: OffloadIndex, name: str) -> torch.Tensor:
+def read(source: Weights, name: str) -> torch.Tensor:
     dtype, shape = source.info(name)
     out = torch.zeros(source.info(name).nbytes, dtype=torch.uint8)
     source.read_into(name, out).result()
