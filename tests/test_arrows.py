@@ -1,4 +1,4 @@
-"""Imports between the packages go downwards only, private modules and sub-packages included."""
+"""Imports between the packages go downwards only, private modules and sub-packages included; tests import no other tests."""
 
 from __future__ import annotations
 
@@ -107,3 +107,14 @@ def test_no_package_is_below_itself() -> None:
         lowest = {part for part, names in below.items() if not names & set(below)}
         assert lowest, f"in a circle: {sorted(below)}"
         below = {part: names for part, names in below.items() if part not in lowest}
+
+
+def test_no_file_of_tests_imports_another() -> None:
+    """What several need is in a conftest.py or in tests/support."""
+    found = {}
+    for path in Path(__file__).parent.rglob("*.py"):
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom))
+        names = {name for node in imports for alias in node.names for name in (getattr(node, "module", None), alias.name) if name}
+        if tests := [name for name in names if any(part.startswith("test_") for part in name.split("."))]:
+            found[str(path)] = tests
+    assert found == {}

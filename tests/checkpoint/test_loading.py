@@ -26,22 +26,14 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, storage_placement, verify
 from deepnvme.checkpoint.formats.contents import contents, is_plain
-from deepnvme.checkpoint.formats.zip_directory import data_of, entries
 
+from ..support.archives import flip, place_of, rezipped
 from ..support.objects import OBJECTS, SAFE, assert_same, tensors_of
 
 
 @pytest.fixture
 def path(drive: Path) -> Path:
     return drive / "file.pt"
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 class Loading:
@@ -74,14 +66,6 @@ def overwrite(path: Path) -> None:
     """In place: a mapping of the file shows it. (Where the file were cut off, looking at one would end the tests with SIGBUS.)"""
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
-
-
-def place_of(path: Path, record: str) -> int:
-    """Where the data of a record begin."""
-    with path.open("rb") as file:
-        header = next(entry.header for entry in entries(file) if entry.name.endswith(record))
-        file.seek(header)
-        return data_of(file.read(30), header)
 
 
 class TestFilesThatAreNotThere:
@@ -503,15 +487,6 @@ def aligned_to(alignment: int) -> contextlib.AbstractContextManager[None]:
     serialization = pytest.importorskip("torch.utils.serialization", reason="needs torch 2.7: alignment")
     patched: contextlib.AbstractContextManager[None] = serialization.config.patch("save.storage_alignment", alignment)
     return patched
-
-
-def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, folder: str | None = None) -> None:
-    """As another program packs the records again, in alphabetical order."""
-    with zipfile.ZipFile(path) as old:
-        records = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(path, "w", compression) as new:
-        for name, data in sorted(records.items()):
-            new.writestr(name if folder is None else f"{folder}/{name.partition('/')[2]}", data)
 
 
 class TestTheSameAsTorchs:

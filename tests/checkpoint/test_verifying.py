@@ -18,9 +18,9 @@ from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.memory.pool import BufferPool
 from deepnvme.safetensors import save_file, save_sharded
 
+from ..support.archives import flip, place_of, rezipped
 from ..support.interpreters import Interpreters
 from ..support.objects import OBJECTS
-from .test_loading import flip, place_of, rezipped
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-from ..engine.test_round_trips import lengths
 from ..support.disks import Disk
 from ..support.interpreters import Ended, Interpreters
 from ..support.memory import Surrounded, page_aligned, pattern, zeros
+from ..support.transfers import lengths
 from .gds_fixtures import CuFile, compile_stand_in, load_op
 from .stand_in import DeviceTensor, StandIn
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import deepnvme
 
-from ..engine.test_round_trips import DTYPES, lengths
 from ..support.disks import Disk
 from ..support.memory import Surrounded, pattern, zeros
+from ..support.transfers import DTYPES, lengths
 from .stand_in import StandIn
 
 CONTENT = pattern(3_000_001)

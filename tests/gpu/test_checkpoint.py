@@ -13,7 +13,7 @@ from torch.utils.serialization import config
 
 import deepnvme
 
-from ..checkpoint.formats.test_archive import assert_identical
+from ..support.archives import assert_identical
 from ..support.objects import assert_same
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..engine.test_round_trips import DTYPES
 from ..support.memory import bytes_of, pattern
+from ..support.transfers import DTYPES
 from .conftest import FACES, Face, Make, OnDevice
 
 pytestmark = pytest.mark.gpu

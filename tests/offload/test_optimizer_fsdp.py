@@ -2,103 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
-
-import pytest
 
 from ..support.interpreters import Interpreters
 from ..support.torch_versions import fsdp_on_cpu
-
-PRELUDE = """
-import copy, os, warnings
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-
-import deepnvme
-
-warnings.simplefilter("default")  # torch's own
-torch.set_num_threads(1)
-other_rank = os.fork()
-rank = 0 if other_rank else 1
-dist.init_process_group("gloo", init_method=f"file://{drive}.ranks", rank=rank, world_size=2)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-ADAM = {"lr": 1e-2, "fused": True}
-
-
-def sharded(dtype=torch.float32):
-    torch.manual_seed(0)
-    # rows that two ranks cannot share evenly, a parameter of one element and one that only the first rank has
-    model = torch.nn.Sequential(
-        torch.nn.Linear(63, 301), torch.nn.Tanh(), torch.nn.Linear(301, 63), torch.nn.LayerNorm(63), torch.nn.Linear(63, 1)
-    ).to(dtype)
-    for layer in model:
-        if not isinstance(layer, torch.nn.Tanh):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def train(model, optimizer, steps, clip=None):
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        inputs = torch.randn(8, 63, generator=torch.Generator().manual_seed(2 * step + rank)).to(next(model.parameters()).dtype)
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        if clip is not None:
-            clip(model, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def offloaded(model, name="states", **options):
-    return deepnvme.OffloadedOptimizer(
-        model.parameters(), torch.optim.AdamW, nvme_path=os.path.join(drive, name), sub_group_size=4096, **ADAM, **options
-    )
-
-
-def assert_same(model, other):
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one.to_local(), two.to_local())
-
-
-def assert_same_states(found, expected):
-    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_same_states(found[key], value)
-        elif isinstance(value, DTensor):
-            assert isinstance(found[key], DTensor), key
-            assert found[key].placements == value.placements and found[key].shape == value.shape, key
-            assert torch.equal(found[key].to_local(), value.to_local()), key
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(found[key], value), key
-        elif key != "param_groups":
-            assert found[key] == value, key
-"""
-
-
-CLOSING = """
-dist.barrier()
-dist.destroy_process_group()
-assert rank == 1 or os.waitpid(other_rank, 0)[1] == 0
-"""
-
-
-def run_two(program: str, drive: Path, interpreters: Interpreters) -> None:
-    opening = f"drive = {str(drive)!r}\n"
-    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
-
-
-@pytest.fixture(autouse=True)
-def gloo() -> None:
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
+from ..support.two_ranks import run_two
 
 
 @fsdp_on_cpu

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ print("holds", flush=True)
 """
 
 
-def wait_for(interpreters, text):
-    deadline = time.monotonic() + 30
-    while text not in interpreters.stdout().read_text():
-        assert time.monotonic() < deadline, f"the program has not said '{text}'"
-        time.sleep(0.01)
-
-
 def test_another_owner_in_this_process_is_refused_and_named(drive):
     owner = DirectoryLock(drive)
     with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)") as refused:
@@ -44,7 +36,7 @@ def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
     interpreters.stdout().write_text("")
     child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(60)"))
     try:
-        wait_for(interpreters, "holds")
+        interpreters.wait_for("holds")
         with pytest.raises(StoreLocked, match=f"in use by process {child} on "):
             DirectoryLock(drive)
     finally:

@@ -14,8 +14,7 @@ from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.manifest import MANIFEST_NAME
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 
-from .test_directory_lock import wait_for
-from .test_tensor_store import numbered
+from ..support.memory import numbered
 
 READER = """
 import os, sys, time
@@ -101,7 +100,7 @@ def test_a_reader_that_was_killed_keeps_nobody_out(persisted, engine, interprete
     interpreters.stdout().write_text("")
     child = interpreters.start(READER.format(path=str(persisted), then="time.sleep(60)"))
     try:
-        wait_for(interpreters, "reads")
+        interpreters.wait_for("reads")
         with pytest.raises(StoreLocked, match="open for reading"):
             TensorStore(persisted, persist=True, engine=engine)
     finally:

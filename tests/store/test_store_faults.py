@@ -34,7 +34,9 @@ from deepnvme.swap import CorruptManifest
 
 from ..faults.torture.interruption import interrupted
 from ..support.failed_transfer import FailedTransfer
-from .test_tensor_store import MIB, numbered
+from ..support.memory import numbered
+
+MIB = 1 << 20
 
 
 @pytest.fixture

@@ -20,18 +20,9 @@ from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 
-from ..support.memory import bytes_of
+from ..support.memory import bytes_of, numbered
 
 MIB = 1 << 20
-
-
-_RANDOM = torch.randint(0, 256, (20 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-def numbered(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Bytes that tell every place from every other, and ``seed`` from every other seed."""
-    start = seed * 7919 % (4 * MIB)
-    return _RANDOM[start : start + nbytes].clone()
 
 
 @pytest.fixture

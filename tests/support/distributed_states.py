@@ -1,10 +1,14 @@
-"""What tests of distributed checkpoints save."""
+"""What tests of distributed checkpoints save, and how they ask for parts of it."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -49,3 +53,36 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert torch.equal(found.float() if found.itemsize == 1 else found, expected.float() if found.itemsize == 1 else expected)
     else:
         assert found == expected
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def request(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], number: int = 0, dims: int | None = None) -> ReadItem:
+    """To read a part of an item into the target of that number. ``dims``: the item's number of dimensions."""
+    index = MetadataIndex(name, torch.Size([0] * (len(offsets) if dims is None else dims)))
+    into = torch.Size([0] * len(lengths))
+    return ReadItem(
+        LoadItemType.TENSOR, MetadataIndex(f"{number}"), into, index, torch.Size(offsets), torch.Size(lengths)
+    )
+
+
+class Into:
+    """A planner that has tensors for requests, by their numbers."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        self.targets = targets
+        self.committed: list[int] = []
+
+    def resolve_tensor(self, request: ReadItem) -> torch.Tensor:
+        return self.targets[int(request.dest_index.fqn)]
+
+    def commit_tensor(self, request: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(int(request.dest_index.fqn))

@@ -116,6 +116,13 @@ class Interpreters:
         """Where the standard output of the program under way goes."""
         return Path(self._output("stdout"))
 
+    def wait_for(self, text: str, timeout: float = 30.0) -> None:
+        """Wait until the program under way has printed ``text``."""
+        deadline = time.monotonic() + timeout
+        while text not in self._text("stdout"):
+            assert time.monotonic() < deadline, f"the program has not said '{text}'"
+            time.sleep(0.01)
+
     def _output(self, name: str) -> str:
         return str(self._directory / name)
 

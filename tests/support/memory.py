@@ -16,6 +16,15 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
+_RANDOM = torch.randint(0, 256, (20 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def numbered(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """The same as a tensor, for many large ones: cut from one that was drawn once."""
+    start = seed * 7919 % (4 << 20)
+    return _RANDOM[start : start + nbytes].clone()
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes, in the order of its elements."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

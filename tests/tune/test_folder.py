@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import shutil
 import subprocess
@@ -17,6 +15,7 @@ import pytest
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
 
 from ..support.disks import Disk
+from ..support.page_cache import cached
 
 
 @pytest.fixture
@@ -25,19 +24,6 @@ def read_only(small_disk: Disk) -> Iterator[Disk]:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
     yield small_disk
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk.path)], check=True)
-
-
-def cached(path: Path) -> bool:
-    """Whether the page cache holds any of the file. Looks only: a read that must not wait would start reading ahead."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
-        first = ctypes.c_char.from_buffer(mapping)
-        pages = ctypes.create_string_buffer(-(-len(mapping) // mmap.PAGESIZE))
-        refused = libc.mincore(ctypes.byref(first), ctypes.c_size_t(len(mapping)), pages)
-        del first  # or the mapping cannot be closed
-        if refused:
-            raise OSError(ctypes.get_errno(), "mincore")
-    return any(page & 1 for page in pages.raw)
 
 
 def test_a_folder_that_is_missing_is_named(drive: Path) -> None:

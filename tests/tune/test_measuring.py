@@ -24,7 +24,7 @@ from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
 
 from ..support.disks import Disk
-from .test_folder import cached
+from ..support.page_cache import cached
 
 MIB = 1 << 20
 ENGINES = get_args(EngineName)

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint
 
-from ...support.distributed_states import assert_equal
+from ...support.distributed_states import Into, assert_equal, request
 from ...support.torch_versions import ALONE
 
 pytest.importorskip("safetensors", reason="needs safetensors, which torch reads these files' metadata with")
@@ -126,15 +127,13 @@ def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pyte
 
 
 def test_any_part_is_read(drive: Path) -> None:
-    from .test_reader import Into, plan_of, request
-
     saved = {"large": torch.randn(600, 601), "small": torch.randn(6, 7)}
     save(saved, NVMeHuggingFaceWriter(str(drive)))
     reader = NVMeHuggingFaceReader(str(drive))
     reader.set_up_storage_reader(reader.read_metadata(), True)
     asked = [("large", (3, 0), (590, 601)), ("large", (0, 5), (600, 9)), ("small", (1, 2), (3, 4)), ("small", (2, 0), (1, 7))]
     planner = Into([torch.zeros(lengths) for _, _, lengths in asked])
-    reader.read_data(plan_of([request(*each, number) for number, each in enumerate(asked)]), planner)
+    reader.read_data(LoadPlan([request(*each, number) for number, each in enumerate(asked)]), planner)
     for (name, offsets, lengths), target in zip(asked, planner.targets, strict=True):
         rows, columns = (slice(begin, begin + count) for begin, count in zip(offsets, lengths, strict=True))
         assert torch.equal(target, saved[name][rows, columns])

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp.metadata import load_metadata
 
-from ...support.distributed_states import assert_equal, blank, state
+from ...support.distributed_states import Runs, assert_equal, blank, state
 from ...support.interpreters import Interpreters
 from ...support.torch_versions import ALONE
 
@@ -29,16 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
-
-
-class Runs:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 class Field:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 
+from ...support.distributed_states import Runs
 from ...support.interpreters import Interpreters
 from ...support.torch_versions import ALONE, needs_torch
-from .test_metadata import Runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

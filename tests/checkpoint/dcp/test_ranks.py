@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ...offload.test_optimizer_fsdp import gloo, run_two
 from ...support.interpreters import Interpreters
 from ...support.torch_versions import fsdp_on_cpu, needs_torch
-
-__all__ = ["gloo"]
+from ...support.two_ranks import run_two
 
 
 @fsdp_on_cpu

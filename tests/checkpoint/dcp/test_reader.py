@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp import reader as dcp_reader
 from deepnvme.checkpoint.formats.tensor_archive import frame
 
-from ...support.distributed_states import assert_equal, blank, state
+from ...support.distributed_states import Into, assert_equal, blank, request, state
 from ...support.torch_versions import ALONE, needs_torch
 
 Writer = Callable[..., FileSystemWriter]
@@ -143,9 +142,9 @@ def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
     reader.set_up_storage_reader(reader.read_metadata(), True)
     for offsets, lengths in (((0, 0), (4, 4)), ((2, 0), (2, 1)), ((0,), (3,))):
         with pytest.raises(ValueError, match=r"'a'.*are wanted of a tensor of"):
-            reader.read_data(plan_of([request("a", offsets, lengths, dims=2)]), Into([torch.zeros(lengths)]))
+            reader.read_data(LoadPlan([request("a", offsets, lengths, dims=2)]), Into([torch.zeros(lengths)]))
     with pytest.raises(ValueError, match=r"'a'.*are for a tensor of \[2\]"):
-        reader.read_data(plan_of([request("a", (0, 0), (1, 1))]), Into([torch.zeros(2)]))
+        reader.read_data(LoadPlan([request("a", (0, 0), (1, 1))]), Into([torch.zeros(2)]))
 
 
 class Replaced(NVMeReader):
@@ -227,32 +226,6 @@ def test_whatever_the_default_device(drive: Path) -> None:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def request(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], number: int = 0, dims: int | None = None) -> ReadItem:
-    index = MetadataIndex(name, torch.Size([0] * (len(offsets) if dims is None else dims)))
-    into = torch.Size([0] * len(lengths))
-    return ReadItem(
-        LoadItemType.TENSOR, MetadataIndex(f"{number}"), into, index, torch.Size(offsets), torch.Size(lengths)
-    )
-
-
-def plan_of(requests: list[ReadItem]) -> LoadPlan:
-    return LoadPlan(requests)
-
-
-class Into:
-    """A planner that has tensors for requests, by their numbers."""
-
-    def __init__(self, targets: list[torch.Tensor]) -> None:
-        self.targets = targets
-        self.committed: list[int] = []
-
-    def resolve_tensor(self, request: ReadItem) -> torch.Tensor:
-        return self.targets[int(request.dest_index.fqn)]
-
-    def commit_tensor(self, request: ReadItem, tensor: torch.Tensor) -> None:
-        self.committed.append(int(request.dest_index.fqn))
-
-
 @both_writers
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
 def test_all_that_was_saved_is_loaded(drive: Path, writer: Writer, options: dict[str, Any]) -> None:
@@ -296,7 +269,7 @@ def test_any_part_is_read_into_any_place(
     reader = NVMeReader(drive)
     reader.set_up_storage_reader(reader.read_metadata(), True)
     planner = Into(targets)
-    reader.read_data(plan_of(requests), planner)  # type: ignore[arg-type]
+    reader.read_data(LoadPlan(requests), planner)  # type: ignore[arg-type]
     assert sorted(planner.committed) == [0, 1, 2]
     for target, part in zip(targets, expected, strict=True):
         assert torch.equal(target, part)
@@ -315,7 +288,7 @@ def test_tensors_that_are_not_plain_are_torchs(drive: Path) -> None:
     metadata.storage_data = {index: type(info)(info.relative_path, 0, len(stream.getvalue())) for index in metadata.storage_data}
     reader.set_up_storage_reader(metadata, True)
     target = torch.quantize_per_tensor(torch.zeros(9, 9), 0.1, 3, torch.qint8)
-    reader.read_data(plan_of([request("t", (0, 0), (9, 9))]), Into([target]))  # type: ignore[arg-type]
+    reader.read_data(LoadPlan([request("t", (0, 0), (9, 9))]), Into([target]))  # type: ignore[arg-type]
     assert torch.equal(target.int_repr(), saved.int_repr())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.pickled import Pickled, pickled
 from deepnvme.memory.tensor_bytes import memory_of
 
+from ...support.archives import assert_identical
 from ...support.objects import OBJECTS
 
 config = pytest.importorskip("torch.utils.serialization", reason="needs torch 2.7: archives to compare with").config
@@ -43,24 +43,6 @@ def torchs(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pic
     with config.patch({"save.storage_alignment": 4096, "save.compute_crc32": checksum}):
         torch.save(obj, saved, pickle_module=module, pickle_protocol=protocol)
     return saved.getvalue()
-
-
-def without_identity(data: bytes) -> bytes:
-    """With zeros for what torch.save draws from a hash of its own: 40 digits, and their CRC-32, which stands there twice."""
-    with zipfile.ZipFile(io.BytesIO(data)) as opened:
-        name = next(name for name in opened.namelist() if name.endswith(".data/serialization_id"))
-        digits, crc = opened.read(name), opened.getinfo(name).CRC.to_bytes(4, "little")
-    assert re.fullmatch(rb"\d{40}", digits)
-    assert data.count(digits) == 1
-    at = data.index(digits)
-    return data[:at] + (bytes(40) + data[at + 40 :]).replace(crc, bytes(4), 2)
-
-
-def assert_identical(found: bytes, expected: bytes) -> None:
-    found, expected = without_identity(found), without_identity(expected)
-    if found != expected:
-        at = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
-        raise AssertionError(f"{found[at - 20 : at + 40]!r} instead of {expected[at - 20 : at + 40]!r} at byte {at}")
 
 
 class TestIdentity:
