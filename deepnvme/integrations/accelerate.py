@@ -18,6 +18,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,9 +113,10 @@ def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = Non
         return own
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
-    names = weights_of(model)
-    kept = {name: weight for name, weight in names.items() if index is None or name not in index}
-    return _streamed(model, index or {}, offload_dir, kept, None if _is_meta(device) else device, enabled)
+    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index}
+    if device is not None and torch.device(device).type == "meta":
+        device = None
+    return _Hook(index or {}, offload_dir, kept, device, enabled).attach(model)
 
 
 def dispatch_model(
@@ -154,104 +156,17 @@ def dispatch_model(
         own: nn.Module = original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
         return own
     index = offload_index if offload_index is not None else _index_in(offload_dir)
-    on_disk = {name for name in weights_of(model) if _placed(name, device_map) == "disk"}
-    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index or _is_there(weight)}
+    weights = weights_of(model)
+    kept = {name: weight for name, weight in weights.items() if index is None or name not in index or _is_there(weight)}
     kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
-    on_cpu = [name for name in weights_of(model) if name not in on_disk]
+    on_cpu = [name for name in weights if _placed(name, device_map) != "disk"]
     device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
-    model = _streamed(model, index or {}, offload_dir, kept, device, enabled, on_cpu)
+    _Hook(index or {}, offload_dir, kept, device, enabled, on_cpu).attach(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # transformers reads it
     return model
 
 
-def _streamed(
-    model: nn.Module,
-    index: Mapping[str, Any],
-    folder: Any,
-    kept: Mapping[str, torch.Tensor],
-    device: Any,
-    options: _Options,
-    on_cpu: Sequence[str] = (),
-) -> nn.Module:
-    """Stream the model from a store in the folder, attach the hook that undoes this, and return the model.
-
-    Args:
-        model: The model.
-        index: accelerate's offload index of the weights that are in files.
-        folder: The offload folder.
-        kept: Weights by name. Those that are in memory are used, even if the index has them too.
-        device: Where the model runs; None for the CPU.
-        options: As given to :func:`enable`.
-        on_cpu: Names of the weights that may stay in memory.
-    """
-    given: list[Mapping[str, torch.Tensor]] = [kept]
-    names = tuple(kept)
-
-    def offload(model: nn.Module) -> Streaming:
-        # The given weights are used only the first time, so that the hook does not keep them alive. After the offload was undone,
-        # the model itself has the weights.
-        found = given.pop() if given else {name: weight for name, weight in weights_of(model).items() if name in names}
-        return _offloaded(model, index, folder, found, device, options, on_cpu)
-
-    hook = _Hook(model, offload, torch.device("cpu" if device is None else device))
-    try:
-        hook.init_hook(model)
-        model._hf_hook = hook  # type: ignore[assignment]  # only now, so that accelerate's own hooks stay if ours fails
-    except BaseException:
-        hook.detach_hook(model)
-        raise
-    return model
-
-
-def _offloaded(
-    model: nn.Module,
-    index: Mapping[str, Any],
-    folder: Any,
-    kept: Mapping[str, torch.Tensor],
-    device: Any,
-    options: _Options,
-    on_cpu: Sequence[str],
-) -> Streaming:
-    """Build or open the store and stream the model, without the hook: see :func:`_streamed`."""
-    if hasattr(model, "_get_dtype_plan"):  # a model of transformers
-        index = with_dtypes_kept(model, index)
-    if callable(tie := getattr(model, "tie_weights", None)):
-        tie()  # code that set weights one by one has separated tied ones
-    weights = weights_of(model)
-    ties = ties_of(weights)
-    known = {ties.get(name, name) for name in index if name in weights}
-    there = {name: weight for name, weight in kept.items() if not weight.is_meta}
-    known |= {ties.get(name, name) for name in there}
-    absent = [name for name in weights if ties.get(name, name) not in known]
-    if absent:
-        raise ValueError(f"weights are on the meta device, and '{folder}' does not have them: {listed(absent)}")
-    where: dict[Any, float] = {Path(folder) / STORE: 1.0}
-    origin = _origin(index, folder, there)
-    on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}
-
-    def build(_: Path) -> WeightStore:
-        source = {**weights_in_index(on_disk, folder), **there}
-        return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
-
-    store = opened_or_built(where, origin, build)
-    try:
-        names = {ties.get(name, name) for name in on_cpu}
-        staying = sum(
-            extent.nbytes
-            for extent in store.extents.values()
-            if extent.name != REST and all(weight.name in names for weight in extent.weights)
-        )
-        budget = max(options.memory_budget, staying)
-        _remove_hooks(model)
-        streaming = stream(model, store, prefetch=options.prefetch, memory_budget=budget, device=device)
-        streaming.owns_store = True
-    except BaseException:
-        if streaming_of(model) is None:  # otherwise undoing the offload closes the store
-            store.close()
-        raise
-    return streaming
-
-
+@dataclass(eq=False, repr=False)
 class _Hook:
     """The hook at a model's root through which ``accelerate.hooks.remove_hook_from_submodules`` undoes the offload.
 
@@ -260,18 +175,35 @@ class _Hook:
 
     no_grad = False
 
-    def __init__(self, model: nn.Module, offload: Callable[[nn.Module], Streaming], device: torch.device) -> None:
-        """Record where the model's weights are, to restore them later.
+    index: Mapping[str, Any]
+    """accelerate's offload index of the weights that are in files."""
+    folder: Any
+    """The offload folder."""
+    kept: Mapping[str, torch.Tensor] | None
+    """Weights by name. Those that are in memory are used, even if the index has them too. None once they were used, so that the
+    hook does not keep them alive: after the offload was undone, the model itself has the weights."""
+    device: Any
+    """Where the model runs; None for the CPU."""
+    options: _Options
+    """As given to :func:`enable`."""
+    on_cpu: Sequence[str] = ()
+    """Names of the weights that may stay in memory."""
 
-        Args:
-            model: The model.
-            offload: Streams the model. Called once for each time the hook is attached, also after the offload was undone.
-            device: Where the model runs.
-        """
-        self.execution_device = device  # transformers reads it from the hooks of some models
-        self._offload = offload
-        self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
+    def __post_init__(self) -> None:
+        self.execution_device = torch.device("cpu" if self.device is None else self.device)  # transformers reads it
+        self._names = tuple(self.kept or ())
         self._streaming: Streaming | None = None
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Stream the model, make this its hook, and return it. Remembers where its weights are, to restore them later."""
+        self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
+        try:
+            self.init_hook(model)
+            model._hf_hook = self  # type: ignore[assignment]  # only now, so that accelerate's own hooks stay if ours fails
+        except BaseException:
+            self.detach_hook(model)
+            raise
+        return model
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Stream the model. accelerate also calls this after :meth:`detach_hook`, when it adds another hook to this one."""
@@ -279,6 +211,46 @@ class _Hook:
             self._streaming = self._offload(module)
             module.streaming = self._streaming  # type: ignore[assignment]  # it is neither a module nor a tensor
         return module
+
+    def _offload(self, model: nn.Module) -> Streaming:
+        """Build or open the store, and stream the model."""
+        kept, self.kept = self.kept, None
+        index = self.index
+        if hasattr(model, "_get_dtype_plan"):  # a model of transformers
+            index = with_dtypes_kept(model, index)
+        if callable(tie := getattr(model, "tie_weights", None)):
+            tie()  # code that set weights one by one has separated tied ones
+        weights = weights_of(model)
+        ties = ties_of(weights)
+        if kept is None:
+            kept = {name: weight for name, weight in weights.items() if name in self._names}
+        there = {name: weight for name, weight in kept.items() if not weight.is_meta}
+        known = {ties.get(name, name) for name in (*index, *there) if name in weights or name in there}
+        absent = [name for name in weights if ties.get(name, name) not in known]
+        if absent:
+            raise ValueError(f"weights are on the meta device, and '{self.folder}' does not have them: {listed(absent)}")
+        where: dict[Any, float] = {Path(self.folder) / STORE: 1.0}
+        origin = _origin(index, self.folder, there)
+        on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}
+
+        def build(_: Path) -> WeightStore:
+            source = {**weights_in_index(on_disk, self.folder), **there}
+            return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+
+        store = opened_or_built(where, origin, build)
+        try:
+            names = {ties.get(name, name) for name in self.on_cpu}
+            extents = [extent for extent in store.extents.values() if extent.name != REST]
+            staying = sum(each.nbytes for each in extents if all(weight.name in names for weight in each.weights))
+            budget = max(self.options.memory_budget, staying)
+            _remove_hooks(model)
+            streaming = stream(model, store, prefetch=self.options.prefetch, memory_budget=budget, device=self.device)
+            streaming.owns_store = True
+        except BaseException:
+            if streaming_of(model) is None:  # otherwise undoing the offload closes the store
+                store.close()
+            raise
+        return streaming
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
@@ -386,10 +358,6 @@ def _options() -> _Options | None:
 def _is_there(weight: torch.Tensor) -> bool:
     """Return whether a weight is a buffer in memory: buffers are loaded there, and accelerate does not read them from disk."""
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _places() -> list[tuple[Any, str, Callable[..., Any]]]:

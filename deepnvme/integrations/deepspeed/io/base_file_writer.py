@@ -6,26 +6,16 @@ import io
 import os
 from typing import Any
 
-from .constants import (
-    CLOSE_COUNT_KEY,
-    FILE_PATH_KEY,
-    FILENO_COUNT_KEY,
-    FLUSH_COUNT_KEY,
-    INVALID_FD,
-    WRITE_BYTES_KEY,
-    WRITE_COUNT_KEY,
-    WRITE_SEC_KEY,
-    WRITE_SPEED_KEY,
-)
+from . import constants
 
 _COUNTED = (
-    CLOSE_COUNT_KEY,
-    FILENO_COUNT_KEY,
-    FLUSH_COUNT_KEY,
-    WRITE_COUNT_KEY,
-    WRITE_BYTES_KEY,
-    WRITE_SEC_KEY,
-    WRITE_SPEED_KEY,
+    constants.CLOSE_COUNT_KEY,
+    constants.FILENO_COUNT_KEY,
+    constants.FLUSH_COUNT_KEY,
+    constants.WRITE_COUNT_KEY,
+    constants.WRITE_BYTES_KEY,
+    constants.WRITE_SEC_KEY,
+    constants.WRITE_SPEED_KEY,
 )
 
 
@@ -50,36 +40,36 @@ class BaseFileWriter(io.RawIOBase):
 
     def fileno(self) -> int:
         """Return -1, as DeepSpeed's writers do: with a real one, torch's older format would bypass this object."""
-        self._incr_stats(FILENO_COUNT_KEY)
-        return INVALID_FD
+        self._incr_stats(constants.FILENO_COUNT_KEY)
+        return constants.INVALID_FD
 
     def flush(self) -> None:
         """Count a flush. Has no effect after :meth:`close`."""
         if not self.closed:
-            self._incr_stats(FLUSH_COUNT_KEY)
+            self._incr_stats(constants.FLUSH_COUNT_KEY)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         if not self.closed:
-            self._incr_stats(CLOSE_COUNT_KEY)
-            flushes = self._stats[FLUSH_COUNT_KEY]
+            self._incr_stats(constants.CLOSE_COUNT_KEY)
+            flushes = self._stats[constants.FLUSH_COUNT_KEY]
             try:
                 super().close()
             finally:
-                self._stats[FLUSH_COUNT_KEY] = flushes  # without the flush that io.RawIOBase.close makes
+                self._stats[constants.FLUSH_COUNT_KEY] = flushes  # without the flush that io.RawIOBase.close makes
 
     def _incr_stats(self, key: str, incr: float = 1) -> None:
         self._stats[key] += incr
 
     def _wrote(self, nbytes: int, seconds: float) -> None:
-        self._incr_stats(WRITE_COUNT_KEY)
-        self._incr_stats(WRITE_BYTES_KEY, nbytes)
-        self._incr_stats(WRITE_SEC_KEY, seconds)
+        self._incr_stats(constants.WRITE_COUNT_KEY)
+        self._incr_stats(constants.WRITE_BYTES_KEY, nbytes)
+        self._incr_stats(constants.WRITE_SEC_KEY, seconds)
 
     def _dump_state(self) -> None:
         """Print the statistics. Called by DeepSpeed's checkpoint writer with ``show_statistics``."""
-        self._stats[WRITE_SPEED_KEY] = self._speed(WRITE_BYTES_KEY, WRITE_SEC_KEY)
-        self._stats[FILE_PATH_KEY] = self._file_path
+        self._stats[constants.WRITE_SPEED_KEY] = self._speed(constants.WRITE_BYTES_KEY, constants.WRITE_SEC_KEY)
+        self._stats[constants.FILE_PATH_KEY] = self._file_path
         print(f"stats = {self._stats}")
 
     def _speed(self, bytes_key: str, seconds_key: str) -> float:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepnvme._files import naming_file
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import memory_of
 
+from . import constants
 from .base_file_writer import BaseFileWriter
-from .constants import (
-    AIO_FILL_BUFFER_COUNT_KEY,
-    AIO_FILL_BUFFER_SEC_KEY,
-    AIO_FILL_BUFFER_SPEED_KEY,
-    AIO_SPEED_KEY,
-    AIO_WRITE_BYTES_KEY,
-    AIO_WRITE_SEC_KEY,
-    SAVE_STORAGE_BYTES_KEY,
-    SAVE_STORAGE_KEY,
-    SLOW_WRITE_BYTES_KEY,
-    SLOW_WRITE_SEC_KEY,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +24,16 @@ if TYPE_CHECKING:
 SMALLEST_TENSOR = 2 * PAGE
 """Least bytes of a ``pinned_tensor`` with double buffering: one page for each half."""
 _COUNTED = (
-    AIO_WRITE_SEC_KEY,
-    AIO_WRITE_BYTES_KEY,
-    AIO_SPEED_KEY,
-    SLOW_WRITE_BYTES_KEY,
-    SLOW_WRITE_SEC_KEY,
-    AIO_FILL_BUFFER_COUNT_KEY,
-    AIO_FILL_BUFFER_SEC_KEY,
-    AIO_FILL_BUFFER_SPEED_KEY,
-    SAVE_STORAGE_KEY,
-    SAVE_STORAGE_BYTES_KEY,
+    constants.AIO_WRITE_SEC_KEY,
+    constants.AIO_WRITE_BYTES_KEY,
+    constants.AIO_SPEED_KEY,
+    constants.SLOW_WRITE_BYTES_KEY,
+    constants.SLOW_WRITE_SEC_KEY,
+    constants.AIO_FILL_BUFFER_COUNT_KEY,
+    constants.AIO_FILL_BUFFER_SEC_KEY,
+    constants.AIO_FILL_BUFFER_SPEED_KEY,
+    constants.SAVE_STORAGE_KEY,
+    constants.SAVE_STORAGE_BYTES_KEY,
 )
 
 
@@ -154,17 +145,9 @@ class FastFileWriter(BaseFileWriter):
         Blocks only while the pinned tensor is full. Raises ValueError if the file is closed, OSError from an earlier write.
         """
         self._open_file()
-        began = time.perf_counter()
         with memoryview(data) as given, given.cast("B") as source:
-            taken = 0
-            while taken < len(source):
-                count = min(self._room(), len(source) - taken)
-                with source[taken : taken + count] as piece:
-                    self._fill_from(piece)
-                self._advance(count)
-                taken += count
-            self._wrote(taken, time.perf_counter() - began)
-            return taken
+            self._fill(len(source), functools.partial(self._copy_bytes, source))
+            return len(source)
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[tuple[Any, torch.dtype]], save_size: bool) -> int:
         """Write storages one after the other, or this writer's part of them.
@@ -195,10 +178,10 @@ class FastFileWriter(BaseFileWriter):
             if isinstance(inside, bytes):
                 self.write(inside) if inside else None
             elif len(inside):
-                self._write_tensor(inside)
+                self._fill(len(inside), functools.partial(self._copy_tensor, inside))
             at += len(piece)
-        self._incr_stats(SAVE_STORAGE_KEY, len(storage_obj_list))
-        self._incr_stats(SAVE_STORAGE_BYTES_KEY, end - begin)
+        self._incr_stats(constants.SAVE_STORAGE_KEY, len(storage_obj_list))
+        self._incr_stats(constants.SAVE_STORAGE_BYTES_KEY, end - begin)
         return end - begin
 
     def flush(self) -> None:
@@ -219,17 +202,13 @@ class FastFileWriter(BaseFileWriter):
         if self._file is None or self._file.closed:  # never opened, or an earlier close() was interrupted
             super().close()
             return
-        try:
-            with self._file:  # always closed, so that no write goes to this descriptor when another file has its number
-                try:
-                    super().close()  # calls flush()
-                finally:
-                    self._wait()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            if error.filename is None:
-                raise OSError(error.errno, error.strerror, os.fspath(self._file_path)) from error
-            raise
+        # The file is always closed, so that no write goes to this descriptor when another file has its number.
+        with naming_file(self._file_path), self._file:
+            try:
+                super().close()  # calls flush()
+            finally:
+                self._wait()
+            os.fsync(self._file.fileno())
 
     def _open_file(self) -> io.FileIO:
         if self.closed or self._file is None:
@@ -240,41 +219,44 @@ class FastFileWriter(BaseFileWriter):
         """Return the bytes left in this half. It ends on a page of the file, so that the next half begins on one."""
         return self._size - self._begin % PAGE - self._filled
 
-    def _fill_from(self, piece: memoryview) -> None:
-        began = time.perf_counter()
-        half = self._halves[0]
-        if half.device.type == "cpu":
-            with memory_of(half, self._filled, len(piece)) as room:
-                room[:] = piece
-        else:
-            import torch
+    def _fill(self, nbytes: int, copy: Callable[[int, int], None]) -> None:
+        """Copy ``nbytes`` bytes into the halves. When one is full, start writing it and go on with the other.
 
-            half[self._filled : self._filled + len(piece)].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
-        self._count_fill(began)
-
-    def _write_tensor(self, source: torch.Tensor) -> None:
+        ``copy(begin, count)`` copies ``count`` bytes from byte ``begin`` on to the end of what is in the first of the halves.
+        """
         began = time.perf_counter()
         taken = 0
-        while taken < len(source):
-            count = min(self._room(), len(source) - taken)
+        while taken < nbytes:
+            count = min(self._room(), nbytes - taken)
             filling = time.perf_counter()
-            half = self._halves[0].view(source.dtype)
-            half[self._filled : self._filled + count].copy_(source[taken : taken + count])
-            self._count_fill(filling)
-            self._advance(count)
+            copy(taken, count)
+            self._incr_stats(constants.AIO_FILL_BUFFER_SEC_KEY, time.perf_counter() - filling)
+            self._incr_stats(constants.AIO_FILL_BUFFER_COUNT_KEY)
+            self._filled += count
             taken += count
-        self._wrote(taken, time.perf_counter() - began)
+            if not self._room():
+                self._start()
+                self._begin += self._filled
+                self._filled = self._flushed = 0
+                self._halves.reverse()
+                if len(self._halves) == 1:
+                    self._wait()
+        self._wrote(nbytes, time.perf_counter() - began)
 
-    def _advance(self, count: int) -> None:
-        """Count bytes that were copied into the half; once it is full, start writing it and go on with the other half."""
-        self._filled += count
-        if not self._room():
-            self._start()
-            self._begin += self._filled
-            self._filled = self._flushed = 0
-            self._halves.reverse()
-            if len(self._halves) == 1:
-                self._wait()
+    def _copy_bytes(self, source: memoryview, begin: int, count: int) -> None:
+        half = self._halves[0]
+        with source[begin : begin + count] as piece:
+            if half.device.type == "cpu":
+                with memory_of(half, self._filled, count) as room:
+                    room[:] = piece
+            else:
+                import torch
+
+                half[self._filled : self._filled + count].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
+
+    def _copy_tensor(self, source: torch.Tensor, begin: int, count: int) -> None:
+        half = self._halves[0].view(source.dtype)
+        half[self._filled : self._filled + count].copy_(source[begin : begin + count])
 
     def _drain(self) -> None:
         """Write everything, and wait. The last, partly filled page is kept, to be written again with the bytes that follow."""
@@ -297,11 +279,11 @@ class FastFileWriter(BaseFileWriter):
         began = time.perf_counter()
         self._sending = True
         self._handle.async_pwrite(self._halves[0][: self._filled], self._open_file().fileno(), self._begin)
-        self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
+        self._incr_stats(constants.AIO_WRITE_SEC_KEY, time.perf_counter() - began)
         new = self._filled - self._flushed
         slow = min((self._begin + self._filled) % PAGE, new)
-        self._incr_stats(AIO_WRITE_BYTES_KEY, new - slow)
-        self._incr_stats(SLOW_WRITE_BYTES_KEY, slow)
+        self._incr_stats(constants.AIO_WRITE_BYTES_KEY, new - slow)
+        self._incr_stats(constants.SLOW_WRITE_BYTES_KEY, slow)
 
     def _wait(self) -> None:
         began = time.perf_counter()
@@ -311,15 +293,12 @@ class FastFileWriter(BaseFileWriter):
             self._sending = False
             raise
         self._sending = False
-        self._incr_stats(AIO_WRITE_SEC_KEY, time.perf_counter() - began)
-
-    def _count_fill(self, began: float) -> None:
-        self._incr_stats(AIO_FILL_BUFFER_SEC_KEY, time.perf_counter() - began)
-        self._incr_stats(AIO_FILL_BUFFER_COUNT_KEY)
+        self._incr_stats(constants.AIO_WRITE_SEC_KEY, time.perf_counter() - began)
 
     def _dump_state(self) -> None:
-        self._stats[AIO_SPEED_KEY] = self._speed(AIO_WRITE_BYTES_KEY, AIO_WRITE_SEC_KEY)
-        self._stats[AIO_FILL_BUFFER_SPEED_KEY] = self._speed(AIO_WRITE_BYTES_KEY, AIO_FILL_BUFFER_SEC_KEY)
+        written, filling = constants.AIO_WRITE_BYTES_KEY, constants.AIO_FILL_BUFFER_SEC_KEY
+        self._stats[constants.AIO_SPEED_KEY] = self._speed(written, constants.AIO_WRITE_SEC_KEY)
+        self._stats[constants.AIO_FILL_BUFFER_SPEED_KEY] = self._speed(written, filling)
         super()._dump_state()
 
 

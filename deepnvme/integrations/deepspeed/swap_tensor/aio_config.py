@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepnvme.config import AioConfig
+from deepnvme.engine import Engine
 
 AIO = "aio"
 AIO_BLOCK_SIZE = "block_size"
@@ -42,6 +43,11 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 def handle_arguments(aio_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for ``aio_handle`` and ``gds_handle``."""
     return {key: aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
+
+
+def engine_of(aio_config: Mapping[str, Any]) -> Engine:
+    """Return an engine with these settings."""
+    return Engine(**AioConfig(**{key: aio_config[key] for key in AIO_KEYS}).engine_arguments())
 
 
 def numel_alignment(aio_config: Mapping[str, Any], element_size: int) -> int:

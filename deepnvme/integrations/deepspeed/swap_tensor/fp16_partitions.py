@@ -45,11 +45,10 @@ def read_partitions(
             if path is None:
                 part.copy_(tensor.detach().reshape(-1))
                 continue
-            fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
-            if fits is None and reading:
+            if reading and not any(buffer.numel() >= numel for buffer in free):
                 _convert(reading)
                 free = list(buffers)
-                fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
+            fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
             if fits is None:
                 staging = torch.empty(numel, dtype=tensor.dtype, device="cpu")
             else:

@@ -13,23 +13,11 @@ from typing import Any
 
 import torch
 
-from deepnvme._interrupts import defer_interrupts
-from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from .aio_config import (
-    AIO_ALIGNED_BYTES,
-    AIO_BLOCK_SIZE,
-    AIO_INTRA_OP_PARALLELISM,
-    AIO_QUEUE_DEPTH,
-    AIO_SINGLE_SUBMIT,
-    min_swappable_bytes,
-    numel_alignment,
-    round_up,
-)
+from .aio_config import AIO_ALIGNED_BYTES, AIO_INTRA_OP_PARALLELISM, engine_of, min_swappable_bytes, numel_alignment, round_up
 from .environment import Timers, describe, rank
 from .fp16_partitions import PartitionInfo, read_partitions
-from .optimizer_states import OptimizerStates
 from .residency import Footprint, plan
 from .swap_info import OptimizerStateSwapInfo
 from .tile import Tile
@@ -120,14 +108,12 @@ class OptimizerSwapper:
         os.makedirs(self._folder, exist_ok=True)
         self._timers = Timers(timers)
         self._cache = TileCache(
-            engine or _engine(aio_config),
+            engine or engine_of(aio_config),
             pool or buffer_pool(),
             limit=swap_config.buffer_count * self.largest_numel * self.swap_element_size,
         )
-        self._states = OptimizerStates(optimizer, self._cache, self._folder)
         self._order: list[OptimizerStateSwapInfo] = []  # in the order of a step
         self._gradient_bytes = 0  # bytes of the gradients that wait in memory
-        self._to_restore: set[Any] = set()  # parameters whose files may have been replaced by a checkpoint's
         step_hook = optimizer.register_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, step_hook.remove).atexit = False
         self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
@@ -144,9 +130,8 @@ class OptimizerSwapper:
         """
         self.flush()
         for info in self._order:
-            self._states.save(info)
+            info.save(self._state(info))
         self._cache.forget_memory()
-        self._to_restore = set(self.swap_params_info)
         return self._folder
 
     @property
@@ -160,8 +145,7 @@ class OptimizerSwapper:
         Raises OSError; call it again then.
         """
         for info in self._order:
-            if not info.active:  # Ctrl-C may have left a sub-group partly swapped in
-                self._cache.release([*info.tiles(), info.gradient], changed=False, complete=False)
+            info.release_if_swapped_out()
         self._cache.flush([tile for info in self._order for tile in info.tiles()])
 
     # Parameters
@@ -244,9 +228,7 @@ class OptimizerSwapper:
         kept: its values are nowhere else.
         """
         for info in self._order:
-            self._states.purge(info)
-            self._consume_gradient(info)
-        self._to_restore.clear()
+            info.purge(self._state(info))
 
     # Gradients
 
@@ -270,24 +252,7 @@ class OptimizerSwapper:
         if info is None:
             return
         with self._timers.measure(SWAP_OUT_GRADIENT_TIMER):
-            self._cache.poll()
-            tile = info.gradient
-            self._cache.settle(tile)
-            in_file = tile.lease is None and tile.stored
-            if not in_file:
-                self._cache.create(tile)
-            try:
-                for offset, tensor in zip(gradient_offsets, gradient_tensors, strict=True):
-                    flat = tensor.detach().reshape(-1)
-                    if in_file:
-                        content = flat.to("cpu", info.dtype())
-                        self._cache.overwrite(tile, content, offset * content.element_size())
-                    else:
-                        info.gradient_memory()[offset : offset + flat.numel()].copy_(flat)
-                    info.gradient_ranges[offset] = max(flat.numel(), info.gradient_ranges.get(offset, 0))
-            finally:
-                if not info.active:
-                    self._cache.release([tile], changed=False, complete=info.gradient_complete())
+            info.add_gradients(gradient_offsets, gradient_tensors)
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
         """Copy the parts of a gradient that have not arrived since the last step from :attr:`last_gradients`.
@@ -330,15 +295,8 @@ class OptimizerSwapper:
             if info.turn <= self._cache.memory.turn:
                 self._decide_what_stays()
             self._cache.memory.turn = info.turn
-            if info.param_id in self._to_restore:
-                self._states.restore(info)
-                self._to_restore.discard(info.param_id)
-            self._cache.acquire(info.tiles() + [info.gradient] * info.has_gradients())
-            if not info.has_gradients():
-                self._cache.create(info.gradient)
-            self._fill_gaps(info)
-            with defer_interrupts():
-                info.attach()
+            info.restore(self.optimizer.state)
+            info.swap_in(self._last_gradients(info))
             self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
@@ -363,8 +321,8 @@ class OptimizerSwapper:
         if info is None:
             return
         with self._timers.measure(self.SWAP_OUT_TIMER):
-            self._states.adopt(info, self.is_swappable_tensor)
-            self._let_go(info, write_opt_state=True, write_gradients=False)
+            info.adopt(self._state(info), self.is_swappable_tensor)
+            info.swap_out(write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -389,8 +347,8 @@ class OptimizerSwapper:
         if info is None:
             return
         if write_opt_state:
-            self._states.adopt(info, self.is_swappable_tensor)
-        self._let_go(info, write_opt_state, write_gradients)
+            info.adopt(self._state(info), self.is_swappable_tensor)
+        info.swap_out(write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its states out of memory without writing. Called by DeepSpeed's ``_release_swap_buffers``.
@@ -399,7 +357,7 @@ class OptimizerSwapper:
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is not None and info.active:
-            self._let_go(info, write_opt_state=False, write_gradients=False)
+            info.swap_out(write_opt_state=False, write_gradients=False)
 
     # Hooks
 
@@ -414,7 +372,7 @@ class OptimizerSwapper:
         """
         for info in self._order:
             if info.has_gradients() and not info.active:
-                self._consume_gradient(info)
+                info.drop_gradient()
         self._timers.log()
 
     def pre_backward(self) -> None:
@@ -438,66 +396,33 @@ class OptimizerSwapper:
         known = len(self._order)
         try:
             for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
-                info = self._register(parameter, numel)
-                self._cache.create(info.master.tile)
-                fill(number, info.master.memory())
-                self._cache.release([info.master.tile], changed=True)
+                key = self.parameter_id(parameter)
+                if key in self.swap_params_info:
+                    raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
+                turn = len(self._order)
+                info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, turn)
+                self.swap_params_info[key] = info
+                self._order.append(info)
+                self._cache.memory.turns = len(self._order)
+                self._cache.memory.turn = turn
+                info.initialize(functools.partial(fill, number))
         except BaseException:
             for info in self._order[known:]:
-                self._cache.discard(info.master.tile)
+                info.forget()
                 del self.swap_params_info[self.parameter_id(info.parameter)]
             del self._order[known:]
             self._cache.memory.turns = max(known, 1)
             raise
 
-    def _register(self, parameter: torch.Tensor, numel: int) -> OptimizerStateSwapInfo:
-        key = self.parameter_id(parameter)
-        if key in self.swap_params_info:
-            raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
-        info = OptimizerStateSwapInfo(parameter, numel, self._folder, self.aligned_bytes, turn=len(self._order))
-        self.swap_params_info[key] = info
-        self._order.append(info)
-        self._cache.memory.turns = len(self._order)
-        self._cache.memory.turn = info.turn
-        return info
+    def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state.get(info.parameter, {})
+        return state
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is not None and not info.active:
             raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
         return info
-
-    def _let_go(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
-        """Take a sub-group out of memory, keep what is to be written, and drop a gradient that a step has used."""
-        gradient = info.parameter.grad
-        write_gradients = write_gradients and gradient is not None
-        if write_gradients and gradient is not None:
-            memory = info.gradient_memory()
-            if gradient.data_ptr() != memory.data_ptr():
-                memory.copy_(gradient.detach().reshape(-1))
-        with defer_interrupts():
-            used_up = info.stepped and write_opt_state
-            info.detach()
-            if used_up:
-                info.gradient_ranges.clear()
-            elif write_gradients:
-                info.gradient_ranges = {0: info.numel()}  # also if no gradient had arrived, and one was set
-            self._cache.release(info.tiles(), changed=write_opt_state)
-            if info.has_gradients():
-                self._cache.release([info.gradient], changed=write_gradients)
-            else:
-                self._consume_gradient(info)
-
-    def _fill_gaps(self, info: OptimizerStateSwapInfo) -> None:
-        """Fill the parts of a gradient that have not arrived from last_gradients, or else with zeros.
-
-        A part of last_gradients is used only if nothing of it has arrived.
-        """
-        last = self._last_gradients(info)
-        for offset, length in info.gradient_gaps():
-            info.gradient_memory()[offset : offset + length].zero_()
-        for start, gradient in last:
-            info.gradient_memory()[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
         """Return (offset, gradient) for the parts of last_gradients of which nothing has arrived since the last step."""
@@ -507,10 +432,6 @@ class OptimizerSwapper:
             for start, gradient in (self.last_gradients(info.parameter) if gaps else ())
             if any(offset <= start and start + gradient.numel() <= offset + length for offset, length in gaps)
         ]
-
-    def _consume_gradient(self, info: OptimizerStateSwapInfo) -> None:
-        info.gradient_ranges.clear()
-        self._cache.discard(info.gradient)
 
     def _decide_what_stays(self) -> None:
         """Choose resident sub-groups anew. Called when a step begins: sizes may have changed during the last one."""
@@ -551,17 +472,8 @@ def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Op
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             info = alive.swap_params_info.get(getattr(parameter, "ds_id", None))
-            if info is not None and info.active:
-                info.stepped = True
-
-
-def _engine(aio_config: Mapping[str, Any]) -> Engine:
-    return Engine(
-        block_size=aio_config[AIO_BLOCK_SIZE],
-        queue_depth=aio_config[AIO_QUEUE_DEPTH],
-        num_threads=aio_config[AIO_INTRA_OP_PARALLELISM],
-        single_submit=aio_config[AIO_SINGLE_SUBMIT],
-    )
+            if info is not None:
+                info.mark_stepped()
 
 
 def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:

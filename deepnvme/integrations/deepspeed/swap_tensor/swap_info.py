@@ -1,15 +1,82 @@
-"""Describe one sub-group: its master weights, optimizer states and gradient, and the tile with the bytes of each."""
+"""One sub-group of the optimizer: its master weights, states and gradient, which of them are swapped, and their tiles.
+
+Which states the optimizer has may change in each step. Those that are not in swap files are saved in a file beside these:
+DeepSpeed's checkpoints have a copy of the swap folder and nothing else of the optimizer, so that the number of steps, states too
+small to be swapped, and the list of states would be lost with the process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, check_pickle, contents
+from deepnvme.memory.tensor_bytes import dtype_named
 
 from .aio_config import round_up
 from .tile import Tile
+from .tile_cache import TileCache
+
+
+@dataclass
+class SavedStates:
+    """The file of a sub-group's states: the values of those that are not swapped, and a description of those that are."""
+
+    kept: dict[str, Any]
+    """Values of the states that stay in memory, by name."""
+    swapped: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype of the states in swap files, by name."""
+    order: list[str]
+    """All names, in the order of the optimizer's state."""
+
+    def save(self, path: str) -> None:
+        """Write the file, replacing an older one atomically. Raises OSError.
+
+        Values that ``torch.load`` does not accept by default (``weights_only=True``) are left out.
+        """
+        kept = {name: value for name, value in self.kept.items() if isinstance(value, torch.Tensor | int | float | str | None)}
+        swapped = {name: (list(shape), stride, str(dtype).split(".")[1]) for name, (shape, stride, dtype) in self.swapped.items()}
+        beside = f"{path}.{os.getpid()}"
+        try:
+            torch.save({"kept": kept, "swapped": swapped, "order": self.order}, beside)
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+
+    @classmethod
+    def load(cls, path: str) -> SavedStates | None:
+        """Read the file; return None if it does not exist.
+
+        Raises OSError naming the file if it cannot be read, is damaged, or was not written by :meth:`save`.
+        """
+        try:
+            # Checked first: torch.load also reads files of older formats, and unpacks compressed ones of any size.
+            found = contents(path)
+            if not found.stored or found.script:
+                raise ValueError("it is not of torch.save")
+            check_pickle(path, found)
+            saved = torch_load(path, weights_only=True)
+            swapped = {
+                name: (torch.Size(shape), tuple(stride), dtype_named(dtype))
+                for name, (shape, stride, dtype) in saved["swapped"].items()
+            }
+            return cls(saved["kept"], swapped, saved["order"])
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, CorruptCheckpoint):
+                raise
+            raise OSError(errno.EIO, "is damaged, or not of this package", path) from error
 
 
 class SwappedTensor:
@@ -37,7 +104,7 @@ class SwappedTensor:
         """Swap the tensor in: make it use the tile's memory."""
         self.tensor.data = self.memory()
 
-    def unchanged_place(self) -> bool:
+    def in_place(self) -> bool:
         """Return whether the tensor still uses the tile's memory, and was not set to other memory."""
         return self.tile.lease is not None and self.tensor.is_set_to(self.memory())
 
@@ -49,31 +116,37 @@ class SwappedTensor:
 class OptimizerStateSwapInfo:
     """The swapper's record of one parameter: a sub-group's flat partition of master weights, with its states and gradient.
 
+    Methods that swap, or that write to files, raise OSError: also that of an earlier write, before they change anything.
+
     Args:
         parameter: The master weights, with ``ds_id``.
         numel: Number of elements.
+        cache: Where tensors are in memory and on their way to files.
         folder: The folder of the files. Each tensor has a file; a state's file is named after the state, as with DeepSpeed.
         aligned_bytes: File lengths are a multiple of this many bytes.
         turn: The sub-group's place in the order of a step, from 0.
     """
 
-    def __init__(self, parameter: torch.Tensor, numel: int, folder: str, aligned_bytes: int, turn: int) -> None:
+    def __init__(self, parameter: torch.Tensor, numel: int, cache: TileCache, folder: str, aligned_bytes: int, turn: int) -> None:
         self.parameter = parameter
         self.param_id: str = parameter.ds_id  # type: ignore[attr-defined]
         self.turn = turn
         self.active = False
         """Whether the sub-group is swapped in."""
-        self.stepped = False
+        self._stepped = False
         """Whether the optimizer has stepped since the sub-group was swapped in, and so has used the gradient."""
         self._numel = numel
+        self._cache = cache
         self._folder = folder
         self._aligned_bytes = aligned_bytes
+        self._restores = False
+        """Whether the files may have been replaced by a checkpoint's."""
         nbytes = numel * parameter.element_size()
         self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, nbytes))
         self.states: dict[str, SwappedTensor] = {}
         """The swapped states, by name in the optimizer's state."""
         self.gradient = self._tile(f"{self.param_id}_gradient", nbytes)
-        self.gradient_ranges: dict[int, int] = {}
+        self._arrived: dict[int, int] = {}
         """The parts of the gradient that have arrived since the last step: offset -> length, in elements."""
 
     def numel(self) -> int:
@@ -90,7 +163,7 @@ class OptimizerStateSwapInfo:
 
     def has_gradients(self) -> bool:
         """Return whether any part of the gradient has arrived since the last step."""
-        return bool(self.gradient_ranges)
+        return bool(self._arrived)
 
     def num_tensors(self) -> int:
         """Return the number of swapped tensors: the master weights and the swapped states."""
@@ -98,83 +171,245 @@ class OptimizerStateSwapInfo:
 
     def get_swap_paths(self) -> list[str]:
         """Return the paths of the files of the master weights and the swapped states."""
-        return [swapped.tile.path for swapped in self.swapped()]
-
-    def swapped(self) -> Iterator[SwappedTensor]:
-        """Yield the master weights, then the swapped states."""
-        yield self.master
-        yield from self.states.values()
+        return [tile.path for tile in self.tiles()]
 
     def tiles(self) -> list[Tile]:
         """Return the tiles of the master weights and the swapped states, which last from step to step."""
-        return [swapped.tile for swapped in self.swapped()]
+        return [swapped.tile for swapped in self._swapped()]
 
-    def new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
-        """Return a record for a state that will be swapped from now on.
+    # In and out of memory
 
-        It uses the tile of the state that it replaces, if that has the same size.
+    def initialize(self, fill: Callable[[torch.Tensor], object]) -> None:
+        """Have ``fill`` write the master weights into a flat tensor, and start writing them to their file."""
+        self._cache.create(self.master.tile)
+        fill(self.master.memory())
+        self._cache.release([self.master.tile], changed=True)
+
+    def swap_in(self, last: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Bring the master weights, the states and the gradient into memory. Blocks.
+
+        Parts of the gradient that have not arrived since the last step are zero, or taken from ``last``: (offset in elements,
+        flat tensor). Raises OutOfBuffers if there is not enough memory.
         """
-        tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
-        stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, unless its memory has gaps
-        tile = self._tile(f"{name}-{self.param_id}", tensor.nbytes)
-        if name in self.states and self.states[name].tile.nbytes == tile.nbytes:
-            tile = self.states[name].tile
-        return SwappedTensor(tensor, tensor.shape, stride, tile)
+        if self.has_gradients():
+            self._cache.acquire([*self.tiles(), self.gradient])
+        else:
+            self._cache.acquire(self.tiles())
+            self._cache.create(self.gradient)
+        memory = self._gradient_memory()
+        for offset, length in self.gradient_gaps():
+            memory[offset : offset + length].zero_()
+        for start, gradient in last:
+            memory[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
+        with defer_interrupts():
+            for swapped in self._swapped():
+                swapped.attach()
+            self.parameter.grad = memory
+            self.active = True
 
-    def stored_state(self, name: str, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> SwappedTensor:
-        """Return a record for a state whose values are in its file already; ``tensor`` is empty."""
-        tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
-        tile = self._tile(f"{name}-{self.param_id}", shape.numel() * tensor.element_size(), stored=True)
-        return SwappedTensor(tensor, shape, stride, tile)
+    def mark_stepped(self) -> None:
+        """Mark the gradient as used, because the optimizer has stepped. Does nothing while the sub-group is not swapped in."""
+        self._stepped = self.active
 
-    def attach(self) -> None:
-        """Swap the sub-group in: make its tensors, and the gradient, use the memory of their tiles."""
-        for swapped in self.swapped():
-            swapped.attach()
-        self.parameter.grad = self.gradient_memory()
-        self.active = True
+    def swap_out(self, write_opt_state: bool, write_gradients: bool) -> None:
+        """Take the tensors out of memory, keep what is to be written, and drop a gradient that a step has used."""
+        gradient = self.parameter.grad
+        write_gradients = write_gradients and gradient is not None
+        if write_gradients and gradient is not None:
+            memory = self._gradient_memory()
+            if gradient.data_ptr() != memory.data_ptr():
+                memory.copy_(gradient.detach().reshape(-1))
+        with defer_interrupts():
+            used_up = self._stepped and write_opt_state
+            for swapped in self._swapped():
+                swapped.detach()
+            self.parameter.grad = None
+            self.active = self._stepped = False
+            if used_up:
+                self._arrived.clear()
+            elif write_gradients:
+                self._arrived = {0: self._numel}  # also if no gradient had arrived, and one was set
+            self._cache.release(self.tiles(), changed=write_opt_state)
+            if self.has_gradients():
+                self._cache.release([self.gradient], changed=write_gradients)
+            else:
+                self.drop_gradient()
 
-    def detach(self) -> None:
-        """Swap the sub-group out: make its tensors empty and its gradient None."""
-        for swapped in self.swapped():
-            swapped.detach()
-        self.parameter.grad = None
-        self.active = self.stepped = False
+    def release_if_swapped_out(self) -> None:
+        """Release memory that an interrupted :meth:`swap_in` has left in use. Does nothing while the sub-group is swapped in."""
+        if not self.active:
+            self._cache.release([*self.tiles(), self.gradient], changed=False, complete=False)
 
-    def gradient_memory(self) -> torch.Tensor:
-        """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""
-        return self.gradient.memory.tensor(self._numel, self.parameter.dtype)
+    def forget(self) -> None:
+        """Drop the master weights of a parameter that is not to be swapped after all."""
+        self._cache.discard(self.master.tile)
 
-    def gradient_complete(self) -> bool:
-        """Return whether all parts of the gradient have arrived since the last step."""
-        return not any(True for _ in self.gradient_gaps())
+    # The gradient
+
+    def add_gradients(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Copy parts of the gradient into memory or, if it is in its file only, write them to the file."""
+        self._cache.poll()
+        tile = self.gradient
+        self._cache.settle(tile)
+        in_file = tile.lease is None and tile.stored
+        if not in_file:
+            self._cache.create(tile)
+        try:
+            for offset, tensor in zip(offsets, gradients, strict=True):
+                flat = tensor.detach().reshape(-1)
+                if in_file:
+                    content = flat.to("cpu", self.dtype())
+                    self._cache.overwrite(tile, content, offset * content.element_size())
+                else:
+                    self._gradient_memory()[offset : offset + flat.numel()].copy_(flat)
+                self._arrived[offset] = max(flat.numel(), self._arrived.get(offset, 0))
+        finally:
+            if not self.active:
+                self._cache.release([tile], changed=False, complete=next(self.gradient_gaps(), None) is None)
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient, in memory and in its file."""
+        self._arrived.clear()
+        self._cache.discard(self.gradient)
 
     def gradient_gaps(self) -> Iterator[tuple[int, int]]:
         """Yield (offset, length), in elements, of the parts of the gradient that have not arrived since the last step."""
         at = 0
-        for offset, length in sorted(self.gradient_ranges.items()):
+        for offset, length in sorted(self._arrived.items()):
             if offset > at:
                 yield at, offset - at
             at = max(at, offset + length)
         if at < self._numel:
             yield at, self._numel - at
 
+    # The optimizer's states, which ``state`` has by name
+
+    def adopt(self, state: dict[str, Any], is_swappable: Callable[[torch.Tensor], bool]) -> None:
+        """Update the tiles to the current tensors of the parameter and its states, before these are taken out of memory.
+
+        Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are dropped.
+
+        Args:
+            state: The optimizer's states of the parameter.
+            is_swappable: Whether a tensor is large enough to be swapped.
+
+        Raises:
+            OSError: From an earlier write. Nothing is changed then.
+            OutOfBuffers: If there is not enough memory. Nothing is changed then.
+        """
+        changed = {name for name, value in state.items() if not (self._is_swapped(name, value) and self.states[name].in_place())}
+        copies = {name: self._copied(state[name]) for name in changed if _can_be(state[name]) and is_swappable(state[name])}
+        new = {name: self._new_state(name, state[name]) for name in state if name in copies}
+        try:
+            for swapped in new.values():
+                self._cache.create(swapped.tile)
+        except BaseException:
+            known = self.tiles()
+            for swapped in new.values():
+                if swapped.tile not in known:
+                    self._cache.discard(swapped.tile)
+            raise
+        with defer_interrupts():
+            if not self.master.in_place():
+                self.master.memory().copy_(self._copied(self.parameter).reshape(-1))
+            for name in [name for name in self.states if name not in state or name in changed]:
+                old = self.states.pop(name)
+                if name not in new or new[name].tile is not old.tile:
+                    self._cache.discard(old.tile)
+            for name, swapped in new.items():
+                swapped.memory().copy_(copies[name])
+                swapped.attach()
+                self.states[name] = swapped
+
+    def purge(self, state: dict[str, Any]) -> None:
+        """Drop the gradient, and swapped states that the optimizer has removed or replaced since they were swapped out."""
+        self._restores = False
+        for name in [name for name in self.states if not self._is_swapped(name, state.get(name))]:
+            self._cache.discard(self.states.pop(name).tile)
+        self.drop_gradient()
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write the file of the states that are not swapped, and of the list of all states."""
+        swapped = {name: (each.shape, each.stride, each.tensor.dtype) for name, each in self.states.items()}
+        kept = {name: value for name, value in state.items() if name not in swapped}
+        SavedStates(kept, swapped, list(state)).save(self._saved_path())
+        self._restores = True
+
+    def restore(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Set the optimizer's states by the file of :meth:`save`, if that may have been replaced by a checkpoint's since.
+
+        This sets which states there are, and the values of those that are not swapped. States whose values a file could not have
+        stay as they are. Does nothing without a file.
+
+        Args:
+            states: The optimizer's states by parameter.
+        """
+        if not self._restores:
+            return
+        saved = SavedStates.load(self._saved_path())
+        if saved is not None and (saved.order or self.parameter in states):
+            self._set(states.setdefault(self.parameter, {}), saved)
+        self._restores = False
+
+    def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
+        for name in [name for name in state if name not in saved.order]:
+            del state[name]
+        for name in saved.order:
+            if name in saved.kept:
+                state[name] = saved.kept[name]
+            elif name in saved.swapped and name not in self.states:
+                shape, stride, dtype = saved.swapped[name]
+                state[name] = torch.empty(0, dtype=dtype, device="cpu")
+                tile = self._state_tile(name, state[name], shape.numel() * dtype.itemsize, stored=True)
+                self.states[name] = SwappedTensor(state[name], shape, stride, tile)
+        for name in [name for name in self.states if name not in saved.swapped]:
+            self._cache.discard(self.states.pop(name).tile)
+
+    # Private helpers
+
+    def _swapped(self) -> list[SwappedTensor]:
+        """Return the master weights, then the swapped states."""
+        return [self.master, *self.states.values()]
+
+    def _new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
+        """Return a record for a state that will be swapped from now on.
+
+        It uses the tile of the state that it replaces, if that has the same size.
+        """
+        stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, unless its memory has gaps
+        tile = self._state_tile(name, tensor, tensor.nbytes)
+        if name in self.states and self.states[name].tile.nbytes == tile.nbytes:
+            tile = self.states[name].tile
+        return SwappedTensor(tensor, tensor.shape, stride, tile)
+
+    def _state_tile(self, name: str, tensor: torch.Tensor, nbytes: int, stored: bool = False) -> Tile:
+        tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
+        return self._tile(f"{name}-{self.param_id}", nbytes, stored)
+
     def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
         return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), round_up(nbytes, self._aligned_bytes), self.turn, stored)
 
-    def is_swapped(self, name: str, value: Any) -> bool:
+    def _gradient_memory(self) -> torch.Tensor:
+        """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""
+        return self.gradient.memory.tensor(self._numel, self.parameter.dtype)
+
+    def _is_swapped(self, name: str, value: Any) -> bool:
         """Return whether ``value`` is the very tensor that is swapped under this name."""
         return name in self.states and self.states[name].tensor is value
 
-    def is_in_place(self, name: str, value: Any) -> bool:
-        """Return whether ``value`` is the tensor swapped under this name, and still uses its tile's memory."""
-        return self.is_swapped(name, value) and self.states[name].unchanged_place()
-
-    def copied(self, value: torch.Tensor) -> torch.Tensor:
+    def _copied(self, value: torch.Tensor) -> torch.Tensor:
         """Return the content of a tensor, as a copy if it uses the memory of a tile.
 
         The optimizer may have set a tensor to another tensor's memory, or swapped two, so tiles cannot be filled from each other.
         """
-        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self.swapped() if swapped.tile.lease is not None}
+        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self._swapped() if swapped.tile.lease is not None}
         content = value.detach()
         return content.clone() if content.untyped_storage().data_ptr() in memory else content
+
+    def _saved_path(self) -> str:
+        return os.path.join(self._folder, f"{self.param_id}.states.pt")
+
+
+def _can_be(value: Any) -> bool:
+    """Return whether a value is a dense CPU tensor, the only kind that can be swapped."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"

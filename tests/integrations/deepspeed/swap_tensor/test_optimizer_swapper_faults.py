@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.integrations.deepspeed.swap_tensor import saved_states
-from deepnvme.integrations.deepspeed.swap_tensor.saved_states import SavedStates
+from deepnvme.integrations.deepspeed.swap_tensor.swap_info import SavedStates
 from deepnvme.swap import BufferPool
 
 from ....support.disks import MIB, loop_disk
@@ -175,7 +174,7 @@ def test_states_of_somebody_else_are_refused_within_limits(tmp_path: Path, how: 
     tracemalloc.start()
     try:
         with pytest.raises(OSError, match="is damaged, or not of this package") as caught:
-            saved_states.load(str(path))
+            SavedStates.load(str(path))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -184,11 +183,11 @@ def test_states_of_somebody_else_are_refused_within_limits(tmp_path: Path, how: 
 
 def test_states_come_back(tmp_path: Path) -> None:
     path = str(tmp_path / "0_1.states.pt")
-    assert saved_states.load(path) is None
+    assert SavedStates.load(path) is None
     swapped = {"exp_avg": (torch.Size([2, 3]), (3, 1), torch.bfloat16)}
     states = SavedStates({"step": torch.tensor(7.0), "text": "a", "none": None}, swapped, ["step", "exp_avg"])
-    saved_states.save(path, states)
-    assert saved_states.load(path) == states
+    states.save(path)
+    assert SavedStates.load(path) == states
 
 
 def test_the_folder_removed_under_it_is_an_error_that_names_it(drive: Path) -> None:
