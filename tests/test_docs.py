@@ -1,0 +1,215 @@
+"""The code in the README and in docs/ runs, the pages' links lead somewhere, and the API reference has every public name.
+
+Each page's blocks are run in order, in a process and a directory of their own: Python in one namespace, bash and console commands
+in the same directory. ``/mnt/nvme`` in a block stands for a directory on the drive. Comments in the Markdown say more:
+
+    <!-- not run: WHY -->       above a block that cannot run here. Its Python is compiled, its bash is parsed.
+    <!-- setup ... -->          Python that a page's examples take for granted, such as a small model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "bash", "console", "json", "text"}
+"""What a block may be in. Blocks in the last two are not run."""
+MOST_NOT_RUN = 18
+"""Blocks marked as such today. Find a way to run a new one before raising it."""
+
+BLOCK = re.compile(
+    r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$|^<!-- setup\n(?P<setup>.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
+MARK = re.compile(r"<!-- not run:(?P<why>.*?)-->\n\Z", re.DOTALL)
+LINK = re.compile(r"(?<!`)\[(?:[^][]|\[[^][]*\])*\]\(([^)\s:]+)\)")
+
+RUN = """
+import json, subprocess, sys
+
+namespace = {"__name__": "__main__"}
+for block in json.load(sys.stdin):
+    if block["language"] == "python":
+        exec(compile("\\n" * block["line"] + block["code"], block["page"], "exec"), namespace)
+    else:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block["code"]])
+        if done.returncode:
+            sys.exit(f"{block['page']}:{block['line']}: ended with {done.returncode}")
+"""
+"""What runs a page's blocks. The empty lines give tracebacks the page's own line numbers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or what a ``setup`` comment holds."""
+
+    page: str
+    line: int
+    """Lines of the page above the block's first."""
+    language: str
+    code: str
+    why_not: str | None
+    """Why it is not run, as the mark says; None if it is run."""
+
+
+def blocks_of(page: str, markdown: str) -> list[Block]:
+    blocks = []
+    for found in BLOCK.finditer(markdown):
+        mark = MARK.search(markdown, 0, found.start())
+        why_not = mark["why"].strip() if mark else None
+        setup = found["setup"] is not None
+        start = found.start("setup" if setup else "code")
+        code = found["setup"] if setup else found["code"]
+        if found["language"] == "console":
+            code = "\n".join(re.findall(r"^\$ (.*)", code, re.MULTILINE))
+        language = "python" if setup else {"console": "bash"}.get(found["language"], found["language"])
+        blocks.append(Block(page, markdown.count("\n", 0, start), language, code, why_not))
+    return blocks
+
+
+def blocks_of_all() -> Iterator[Block]:
+    for path in PAGES:
+        yield from blocks_of(str(path), path.read_text())
+
+
+def check(blocks: list[Block]) -> None:
+    """Look at blocks without running them."""
+    for block in blocks:
+        where = f"{block.page}:{block.line}"
+        assert block.language in LANGUAGES, f"{where}: say what the block is in: {', '.join(sorted(LANGUAGES))}"
+        assert block.why_not is None or len(block.why_not.split()) > 2, f"{where}: say why it is not run"
+        if block.language == "json":
+            json.loads(block.code)
+        elif block.language == "python":
+            compile(block.code, where, "exec")
+        elif block.language == "bash":
+            assert block.code.strip(), f"{where}: nothing to run; commands of a console begin with '$ '"
+            parsed = subprocess.run(["bash", "-n", "-c", block.code], capture_output=True, text=True)
+            assert parsed.returncode == 0, f"{where}: {parsed.stderr}"
+
+
+def run(blocks: list[Block], directory: Path) -> None:
+    """Run a page's blocks in a process of their own, in an empty directory on the drive."""
+    (directory / "nvme").mkdir()
+    given = [asdict(block) for block in blocks if block.why_not is None and block.language in ("python", "bash")]
+    tools = f"{Path(sys.executable).parent}:{ROOT / 'bin'}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", RUN],
+        input=json.dumps(given).replace("/mnt/nvme", str(directory / "nvme")),
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        # Many threads for models this small do nothing but wait for one another.
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_code_on_a_page_runs(path: Path, drive: Path) -> None:
+    blocks = blocks_of(str(path), path.read_text())
+    check(blocks)
+    if any(block.why_not is None and block.language in ("python", "bash") for block in blocks):
+        run(blocks, drive)
+
+
+def test_most_blocks_are_run() -> None:
+    blocks = [block for block in blocks_of_all() if block.language in ("python", "bash")]
+    not_run = [f"{block.page}:{block.line}: {block.why_not}" for block in blocks if block.why_not is not None]
+    assert len(not_run) <= MOST_NOT_RUN, "\n".join(not_run)
+    assert len(blocks) - len(not_run) > len(not_run)
+
+
+class TestOfThisTest:
+    """A broken page fails."""
+
+    def test_python_that_raises(self, drive: Path) -> None:
+        page = "A\n\n```python\na = 1\n```\n\n```python\nassert a == 2\n```\n"
+        with pytest.raises(AssertionError, match=r'"page.md", line 8'):
+            run(blocks_of("page.md", page), drive)
+
+    def test_a_command_that_fails(self, drive: Path) -> None:
+        with pytest.raises(AssertionError, match=r"page.md:1: ended with 1"):
+            run(blocks_of("page.md", "```console\n$ false\nan output\n$ true\n```\n"), drive)
+
+    def test_what_a_setup_leaves_out(self, drive: Path) -> None:
+        page = "<!-- setup\na = 1\n-->\n```python\nassert a == 1\n```\n"
+        run(blocks_of("page.md", page), drive)
+        (drive / "nvme").rmdir()
+        with pytest.raises(AssertionError, match="NameError"):
+            run(blocks_of("page.md", page.replace("a = 1", "b = 1")), drive)
+
+    @pytest.mark.parametrize(
+        ("page", "message"),
+        [
+            ("```\ntrue\n```\n", "say what the block is in"),
+            ("```console\nan output alone\n```\n", "nothing to run"),
+            ("<!-- not run: -->\n```python\na\n```\n", "say why"),
+            ("<!-- not run: needs a GPU -->\n```bash\nif\n```\n", "syntax error"),
+        ],
+    )
+    def test_what_is_no_block(self, page: str, message: str) -> None:
+        with pytest.raises(AssertionError, match=message):
+            check(blocks_of("page.md", page))
+
+    def test_what_cannot_be_parsed(self) -> None:
+        with pytest.raises(SyntaxError):
+            check(blocks_of("page.md", "<!-- not run: needs a GPU -->\n```python\nif\n```\n"))
+        with pytest.raises(json.JSONDecodeError):
+            check(blocks_of("page.md", "```json\n{,}\n```\n"))
+
+    def test_a_mark_is_for_the_next_block_alone(self) -> None:
+        block = "```python\na\n```\n"
+        first, second = blocks_of("page.md", f"<!-- not run: needs a GPU -->\n{block}\n{block}")
+        assert (first.why_not, second.why_not) == ("needs a GPU", None)
+
+
+def anchors_of(markdown: str) -> set[str]:
+    """The anchors of headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in LINK.findall(path.read_text()):
+        target, _, anchor = link.partition("#")
+        there = path.parent / target if target else path
+        assert there.exists(), link
+        assert not anchor or anchor in anchors_of(there.read_text()), link
+
+
+PACKAGES = (
+    "deepnvme",
+    "deepnvme.checkpoint",
+    "deepnvme.integrations.deepspeed",
+    "deepnvme.io",
+    "deepnvme.ops.op_builder",
+    "deepnvme.report",
+    "deepnvme.safetensors",
+    "deepnvme.streaming",
+    "deepnvme.swap",
+    "deepnvme.swap.zero",
+    "deepnvme.tune",
+)
+NOT_DOCUMENTED = {"__version__", "main", "ALL_OPS"}
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE)}
+    documented |= set(re.findall(r"`(\w+)`", pages))
+    for package in PACKAGES:
+        missing = set(importlib.import_module(package).__all__) - documented - NOT_DOCUMENTED
+        assert not missing, f"{package}: {', '.join(sorted(missing))}"
