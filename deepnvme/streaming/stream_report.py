@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 _SHOWN = 5
 
@@ -67,38 +62,3 @@ class StreamReport:
         longest = sorted(self.stalls.items(), key=lambda stall: -stall[1])[:_SHOWN]
         lines += [f"  {seconds:8.3f} s  {block}" for block, seconds in longest if seconds >= 0.0005]
         return "\n".join(lines)
-
-
-@dataclass
-class Tally:
-    """The running counters from which a :class:`StreamReport` is made. Not thread-safe."""
-
-    passes: int = 0
-    """As in :class:`StreamReport`."""
-    seconds: float = 0.0
-    """As in :class:`StreamReport`; without the current call."""
-    tokens: int = 0
-    """As in :class:`StreamReport`."""
-    bytes_before: int = 0
-    """Bytes that the stream had read before these counters began."""
-    stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """As in :class:`StreamReport`."""
-    begun: float = 0.0
-    """When the current call of the model, or the counting, began; by ``time.perf_counter``."""
-
-    def enter(self) -> None:
-        """Note that a call of the model, or of a block without it, begins."""
-        self.begun = time.perf_counter()
-
-    def leave(self) -> None:
-        """Add the seconds since :meth:`enter`."""
-        self.seconds += time.perf_counter() - self.begun
-
-    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record one forward call of the model with these arguments, and count its tokens."""
-        self.passes += 1
-        ids = kwargs.get("input_ids")
-        ids = kwargs.get("decoder_input_ids") if ids is None else ids
-        ids = args[0] if ids is None and args else ids
-        if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32):
-            self.tokens += ids.numel()

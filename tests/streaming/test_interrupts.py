@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepnvme.streaming import Streaming, WeightStore, stream, streaming_of
+from deepnvme.streaming.placeholder import Placeholder
 from tests.faults.torture.interruption import Interruption, interrupted
 
 from ..support.models import WIDTH
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 def made() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.LayerNorm(WIDTH))
 
 
 def output(model: nn.Module) -> torch.Tensor:
@@ -92,6 +93,27 @@ def test_closing_that_is_interrupted_may_be_repeated(store: WeightStore, restore
             assert torch.equal(output(model), wanted)
 
 
+@pytest.mark.parametrize("restore", [False, ["0.weight"]], ids=["nothing", "one weight"])
+def test_what_is_to_be_restored_may_be_more_after_an_interrupt(store: WeightStore, restore: bool | list[str]) -> None:
+    model, wanted = made(), output(made())
+    streams: list[Streaming] = []
+
+    def another() -> Callable[[], None]:
+        nonlocal model
+        model = made()
+        streams.append(stream(model, store))
+        return lambda: streams[-1].close(restore=restore)
+
+    ended = 0
+    for interruption in attempts(another(), another):
+        streams[-1].close(restore=True)
+        if not isinstance(model[4].weight, Placeholder) and has_its_own_weights(model):
+            assert torch.equal(output(model), wanted), interruption.where
+        else:
+            ended += 1
+    assert ended < 3, "by an interrupt when all had been done"
+
+
 def test_a_restored_model_requires_grad_as_before(store: WeightStore) -> None:
     model = made()
     for weight in model[1].parameters():
@@ -99,7 +121,7 @@ def test_a_restored_model_requires_grad_as_before(store: WeightStore) -> None:
     with stream(model, store) as streaming:
         assert not any(weight.requires_grad for weight in model.parameters())
         streaming.close(restore=True)
-    assert [weight.requires_grad for weight in model.parameters()] == [True, True, False, False, True, True, True, True]
+    assert [weight.requires_grad for weight in model.parameters()] == [True, True, False, False, *[True] * 6]
 
 
 def test_a_call_that_is_interrupted_leaves_a_stream_that_works(store: WeightStore) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.streaming.stream_report import StreamReport, Tally
+from deepnvme.streaming.forwards import Tally
+from deepnvme.streaming.stream_report import StreamReport
 
 REPORT = StreamReport(
     passes=2,
