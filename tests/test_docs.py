@@ -190,6 +190,16 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors_of(there.read_text()), link
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a checkout: git lists no files here")
+    files = [f"/{file}" for file in listed.stdout.splitlines()]
+    for name in re.findall(r"`([\w./-]*\w\.(?:py|cpp|h|md))(?:::\w+)?`", path.read_text()):
+        assert any(file.endswith(f"/{name}") for file in files), name
+
+
 PACKAGES = (
     "deepnvme",
     "deepnvme.checkpoint",
