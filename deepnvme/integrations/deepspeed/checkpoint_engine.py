@@ -1,8 +1,13 @@
-"""A checkpoint engine for DeepSpeed. Does not import DeepSpeed."""
+"""A checkpoint engine for DeepSpeed, and its replacement of the engine that DeepSpeed's configuration calls the fast writer.
+
+DeepSpeed is imported only by :func:`replacements`.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +15,10 @@ from deepnvme.checkpoint.loading import load
 from deepnvme.checkpoint.publication import sync_directory
 from deepnvme.checkpoint.saving import save
 from deepnvme.checkpoint.storage_placement import MapLocation
+
+from .replacement import Replacement, attribute, module
+
+_PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optimize_dp_state")
 
 
 class CommitInfo(Protocol):
@@ -84,7 +93,6 @@ class NVMeCheckpointEngine:
 
     def set_commit_info(self, info: CommitInfo) -> None:
         """Do nothing: only decoupled engines commit later."""
-        ...
 
     def get_commit_info(self) -> CommitInfo | None:
         """Return None: only decoupled engines commit later."""
@@ -92,4 +100,23 @@ class NVMeCheckpointEngine:
 
     def cleanup(self) -> None:
         """Do nothing: only decoupled engines have work left when DeepSpeed's engine is destroyed."""
-        ...
+
+
+def replacements() -> Iterator[Replacement]:
+    """Return replacements of ``create_checkpoint_engine`` in every module of DeepSpeed that has it by name.
+
+    Raises UnknownShape if one of these modules does not have it, or its parameters differ.
+    """
+    places = [module(f"deepspeed.runtime.{name}") for name in ("engine", "checkpoint_engine", "checkpoint_engine.utils")]
+    theirs = attribute(places[-1], "create_checkpoint_engine", _PARAMETERS)
+
+    @functools.wraps(theirs)
+    def create_checkpoint_engine(config_params: Any, *arguments: Any, **named: Any) -> Any:
+        writer = config_params.checkpoint_config["writer"] if config_params is not None else None
+        if writer is not None and writer["type"] == "FAST" and not writer["decoupled"]:
+            return NVMeCheckpointEngine(config_params)
+        return theirs(config_params, *arguments, **named)
+
+    for place in places:
+        attribute(place, "create_checkpoint_engine", _PARAMETERS)
+        yield Replacement(place, "create_checkpoint_engine", create_checkpoint_engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import threading
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
-from . import checkpoints, failures, ops, swapper_classes
-from .replacement import Replacement, UnknownShape, set_all, undo_all
+from . import checkpoint_engine, failures, ops, swapper_classes
+from .replacement import Replacement, UnknownShape, set_all
 
 TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
@@ -24,7 +25,7 @@ class _Options(NamedTuple):
 
 
 _enabled: _Options | None = None
-_set: list[Replacement] = []
+_set = contextlib.ExitStack()  # restores DeepSpeed's own parts
 _warned = False
 _changing = threading.Lock()
 
@@ -50,7 +51,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
 
     After an exception nothing is changed.
     """
-    global _enabled, _warned
+    global _warned
     options = _Options(swappers, checkpoint)
     with _changing:
         if _enabled == options:
@@ -63,8 +64,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
                 _warned = True
                 warnings.warn(f"DeepSpeed stays as it is: {error}", RuntimeWarning, stacklevel=2)
             return
-        before, _enabled = _enabled, None
-        undo_all(_set)
+        before = _undo()
         try:
             _put(options)
         except BaseException as error:
@@ -79,15 +79,21 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
 
 def disable() -> None:
     """Restore DeepSpeed's own parts. Engines that exist already keep what they were created with. Idempotent; thread-safe."""
-    global _enabled
     with _changing:
-        _enabled = None
-        undo_all(_set)
+        _undo()
+
+
+def _undo() -> _Options | None:
+    """Restore DeepSpeed's own parts. Return what was enabled."""
+    global _enabled
+    before, _enabled = _enabled, None
+    _set.close()
+    return before
 
 
 def _put(options: _Options) -> None:
-    global _enabled
-    _set.extend(set_all(list(_replacements(options))))  # list(): check that all can be replaced before replacing the first
+    global _enabled, _set
+    _set = set_all(list(_replacements(options)))  # list(): check that all can be replaced before replacing the first
     _enabled = options
 
 
@@ -96,7 +102,7 @@ def _replacements(options: _Options) -> Iterator[Replacement]:
     yield from swapper_classes.replacements(ours=options.swappers)
     yield from failures.replacements()
     if options.checkpoint:
-        yield from checkpoints.replacements()
+        yield from checkpoint_engine.replacements()
 
 
 def _version() -> str:

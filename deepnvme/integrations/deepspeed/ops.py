@@ -140,7 +140,5 @@ def _compatible_ops() -> Iterator[Replacement]:
 class _Forgotten(Replacement):
     """A name that DeepSpeed sets when it is first read. Nothing is set here, but undoing removes it."""
 
-    def set(self) -> None: ...
-
-    def undo(self) -> None:
-        vars(self.owner).pop(self.name, None)
+    def set(self) -> Callable[[], None]:
+        return lambda: vars(self.owner).pop(self.name, None)

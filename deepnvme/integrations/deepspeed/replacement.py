@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 _ABSENT: Any = object()
 
@@ -46,44 +46,32 @@ def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) ->
     return found
 
 
-@dataclass
-class Replacement:
+class Replacement(NamedTuple):
     """A name of a module or class, and the value to replace it by."""
 
     owner: Any
     name: str
     ours: Any
-    _before: Any = field(default=_ABSENT, init=False)
 
-    def set(self) -> None:
-        """Replace the value, and remember the one before."""
-        self._before = vars(self.owner).get(self.name, _ABSENT)
+    def set(self) -> Callable[[], None]:
+        """Replace the value, and return a function that restores it, unless other code has replaced it again since."""
+        before = vars(self.owner).get(self.name, _ABSENT)
         setattr(self.owner, self.name, self.ours)
 
-    def undo(self) -> None:
-        """Restore the value. Does nothing if other code has replaced it again since."""
-        if vars(self.owner).get(self.name) is not self.ours:
-            return
-        if self._before is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self._before)
+        def undo() -> None:
+            if vars(self.owner).get(self.name) is not self.ours:
+                return
+            if before is _ABSENT:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, before)
+
+        return undo
 
 
-def set_all(replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Set all replacements or, after an exception, none. Returns them in the order they were set."""
-    done: list[Replacement] = []
-    try:
+def set_all(replacements: Iterable[Replacement]) -> contextlib.ExitStack:
+    """Set all replacements or, after an exception, none. Closing the result restores them, the last one first."""
+    with contextlib.ExitStack() as undoing:
         for replacement in replacements:
-            replacement.set()
-            done.append(replacement)
-    except BaseException:
-        undo_all(done)
-        raise
-    return done
-
-
-def undo_all(replacements: list[Replacement]) -> None:
-    """Undo all replacements, the last one first, and empty the list."""
-    while replacements:
-        replacements.pop().undo()
+            undoing.callback(replacement.set())
+        return undoing.pop_all()

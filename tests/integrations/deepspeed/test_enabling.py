@@ -117,7 +117,7 @@ def test_what_was_enabled_stays_where_more_is_refused(deepspeed: Modules) -> Non
 
 def test_what_was_enabled_stays_after_any_other_error(deepspeed: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     integration.enable(swappers=True)
-    monkeypatch.setattr(enabling.checkpoints, "replacements", lambda: 1 / 0)
+    monkeypatch.setattr(enabling.checkpoint_engine, "replacements", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         integration.enable(swappers=True, checkpoint=True)
     after = contents(deepspeed)
