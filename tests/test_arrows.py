@@ -16,8 +16,9 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path
 BASE = {"_files", "_interrupts", "_lazy", "_listed", "_preallocation", "_progress", "ops", "version"}
 """What may be used anywhere, and uses nothing but itself."""
 ENGINE = BASE | {"engine", "config"}
-STORE = ENGINE | {"memory", "store"}
-CHECKPOINT = ENGINE | {"memory", "checkpoint", "checkpoint.formats"}
+TRANSFER = ENGINE | {"memory", "transfer"}
+STORE = TRANSFER | {"store"}
+CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
 STREAMING = STORE | CHECKPOINT
 INTEGRATIONS = STREAMING | {"streaming", "streaming.weights", "streaming.kv", "offload"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
@@ -27,9 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BASE,
     "config": BASE | {"engine"},
     "memory": ENGINE,
+    "transfer": TRANSFER,
     "store": STORE,
     "offload": STORE,
-    "checkpoint.formats": ENGINE | {"memory"},
+    "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,
     "safetensors": CHECKPOINT,

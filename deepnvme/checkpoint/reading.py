@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,16 +12,15 @@ from deepnvme._progress import Progress, counting
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages
-from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
-from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
+from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
 from .formats.contents import CorruptCheckpoint
-from .formats.file_image import CHUNK, DIRECT_FROM, bytes_of
+from .formats.file_image import bytes_of
 from .kept_errors import clearing_frames
 from .storage_placement import PlacedStorage
 
-_CHUNKS = 4
 _GAP = 64 << 10
 """Most bytes between two pieces that are read along with them instead of being skipped."""
 
@@ -79,7 +76,7 @@ def read(
                         give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier storages
                     alone.append(started(engine, bytes_of(each.storage), file, each.offset))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
-                scatter([each.storage.data_ptr() for each in run], run, chunk, begin)
+                scatter([each.storage.data_ptr() for each in run], [(each.offset, each.nbytes) for each in run], chunk, begin)
                 ended(sum(each.nbytes for each in run))
             for future in alone:
                 future.result()
@@ -128,75 +125,14 @@ def in_chunks(pieces: Iterable[P], file: File, engine: Engine, pool: BufferPool)
         CorruptCheckpoint: If the file ends before the last byte of a piece.
         OSError: The first error, after all started transfers have ended.
     """
+    pieces = list(pieces)
     size = file.size()
-    waiting: deque[_Chunk[P]] = deque()
-    try:
-        for run, begin, end in _runs(pieces):
-            end = min(end, size)
-            if max(each.offset + each.nbytes for each in run) > size:
-                raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
-            lease = pool.try_lease(CHUNK) if len(waiting) < _CHUNKS else None
-            if lease is None and waiting:
-                yield waiting[0].wait()
-                lease = waiting.popleft().lease
-            elif lease is None:
-                lease = pool.lease(CHUNK)
-            waiting.append(_Chunk(lease, engine.read(lease.buffer[: end - begin], file, begin), begin, run))
-        while waiting:
-            yield waiting[0].wait()
-            waiting.popleft().lease.release()
-    finally:
-        for chunk in waiting:
-            chunk.future.exception()
+    if any(each.offset + each.nbytes > size for each in pieces):
+        raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
 
+    def start(run: Run, chunk: torch.Tensor) -> Future:
+        return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
 
-def scatter(addresses: Iterable[int], pieces: Sequence[ByteRange], chunk: torch.Tensor, begin: int) -> None:
-    """Copy pieces of a file from a chunk of it to addresses in host memory. Blocks.
-
-    Args:
-        addresses: Where each piece is copied to. Not checked.
-        pieces: Ranges of the file that are wholly in the chunk.
-        chunk: Bytes of the file.
-        begin: Offset of the chunk in the file.
-    """
-    base = chunk.data_ptr() - begin
-    copy_many(
-        array("Q", addresses),
-        array("Q", (base + each.offset for each in pieces)),
-        array("Q", (each.nbytes for each in pieces)),
-    )
-
-
-class _Chunk(Generic[P]):
-    """A chunk of the file that is being read, with the pieces in it."""
-
-    def __init__(self, lease: Lease, future: Future, begin: int, run: list[P]) -> None:
-        self.lease = lease
-        self.future = future
-        self._begin = begin
-        self._run = run
-
-    def wait(self) -> tuple[list[P], torch.Tensor, int]:
-        """Wait until the chunk is read, and return (pieces, chunk, begin)."""
-        self.future.result()
-        return self._run, self.lease.buffer, self._begin
-
-
-def _runs(pieces: Iterable[P]) -> Iterator[tuple[list[P], int, int]]:
-    """Yield groups of pieces in the order of the file, each with the range [begin, end) to read for it.
-
-    A group's pieces are near each other and fit into one chunk. The ranges are page-aligned.
-    """
-    run: list[P] = []
-    begin = end = 0
-    for each in sorted(pieces, key=lambda each: each.offset):
-        offset, nbytes = each.offset, each.nbytes
-        if run and (offset - end > _GAP or offset + nbytes + PAGE - begin > CHUNK):
-            yield run, begin, -(-end // PAGE) * PAGE
-            run = []
-        if not run:
-            begin = end = offset // PAGE * PAGE
-        run.append(each)
-        end = max(end, offset + nbytes)  # pieces may overlap
-    if run:
-        yield run, begin, -(-end // PAGE) * PAGE
+    found = runs([(0, each.offset, each.nbytes) for each in pieces], CHUNK, PAGE, _GAP)
+    for run, chunk in read_ahead(found, start, pool):
+        yield [pieces[index] for index in run.members], chunk, run.begin

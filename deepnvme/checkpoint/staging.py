@@ -13,8 +13,9 @@ from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
+from deepnvme.transfer.gather import CHUNK
 
-from .formats.file_image import CHUNK, FileImage
+from .formats.file_image import FileImage
 from .kept_errors import clearing_frames
 from .latch import Latch
 

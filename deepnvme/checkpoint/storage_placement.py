@@ -26,9 +26,9 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import address_range
+from deepnvme.transfer.gather import DIRECT_FROM
 
 from .formats.contents import ArchiveContents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
-from .formats.file_image import DIRECT_FROM
 from .formats.zip_directory import data_of
 from .formats.zip_layout import LOCAL_HEADER
 

@@ -9,15 +9,17 @@ import os
 import sys
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from deepnvme._files import naming_file
 from deepnvme.engine import Future
-from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.transfer.gather import CHUNK
+from deepnvme.transfer.scatter import read_ahead
 
 from ._shared_engine import shared_engine
 from .formats import safetensors_header
@@ -35,12 +37,10 @@ from .formats.contents import (
     refuse_damaged_beginning,
     scan_of,
 )
-from .formats.file_image import CHUNK
 from .formats.pickle_scan import PickleScan, why_wasteful
 from .kept_errors import clearing_frames
 from .reading import started
 
-_CHUNKS = 4
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 
 
@@ -227,33 +227,23 @@ def _checksum_problems(path: str | os.PathLike[str], found: ArchiveContents, poo
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     problems = []
     engine = shared_engine()
+    records = [found.pickle, *found.storages]
+    parts = (
+        (record, offset, at, min(CHUNK, record.nbytes - at))
+        for record, offset in zip(records, data_offsets(path, records), strict=True)
+        for at in range(0, record.nbytes if record.crc32 else 0, CHUNK)
+    )
+    crc = 0
     with engine.open(os.fspath(path), "r") as file:
-        ahead: deque[tuple[Record, int, int, Lease, Future]] = deque()
-        crc = 0
 
-        def finish() -> Lease:
-            nonlocal crc
-            record, offset, at, lease, future = ahead.popleft()
-            nbytes = future.result()
-            crc = zlib.crc32(memory_of(lease.buffer, 0, nbytes), crc if at else 0)
+        def start(part: tuple[Record, int, int, int], chunk: torch.Tensor) -> Future:
+            _, offset, at, nbytes = part
+            return started(engine, chunk[:nbytes], file, offset + at)
+
+        for (record, offset, at, nbytes), chunk in read_ahead(parts, start, pool):
+            crc = zlib.crc32(memory_of(chunk, 0, nbytes), crc if at else 0)
             if at + nbytes == record.nbytes and crc != record.crc32:
                 problems.append(WrongChecksum(path, record, offset, crc).why)
-            return lease
-
-        try:
-            records = [found.pickle, *found.storages]
-            for record, offset in zip(records, data_offsets(path, records), strict=True):
-                for at in range(0, record.nbytes if record.crc32 else 0, CHUNK):
-                    lease = pool.try_lease(CHUNK) if len(ahead) < _CHUNKS else None
-                    if lease is None:
-                        lease = finish() if ahead else pool.lease(CHUNK)
-                    part = lease.buffer[: min(CHUNK, record.nbytes - at)]
-                    ahead.append((record, offset, at, lease, started(engine, part, file, offset + at)))
-            while ahead:
-                finish().release()
-        finally:
-            for *_, future in ahead:
-                future.exception()
     return problems
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deepnvme._listed import listed
 from deepnvme.engine import Engine, File, without_python
-from deepnvme.memory.alignment import padded
+from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned
+from deepnvme.transfer.scatter import runs
 
-from .allocator import TensorPart, pieces
+from .allocator import pieces
 from .catalog import CatalogEntry, CorruptTensor, TensorVersion
 from .futures import Operation
 
@@ -68,15 +69,14 @@ def read_new(
         buffer = SharedBuffer(sum(padded(part.nbytes) for part in version.parts))
         tensors[index] = buffer.tensor(0, version.info.dtype, version.info.shape)
         read_into(engine, files, operation, entries[index], version, tensors[index])
-    runs = []
-    for run in neighbours([versions[index].parts[0] for index in whole]):
-        members = [whole[index] for index in run]
-        first, last = versions[members[0]].parts[0], versions[members[-1]].parts[0]
-        buffer = SharedBuffer(last.offset + padded(last.nbytes) - first.offset)
+    under_way = []
+    for run in runs([versions[index].parts[0] for index in whole], _RUN, ALIGNMENT):
+        members = [whole[index] for index in run.members]
+        buffer = SharedBuffer(run.end - run.begin)
         subjects = [entries[index] for index in members]
-        _submit(operation, engine, buffer.memory, files[first.file], first.offset, subjects)
-        runs.append((buffer, first.offset, members))
-    for buffer, start, members in runs:  # now that all reads are started, so that the drive is busy meanwhile
+        _submit(operation, engine, buffer.memory, files[versions[members[0]].parts[0].file], run.begin, subjects)
+        under_way.append((buffer, run.begin, members))
+    for buffer, start, members in under_way:  # now that all reads are started, so that the drive is busy meanwhile
         for index in members:
             version = versions[index]
             tensors[index] = buffer.tensor(version.parts[0].offset - start, version.info.dtype, version.info.shape)
@@ -94,33 +94,6 @@ def _submit(
             raise
         text = f"{listed([entry.name for entry in entries])}: {error}; put it again"
         raise CorruptTensor(errno.EBADMSG, text, file.path) from error
-
-
-def neighbours(parts: Sequence[TensorPart], limit: int = _RUN) -> Iterator[list[int]]:
-    """Group parts into runs that are contiguous in a file, so that one request can read each run.
-
-    Args:
-        parts: Parts of tensors.
-        limit: Most bytes of a run, unless it has only one part.
-
-    Yields:
-        Indices of the parts in one run, in the order of the file.
-    """
-    run: list[int] = []
-    start = end = 0
-    before = -1
-    for index in sorted(range(len(parts)), key=parts.__getitem__):
-        file, offset, nbytes = parts[index]
-        length = padded(nbytes)
-        if offset != end or file != before or end + length - start > limit:
-            if run:
-                yield run
-            run = []
-            before, start, end = file, offset, offset
-        run.append(index)
-        end += length
-    if run:
-        yield run
 
 
 class SharedBuffer:

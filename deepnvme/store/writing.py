@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.pool import BufferPool, Lease
+from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 
 from .allocator import Parts, TensorPart, pieces
 from .futures import Operation
 
 if TYPE_CHECKING:
     import torch
-
-GATHERED_BELOW = 512 << 10
-"""Bytes. Smaller requests are copied into a buffer together with others; for larger ones the copy is not worth it."""
-_CHUNK = 4 << 20
-_CHUNKS = 4
-"""Number of leased chunks of ``_CHUNK`` bytes: a drive is kept busy with three while the fourth is filled."""
 
 _zero_page = ctypes.create_string_buffer(ALIGNMENT)
 _ZEROS = ctypes.addressof(_zero_page)
@@ -67,8 +62,6 @@ class Writing:
         self._pool = pool
         self._files = files
         self._operation = operation
-        self._slots: list[_Slot] = []
-        self._next = 0  # index of the slot to fill again next: the one that was filled first
 
     def start(
         self,
@@ -103,18 +96,15 @@ class Writing:
             [addresses[index] for index in whole],
             [nbytes for _, _, nbytes in extents],
         )
+        small = self._write_large(columns)
+        # It does not wait for the pool: other threads that hold buffers may be waiting for this one.
+        ring = ChunkRing(self._pool, min(CHUNK, sum(map(padded, small.sizes))), wait=False)
         try:
-            self._gather(self._write_large(columns))
-            self._release()
+            self._gather(small, ring)
+            ring.release()
         except BaseException:
-            self._release()
+            ring.release()
             raise
-
-    def _release(self) -> None:
-        """Release the leased buffers when the writes from them have ended."""
-        for slot in self._slots:
-            if slot.lease is not None:
-                slot.lease.release(after=slot.sent)
 
     def _write(self, tensor: torch.Tensor, part: TensorPart, subjects: Sequence[Any]) -> None:
         """Start writing one tensor to one part."""
@@ -122,31 +112,31 @@ class Writing:
 
     def _write_all(
         self, tensors: Sequence[torch.Tensor], parts: Sequence[TensorPart], subjects: Iterable[Sequence[Any]]
-    ) -> Transfers:
+    ) -> list[Future]:
         """Start writing tensors, each to one part. Return the transfers."""
         files = [self._files[part.file] for part in parts]
         offsets = [part.offset for part in parts]
-        return Transfers(self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects))
+        return self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects)
 
     def _write_large(self, columns: _Columns) -> _Columns:
         """Start writing large tensors, and adjacent ones that are large together. Return the small ones that are left."""
         parts, tensors, subjects, addresses, sizes = columns
         joined = _joined(columns)
-        if not joined and max(sizes, default=0) < GATHERED_BELOW and 0 not in addresses:
+        if not joined and max(sizes, default=0) < DIRECT_FROM and 0 not in addresses:
             return columns
         small: list[int] = []
         bounds = [index for index in range(len(parts) + 1) if index not in joined]
         for begin, end in itertools.pairwise(bounds):
             nbytes = sum(sizes[begin:end])
-            if nbytes >= GATHERED_BELOW or addresses[begin] == 0:
+            if nbytes >= DIRECT_FROM or addresses[begin] == 0:
                 tensor = tensors[begin] if end == begin + 1 else _span(tensors[begin], nbytes)
                 self._write(tensor, parts[begin], subjects[begin:end])
             else:
                 small.extend(range(begin, end))
         return columns.of(small)
 
-    def _gather(self, columns: _Columns) -> None:
-        """Copy small tensors into leased chunks and write these. A chunk is filled again when the write from it has ended."""
+    def _gather(self, columns: _Columns, ring: ChunkRing) -> None:
+        """Copy small tensors into the chunks of the ring and write these."""
         parts, tensors, subjects, addresses, sizes = columns
         lengths = list(map(padded, sizes))
         ends = list(itertools.accumulate(lengths))
@@ -154,43 +144,24 @@ class Writing:
         offsets = [offset for _, offset, _ in parts]
         following = list(map(operator.add, offsets, lengths))
         gaps = [i for i in range(1, len(parts)) if offsets[i] != following[i - 1] or files[i] != files[i - 1]]
-        size = min(_CHUNK, sum(lengths))
         begin = 0
         while begin < len(parts):
-            slot = self._free_slot(size) if len(parts) > 1 else None
-            if slot is None or slot.lease is None:
+            buffer = ring.memory(0, ring.nbytes) if len(parts) > 1 else None
+            if buffer is None:
                 self._write_all(tensors[begin:], parts[begin:], zip(subjects[begin:], strict=True))
                 return
-            buffer = slot.lease.buffer
             start = ends[begin] - lengths[begin]
-            end = bisect_right(ends, start + size, begin)
+            end = bisect_right(ends, start + ring.nbytes, begin)
             _fill(buffer.data_ptr(), addresses[begin:end], sizes[begin:end], lengths[begin:end])
             runs = list(itertools.pairwise((begin, *gaps[bisect_right(gaps, begin) : bisect_left(gaps, end)], end)))
-            slot.sent = self._write_all(
-                [buffer[ends[first] - lengths[first] - start : ends[last - 1] - start] for first, last in runs],
-                [parts[first] for first, _ in runs],
-                [subjects[first:last] for first, last in runs],
+            ring.sent(
+                self._write_all(
+                    [buffer[ends[first] - lengths[first] - start : ends[last - 1] - start] for first, last in runs],
+                    [parts[first] for first, _ in runs],
+                    [subjects[first:last] for first, last in runs],
+                )
             )
             begin = end
-
-    def _free_slot(self, size: int) -> _Slot | None:
-        """Return a chunk that can be filled, or None if the pool has no buffer free.
-
-        Blocks only for the drive, never for the pool: other threads that hold buffers may be waiting for this one.
-        """
-        if len(self._slots) < _CHUNKS:
-            slot = _Slot()
-            self._slots.append(slot)  # before leasing, so that the lease is released even if this is interrupted
-            slot.lease = self._pool.try_lease(size)
-            if slot.lease is not None:
-                return slot
-            self._slots.remove(slot)
-        if not self._slots:
-            return None
-        slot = self._slots[self._next % len(self._slots)]
-        self._next += 1
-        slot.sent.exception()
-        return slot
 
 
 def _joined(columns: _Columns) -> set[int]:
@@ -225,27 +196,3 @@ def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int])
     destinations = begins + list(map(operator.add, begins, sizes))
     rests = list(map(operator.sub, lengths, sizes))
     copy_many(array("Q", destinations), array("Q", addresses + [_ZEROS] * len(rests)), array("Q", sizes + rests))
-
-
-class Transfers:
-    """Several futures as one, for releasing a lease after all of them."""
-
-    def __init__(self, futures: Sequence[Future]) -> None:
-        self._futures = futures
-
-    def done(self) -> bool:
-        """Return whether all have ended. Never blocks."""
-        return all(future.done() for future in self._futures)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until all have ended. Return the first error, or None."""
-        errors = [future.exception(timeout) for future in self._futures]
-        return next((error for error in errors if error is not None), None)
-
-
-class _Slot:
-    """A leased chunk of memory, and the transfers that write from it."""
-
-    def __init__(self) -> None:
-        self.lease: Lease | None = None
-        self.sent = Transfers([])

@@ -14,8 +14,9 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
-from deepnvme.checkpoint.formats.file_image import CHUNK, FileImage
+from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.swap import BufferPool, Lease, OutOfBuffers
+from deepnvme.transfer.gather import CHUNK
 
 from ..support.disks import Disk
 

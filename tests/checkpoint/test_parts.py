@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage
+from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.writing import write
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 SIZES = (1, 7, 4096, 5000, 70_000, DIRECT_FROM, DIRECT_FROM + 4097, CHUNK + 1)
 ABSENT = 0xEE

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage
+from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.writing import write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 from ..support.memory import Surrounded, bytes_of, pattern
 

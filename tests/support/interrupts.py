@@ -12,7 +12,8 @@ from typing import Any
 import deepnvme
 
 _PACKAGE = Path(deepnvme.__file__).parent
-INTERRUPTED = tuple(str(_PACKAGE / part) for part in ("memory", "store", "offload", "integrations/deepspeed/swap_tensor"))
+_PARTS = ("memory", "transfer", "store", "offload", "integrations/deepspeed/swap_tensor")
+INTERRUPTED = tuple(str(_PACKAGE / part) for part in _PARTS)
 
 
 class interrupt_at:

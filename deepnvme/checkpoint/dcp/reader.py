@@ -21,16 +21,18 @@ from deepnvme._files import naming_file
 from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.file_version import Version, read_consistently, unless_replaced, version_of
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
-from deepnvme.checkpoint.formats.file_image import DIRECT_FROM, bytes_of
+from deepnvme.checkpoint.formats.file_image import bytes_of
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
 from deepnvme.checkpoint.kept_errors import clearing_frames
 from deepnvme.checkpoint.loading import resolve_weights_only
-from deepnvme.checkpoint.reading import in_chunks, scatter
+from deepnvme.checkpoint.reading import in_chunks
 from deepnvme.engine import Future as Transfer
 from deepnvme.engine import without_python
 from deepnvme.memory.host import give_pages
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.transfer.gather import DIRECT_FROM
+from deepnvme.transfer.scatter import scatter
 
 from .metadata import load_metadata
 from .objects import Damaged, WeightsOnlyPlanner, check_tensor
@@ -368,7 +370,7 @@ def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: L
         else:
             buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # its address is aligned for any dtype
             _copy(buffer, each.elements, target)
-    scatter(addresses, straight, chunk, begin)
+    scatter(addresses, [(each.offset, each.nbytes) for each in straight], chunk, begin)
     for each, target in zip(wanted, targets, strict=True):
         planner.commit_tensor(each.request, target)
 

@@ -14,11 +14,8 @@ import torch
 
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
-DIRECT_FROM = 512 << 10
-"""Bytes from which a piece of memory is worth a request of its own. Smaller pieces are copied together with their neighbours."""
-CHUNK = 4 << 20
-"""Most bytes that are copied together."""
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
 _PADDING_ADDRESS = ctypes.addressof(_PADDING)
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.formats.file_image import CHUNK, DIRECT_FROM, FileImage, bytes_of
+from deepnvme.checkpoint.formats.file_image import FileImage, bytes_of
 from deepnvme.memory.alignment import PAGE
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 from ...support.memory import pattern
 

@@ -1,0 +1,131 @@
+"""Writing many small pieces in few large transfers: the ring of leased chunks that they are copied into."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from deepnvme.engine import Future
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.pool import BufferPool, Lease
+
+if TYPE_CHECKING:
+    import torch
+
+DIRECT_FROM = 512 << 10
+"""Bytes from which a piece of memory is worth a transfer of its own. Smaller pieces are copied together with their neighbours."""
+CHUNK = 4 << 20
+"""Most bytes that are copied together."""
+_CHUNKS = 4
+"""Most chunks leased at a time: three keep a drive busy while the fourth is filled, or copied from."""
+
+
+class Transfers:
+    """Several futures as one, for releasing a lease after all of them."""
+
+    def __init__(self, futures: Iterable[Future] = ()) -> None:
+        self._futures = list(futures)
+
+    def add(self, futures: Iterable[Future]) -> None:
+        """Add futures to wait for."""
+        self._futures += futures
+
+    def done(self) -> bool:
+        """Return whether all have ended. Never blocks."""
+        return all(future.done() for future in self._futures)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until all have ended. Return the first error, or None."""
+        errors = [future.exception(timeout) for future in self._futures]
+        return next((error for error in errors if error is not None), None)
+
+
+class Chunk:
+    """A leased chunk of memory, and the transfers from or into it."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.transfers = Transfers()
+        self.used = 0
+        """Bytes from the start of the chunk that are in use."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The memory of the chunk."""
+        assert self.lease is not None
+        return self.lease.buffer
+
+    def release(self) -> None:
+        """Give the memory back to the pool when the transfers have ended. Never blocks. Idempotent."""
+        if self.lease is not None:
+            self.lease.release(after=self.transfers)
+
+
+class ChunkRing:
+    """Up to four chunks of leased memory, used in turn: the first is used again when the transfers from it have ended.
+
+    The owner calls :meth:`release` at the end, whatever happens. Not thread-safe.
+
+    Args:
+        pool: Leases the chunks.
+        nbytes: Bytes of each chunk.
+        wait: Whether to wait for the pool if it has no memory for the first chunk. False for a caller that holds leases which
+            others may be waiting for.
+    """
+
+    def __init__(self, pool: BufferPool, nbytes: int, wait: bool) -> None:
+        self._lease = pool.lease if wait else pool.try_lease
+        self._lease_more = pool.try_lease
+        self.nbytes = nbytes
+        """Bytes of each chunk."""
+        self._chunks: deque[Chunk] = deque()  # the one that is to be used again first is at the left
+
+    def lease(self) -> Chunk | None:
+        """Lease one more chunk. Return None if there are four, or if the pool has no memory free for another.
+
+        Raises:
+            OutOfBuffers: If there is no chunk yet, and waiting for the pool cannot help.
+        """
+        if len(self._chunks) == _CHUNKS:
+            return None
+        lease = self._lease_more if self._chunks else self._lease
+        chunk = Chunk()
+        self._chunks.append(chunk)  # before leasing, so that the lease is released even if this is interrupted
+        chunk.lease = lease(self.nbytes)
+        if chunk.lease is not None:
+            return chunk
+        self._chunks.pop()
+        return None
+
+    def memory(self, begin: int, end: int) -> torch.Tensor | None:
+        """Return memory for the bytes [begin, end) of a file, in a chunk that has room for them. Blocks while all are in use.
+
+        Its offset within a page is that of ``begin`` in the file, so that direct I/O needs no further copy.
+
+        Returns:
+            The memory. Its contents are undefined. None if the ring does not wait and the pool has no memory free.
+        """
+        chunk = self._chunks[-1] if self._chunks else None
+        start = 0 if chunk is None else chunk.used + (begin - chunk.used) % PAGE
+        if chunk is None or start + end - begin > self.nbytes:
+            chunk = self.lease()
+            if chunk is None and self._chunks:
+                chunk = self._chunks[0]
+                chunk.transfers.exception()
+                chunk.transfers = Transfers()
+                self._chunks.rotate(-1)
+            if chunk is None:
+                return None
+            start = begin % PAGE
+        chunk.used = start + end - begin
+        return chunk.buffer[start : chunk.used]
+
+    def sent(self, futures: Iterable[Future]) -> None:
+        """Keep the memory that :meth:`memory` has returned last until these transfers have ended."""
+        self._chunks[-1].transfers.add(futures)
+
+    def release(self) -> None:
+        """Release each chunk when the transfers with it have ended. Never blocks. Idempotent."""
+        for chunk in self._chunks:
+            chunk.release()

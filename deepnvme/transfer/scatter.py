@@ -1,0 +1,122 @@
+"""Reading many small pieces of files in few large transfers: neighbours together, some chunks ahead of their use."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from deepnvme.engine import Future
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.pool import BufferPool
+from deepnvme.memory.tensor_bytes import copy_many
+
+from .gather import CHUNK, Chunk, ChunkRing, Transfers
+
+if TYPE_CHECKING:
+    import torch
+
+Each = TypeVar("Each")
+
+
+class Run(NamedTuple):
+    """Pieces of one file that are near each other, and the range of the file to read for them."""
+
+    members: list[int]
+    """Indices of the pieces, in the order of the file."""
+    begin: int
+    """First byte to read."""
+    end: int
+    """Byte after the last."""
+
+
+def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap: int = 0) -> Iterator[Run]:
+    """Group pieces of files into runs, so that one transfer can read each run.
+
+    Args:
+        places: (file, offset, bytes) of each piece, in any order. Pieces may overlap.
+        limit: Most bytes of a run, unless it has only one piece.
+        alignment: Runs begin and end at multiples of this many bytes.
+        gap: Most bytes between two pieces that are read along with them instead of being skipped.
+
+    Yields:
+        The runs in the order of the files.
+    """
+    members: list[int] = []
+    begin = end = 0
+    last = -1
+    for index in sorted(range(len(places)), key=places.__getitem__):
+        file, offset, nbytes = places[index]
+        piece_end = padded(offset + nbytes, alignment)
+        if not members or file != last or offset - end > gap or max(end, piece_end) - begin > limit:
+            if members:
+                yield Run(members, begin, end)
+            members, last, begin = [], file, offset // alignment * alignment
+            end = begin
+        members.append(index)
+        end = max(end, piece_end)
+    if members:
+        yield Run(members, begin, end)
+
+
+def read_ahead(
+    ranges: Iterable[Each], start: Callable[[Each, torch.Tensor], Future], pool: BufferPool
+) -> Iterator[tuple[Each, torch.Tensor]]:
+    """Read ranges of files through leased chunks, some ahead of those that the caller is at.
+
+    At most 16 MiB are leased at a time.
+
+    Args:
+        ranges: What to read: anything that ``start`` takes.
+        start: Starts reading a range into the beginning of a chunk of CHUNK bytes.
+        pool: Pool of the chunks.
+
+    Yields:
+        Each range, in order, with its chunk. The chunk's memory is used again when the next range is requested.
+
+    Raises:
+        OutOfBuffers: If the pool's budget does not allow a chunk.
+        Exception: The first error of ``start`` or of a transfer, after all started transfers have ended.
+    """
+    ring = ChunkRing(pool, CHUNK, wait=True)
+    ahead: deque[tuple[Each, Chunk, Future]] = deque()
+
+    def first() -> tuple[Each, torch.Tensor]:
+        each, chunk, future = ahead[0]
+        future.result()
+        return each, chunk.buffer
+
+    try:
+        for each in ranges:
+            chunk = ring.lease()
+            if chunk is None:
+                yield first()
+                _, chunk, _ = ahead.popleft()
+            future = start(each, chunk.buffer)
+            chunk.transfers = Transfers([future])
+            ahead.append((each, chunk, future))
+        while ahead:
+            yield first()
+            ahead.popleft()[1].release()
+    finally:
+        for _, _, future in ahead:
+            future.exception()
+        ring.release()
+
+
+def scatter(addresses: Iterable[int], places: Sequence[tuple[int, int]], chunk: torch.Tensor, begin: int) -> None:
+    """Copy pieces of a file from a chunk of it to addresses in host memory. Blocks.
+
+    Args:
+        addresses: Where each piece is copied to. Not checked.
+        places: (offset, bytes) of each piece in the file; wholly in the chunk.
+        chunk: Bytes of the file.
+        begin: Offset of the chunk in the file.
+    """
+    base = chunk.data_ptr() - begin
+    copy_many(
+        array("Q", addresses),
+        array("Q", [base + offset for offset, _ in places]),
+        array("Q", [nbytes for _, nbytes in places]),
+    )
