@@ -1,1 +1,1 @@
-"""Moves blocks of memory to and from a drive: many small pieces in few large transfers."""
+"""Moves blocks between memory and a drive: a cache of blocks, and many small pieces in few large transfers."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.transfer.block import Block
+from deepnvme.transfer.block_cache import Use
 
 from .aio_config import AIO_ALIGNED_BYTES, AIO_INTRA_OP_PARALLELISM, engine_of, min_swappable_bytes, numel_alignment, round_up
 from .environment import Timers, describe, rank
 from .fp16_partitions import PartitionInfo, read_partitions
 from .residency import Footprint, plan
 from .swap_info import OptimizerStateSwapInfo
-from .tile import Tile
 from .tile_cache import TileCache, TransferEngine
 
 _logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class OptimizerSwapper:
         self.flush()
         for info in self._order:
             info.save(self._state(info))
-        self._cache.forget_memory()
+        self._cache.drop_clean()
         return self._folder
 
     @property
@@ -269,8 +270,7 @@ class OptimizerSwapper:
     def flush_gradients(self) -> None:
         """Start writing gradients that are not to wait in memory to their files. Part of DeepSpeed's interface."""
         for info in self._order:
-            if not info.gradient.resident:
-                self._cache.send(info.gradient)
+            self._cache.write(info.gradient)
 
     # Steps
 
@@ -292,9 +292,9 @@ class OptimizerSwapper:
         if info is None or info.active:
             return
         with self._timers.measure(self.SWAP_IN_TIMER):
-            if info.turn <= self._cache.memory.turn:
+            if info.turn <= self._cache.turn:
                 self._decide_what_stays()
-            self._cache.memory.turn = info.turn
+            self._cache.turn = info.turn
             info.restore(self.optimizer.state)
             info.swap_in(self._last_gradients(info))
             self._read_ahead(info, async_parameter)
@@ -403,15 +403,15 @@ class OptimizerSwapper:
                 info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, turn)
                 self.swap_params_info[key] = info
                 self._order.append(info)
-                self._cache.memory.turns = len(self._order)
-                self._cache.memory.turn = turn
+                self._cache.turns = len(self._order)
+                self._cache.turn = turn
                 info.initialize(functools.partial(fill, number))
         except BaseException:
             for info in self._order[known:]:
                 info.forget()
                 del self.swap_params_info[self.parameter_id(info.parameter)]
             del self._order[known:]
-            self._cache.memory.turns = max(known, 1)
+            self._cache.turns = max(known, 1)
             raise
 
     def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
@@ -437,10 +437,11 @@ class OptimizerSwapper:
         """Choose resident sub-groups anew. Called when a step begins: sizes may have changed during the last one."""
         groups = [Footprint(tuple(tile.nbytes for tile in info.tiles()), info.gradient.nbytes) for info in self._order]
         decided = plan(groups, self._cache.memory.limit)
+        resident: dict[Block, bool] = {}
         for info, count, keep in zip(self._order, decided.resident_states, decided.kept_gradients, strict=True):
-            for index, tile in enumerate(info.tiles()):
-                self._cache.keep(tile, index < count)
-            self._cache.keep(info.gradient, keep)
+            resident.update((tile, index < count) for index, tile in enumerate(info.tiles()))
+            resident[info.gradient] = keep
+        self._cache.keep(resident)
         self._gradient_bytes = decided.gradient_bytes
 
     def _read_ahead(self, info: OptimizerStateSwapInfo, following: torch.Tensor | None) -> None:
@@ -450,18 +451,18 @@ class OptimizerSwapper:
         the gradients of the next backward will not need.
         """
         limit = self._cache.memory.limit
-        ahead: list[tuple[Tile, int]] = []
+        ahead: list[Use] = []
         if following is not None:
             first = self.swap_params_info.get(self.parameter_id(following))
             after = self._order[info.turn + 1 :]
             for other in ([first] if first is not None and first not in after else []) + after:
-                ahead += [(tile, limit) for tile in [*other.tiles(), other.gradient]]
+                ahead += [Use(tile, limit) for tile in [*other.tiles(), other.gradient]]
         if following is not None or info is self._order[-1]:
             for other in self._order[: info.turn]:
                 if not all(tile.resident for tile in other.tiles()):
-                    ahead += [(tile, limit - self._gradient_bytes) for tile in other.tiles()]
+                    ahead += [Use(tile, limit - self._gradient_bytes) for tile in other.tiles()]
                     break
-        self._cache.read_ahead(ahead)
+        self._cache.expect(ahead)
 
 
 def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:

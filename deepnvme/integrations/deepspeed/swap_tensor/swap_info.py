@@ -22,8 +22,7 @@ from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, check_pickle
 from deepnvme.memory.tensor_bytes import dtype_named
 
 from .aio_config import round_up
-from .tile import Tile
-from .tile_cache import TileCache
+from .tile_cache import Tile, TileCache
 
 
 @dataclass
@@ -97,8 +96,7 @@ class SwappedTensor:
 
     def memory(self) -> torch.Tensor:
         """Return the tile's memory as a tensor of this shape, stride and dtype. Raises RuntimeError if it is not in memory."""
-        flat = self.tile.memory.tensor(self.shape.numel(), self.tensor.dtype)
-        return flat.as_strided(self.shape, self.stride)
+        return self.tile.tensor(self.shape.numel(), self.tensor.dtype).as_strided(self.shape, self.stride)
 
     def attach(self) -> None:
         """Swap the tensor in: make it use the tile's memory."""
@@ -106,7 +104,7 @@ class SwappedTensor:
 
     def in_place(self) -> bool:
         """Return whether the tensor still uses the tile's memory, and was not set to other memory."""
-        return self.tile.lease is not None and self.tensor.is_set_to(self.memory())
+        return self.tile.in_memory and self.tensor.is_set_to(self.memory())
 
     def detach(self) -> None:
         """Swap the tensor out: make it empty."""
@@ -171,7 +169,7 @@ class OptimizerStateSwapInfo:
 
     def get_swap_paths(self) -> list[str]:
         """Return the paths of the files of the master weights and the swapped states."""
-        return [tile.path for tile in self.tiles()]
+        return [tile.name for tile in self.tiles()]
 
     def tiles(self) -> list[Tile]:
         """Return the tiles of the master weights and the swapped states, which last from step to step."""
@@ -191,10 +189,9 @@ class OptimizerStateSwapInfo:
         Parts of the gradient that have not arrived since the last step are zero, or taken from ``last``: (offset in elements,
         flat tensor). Raises OutOfBuffers if there is not enough memory.
         """
-        if self.has_gradients():
-            self._cache.acquire([*self.tiles(), self.gradient])
-        else:
-            self._cache.acquire(self.tiles())
+        wanted = self.tiles() + [self.gradient] * self.has_gradients()
+        self._cache.acquire(tile for tile in wanted if not tile.users)  # an interrupted call may have acquired them
+        if not self.has_gradients():
             self._cache.create(self.gradient)
         memory = self._gradient_memory()
         for offset, length in self.gradient_gaps():
@@ -238,7 +235,7 @@ class OptimizerStateSwapInfo:
     def release_if_swapped_out(self) -> None:
         """Release memory that an interrupted :meth:`swap_in` has left in use. Does nothing while the sub-group is swapped in."""
         if not self.active:
-            self._cache.release([*self.tiles(), self.gradient], changed=False, complete=False)
+            self._cache.release([*self.tiles(), self.gradient], write=False)
 
     def forget(self) -> None:
         """Drop the master weights of a parameter that is not to be swapped after all."""
@@ -251,7 +248,7 @@ class OptimizerStateSwapInfo:
         self._cache.poll()
         tile = self.gradient
         self._cache.settle(tile)
-        in_file = tile.lease is None and tile.stored
+        in_file = tile.stored and not tile.in_memory
         if not in_file:
             self._cache.create(tile)
         try:
@@ -265,7 +262,7 @@ class OptimizerStateSwapInfo:
                 self._arrived[offset] = max(flat.numel(), self._arrived.get(offset, 0))
         finally:
             if not self.active:
-                self._cache.release([tile], changed=False, complete=next(self.gradient_gaps(), None) is None)
+                self._cache.release([tile], write=next(self.gradient_gaps(), None) is None)
 
     def drop_gradient(self) -> None:
         """Forget the gradient, in memory and in its file."""
@@ -391,7 +388,7 @@ class OptimizerStateSwapInfo:
 
     def _gradient_memory(self) -> torch.Tensor:
         """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""
-        return self.gradient.memory.tensor(self._numel, self.parameter.dtype)
+        return self.gradient.tensor(self._numel, self.parameter.dtype)
 
     def _is_swapped(self, name: str, value: Any) -> bool:
         """Return whether ``value`` is the very tensor that is swapped under this name."""
@@ -402,7 +399,7 @@ class OptimizerStateSwapInfo:
 
         The optimizer may have set a tensor to another tensor's memory, or swapped two, so tiles cannot be filled from each other.
         """
-        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self._swapped() if swapped.tile.lease is not None}
+        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self._swapped() if swapped.tile.in_memory}
         content = value.detach()
         return content.clone() if content.untyped_storage().data_ptr() in memory else content
 

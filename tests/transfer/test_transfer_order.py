@@ -1,4 +1,4 @@
-"""The order in which tiles move, by an engine whose transfers end when they are told to."""
+"""The order in which blocks move, by a drive whose transfers end when they are told to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.integrations.deepspeed.swap_tensor import tile_cache
-from deepnvme.integrations.deepspeed.swap_tensor.tile import Tile
-from deepnvme.integrations.deepspeed.swap_tensor.tile_cache import TileCache
 from deepnvme.swap import BufferPool, OutOfBuffers
+from deepnvme.transfer.block import Block, State
+from deepnvme.transfer.block_cache import BlockCache, Use
+from deepnvme.transfer.block_memory import PooledMemory
 
 SIZE = 8192
 STATES = ("a", "b", "c")
+GROUPS = 4
 
 
 class Transfer:
@@ -34,20 +35,24 @@ class Transfer:
 
 
 class ByHand:
-    """Files are in memory; ``under_way``: what has been started and not ended, as "r0a" for reading state a of sub-group 0."""
+    """``under_way``: what has been started and not ended, as "r0a" for reading block a of group 0."""
 
     def __init__(self) -> None:
+        self.turn = 0  # of the group in use
         self.files: dict[str, torch.Tensor] = {}
         self.under_way: dict[str, Transfer] = {}
         self.before: Callable[[str], object] = lambda name: None
 
-    def read(self, tensor: torch.Tensor, source: str, offset: int = 0) -> Any:
-        tensor.copy_(self.files[source])
-        return self._start(f"r{source}")
+    def read(self, block: Block, buffer: torch.Tensor) -> Any:
+        buffer.copy_(self.files[block.name])
+        return self._start(f"r{block.name}")
 
-    def write(self, tensor: torch.Tensor, target: str, offset: int = 0) -> Any:
-        self.files[target] = tensor.clone()
-        return self._start(f"w{target}")
+    def write(self, block: Block, buffer: torch.Tensor) -> Any:
+        self.files[block.name] = buffer.clone()
+        return self._start(f"w{block.name}")
+
+    def distance(self, block: Block) -> int:
+        return (int(block.name[0]) - self.turn) % GROUPS if block.name[0].isdigit() else 0
 
     def _start(self, name: str) -> Transfer:
         self.before(name)
@@ -80,15 +85,16 @@ def engine() -> Iterator[ByHand]:
         time.sleep(0.01)
 
 
-@pytest.fixture(autouse=True)
-def one_tile_keeps_the_drive_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_cache, "_BUSY_BYTES", SIZE)
-
-
-def stored_groups(engine: ByHand, count: int) -> list[list[Tile]]:
-    groups = [[Tile(f"{turn}{name}", SIZE, turn, stored=True) for name in STATES] for turn in range(count)]
-    engine.files |= {tile.path: torch.full((SIZE,), tile.turn, dtype=torch.uint8) for group in groups for tile in group}
+def stored_groups(engine: ByHand) -> list[list[Block]]:
+    groups = [[Block(f"{turn}{name}", SIZE, stored=True) for name in STATES] for turn in range(GROUPS)]
+    engine.files |= {block.name: torch.full((SIZE,), turn, dtype=torch.uint8) for turn in range(GROUPS) for block in groups[turn]}
     return groups
+
+
+def cache_of(engine: ByHand, limit: int, budget: int = 1 << 20) -> BlockCache:
+    """One whose drive is busy with one block."""
+    memory = PooledMemory(BufferPool(budget), limit, lambda held, block: f"{held} bytes are held and {block.nbytes} needed")
+    return BlockCache(engine, memory, engine.distance, busy_bytes=SIZE, helper="deepnvme-read-ahead")
 
 
 def in_background(function: Callable[..., object], *arguments: Any) -> threading.Thread:
@@ -98,26 +104,25 @@ def in_background(function: Callable[..., object], *arguments: Any) -> threading
 
 
 @pytest.fixture
-def passing(engine: ByHand) -> tuple[TileCache, list[list[Tile]]]:
-    """Room for a sub-group of three tiles and one tile more; sub-group 0 is in use, a tile of 1 has been read ahead."""
-    cache = TileCache(engine, BufferPool(1 << 20), limit=4 * SIZE)
-    groups = stored_groups(engine, 4)
-    cache.memory.turns = len(groups)
+def passing(engine: ByHand) -> tuple[BlockCache, list[list[Block]]]:
+    """Room for a group of three blocks and one block more; group 0 is in use, a block of 1 has been read ahead."""
+    cache = cache_of(engine, 4 * SIZE)
+    groups = stored_groups(engine)
     acquiring = in_background(cache.acquire, groups[0])
     engine.soon("r0a", "r0b", "r0c")
     engine.end_all()
     acquiring.join()
-    cache.read_ahead([(tile, cache.memory.limit) for group in groups[1:] for tile in group])
+    cache.expect([Use(block) for group in groups[1:] for block in group])
     engine.soon("r1a")
     engine.end("r1a")
     return cache, groups
 
 
-def test_what_the_next_sub_group_lacks_comes_before_all_else(engine: ByHand, passing: Any) -> None:
+def test_what_the_next_group_lacks_comes_before_all_else(engine: ByHand, passing: Any) -> None:
     cache, groups = passing
     cache.release(groups[0], changed=True)
     engine.soon("w0a", "w0b")  # room for two: the third is not in anybody's way
-    cache.memory.turn = 1
+    engine.turn = 1
     acquiring = in_background(cache.acquire, groups[1])
     engine.end("w0a")
     engine.soon("r1b", "w0b")
@@ -125,63 +130,63 @@ def test_what_the_next_sub_group_lacks_comes_before_all_else(engine: ByHand, pas
     engine.soon("r1b", "r1c")
     engine.end("r1b", "r1c")
     acquiring.join()
-    cache.read_ahead([(tile, cache.memory.limit) for tile in groups[2]])
+    cache.expect(map(Use, groups[2]))
     engine.soon("w0c")  # while the caller computes
     engine.end("w0c")
     engine.soon("r2a")
 
 
-def test_a_tile_that_is_wanted_while_it_is_written_is_not_read_again(engine: ByHand, passing: Any) -> None:
+def test_a_block_that_is_wanted_while_it_is_written_is_not_read_again(engine: ByHand, passing: Any) -> None:
     cache, groups = passing
-    cache.read_ahead([])
+    cache.expect([])
     cache.release(groups[0][:1], changed=True)
     engine.soon("w0a")
     acquiring = in_background(cache.acquire, groups[0])
     engine.end("w0a")
     acquiring.join()
     engine.soon()
-    assert groups[0][0].in_use
+    assert groups[0][0].users == 1
 
 
 def test_an_idle_drive_writes_all_that_is_to_be_written(engine: ByHand, passing: Any) -> None:
     cache, groups = passing
-    cache.read_ahead([])
+    cache.expect([])
     cache.release(groups[0], changed=True)
     for name in ("w0a", "w0b", "w0c"):
         engine.soon(name)
         engine.end(name)
     cache.settle(groups[0][2])
-    assert not any(tile.dirty for tile in groups[0])
+    assert not any(block.state is State.DIRTY for block in groups[0])
 
 
 def test_what_is_not_complete_is_written_only_for_its_memory(engine: ByHand) -> None:
-    cache = TileCache(engine, BufferPool(1 << 20), limit=SIZE)
-    partial, other = Tile("partial", SIZE, 0), Tile("other", SIZE, 1)
+    cache = cache_of(engine, SIZE)
+    partial, other = Block("partial", SIZE), Block("other", SIZE)
     cache.create(partial)
-    cache.release([partial], changed=True, complete=False)
+    cache.release([partial], changed=True, write=False)
     engine.soon()
     creating = in_background(cache.create, other)
     engine.soon("wpartial")
     engine.end("wpartial")
     creating.join()
-    assert other.lease is not None
+    assert other.in_memory
 
 
-def test_a_released_tile_that_is_not_in_memory_stays_clean(engine: ByHand) -> None:
-    cache = TileCache(engine, BufferPool(1 << 20), limit=SIZE)
-    tile = Tile("tile", SIZE, 0)
-    cache.release([tile], changed=True)
-    assert not tile.dirty
-    with pytest.raises(RuntimeError, match="<Tile tile: 8192 bytes> is not in memory"):
-        _ = tile.memory
+def test_a_released_block_that_is_not_in_memory_stays_absent(engine: ByHand) -> None:
+    cache = cache_of(engine, SIZE)
+    block = Block("block", SIZE)
+    cache.release([block], changed=True)
+    assert (block.state, block.users) == (State.ABSENT, 0)
+    with pytest.raises(RuntimeError, match="<Block block: 8192 bytes, absent> is not in memory"):
+        _ = block.memory
 
 
 def test_memory_that_other_threads_leased_for_it_is_not_waited_for(engine: ByHand) -> None:
     odd = 5000  # not whole pages
-    cache = TileCache(engine, BufferPool(2 * SIZE), limit=odd)
-    tiles = [Tile(str(number), odd, number) for number in range(3)]
-    in_background(lambda: [cache.create(tile) for tile in tiles[:2]]).join()
+    cache = cache_of(engine, odd, budget=2 * SIZE)
+    blocks = [Block(str(number), odd) for number in range(3)]
+    in_background(lambda: [cache.create(block) for block in blocks[:2]]).join()
     begun = time.monotonic()
-    with pytest.raises(OutOfBuffers, match="needs 10000 bytes of swap buffers and 5000 more; buffer_count allows 5000, set it"):
-        cache.create(tiles[2])
+    with pytest.raises(OutOfBuffers, match="10000 bytes are held and 5000 needed"):
+        cache.create(blocks[2])
     assert time.monotonic() - begun < 10

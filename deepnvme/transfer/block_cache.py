@@ -1,0 +1,605 @@
+"""A cache of blocks whose next uses are known: read before they are used, written behind, some of them always in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from deepnvme.memory.pool import OutOfBuffers
+
+from .block import Block, Memory, State
+from .monitor import Monitor, Wait
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Transfer(Protocol):
+    """A read or write under way: :class:`deepnvme.Future` and the like."""
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not. Never blocks."""
+        ...
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error that it ended with, or None. Raises TimeoutError."""
+        ...
+
+
+class Backing(Protocol):
+    """Where blocks are when they are not in memory. Its methods start a transfer and return at once; they may raise OSError."""
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start to fill the buffer, which has as many bytes as the block."""
+        ...
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start to store the buffer's bytes."""
+        ...
+
+
+class ReadOnly:
+    """Base of backings whose blocks are never changed."""
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Raise RuntimeError."""
+        raise RuntimeError(f"{block!r} cannot be written: it is read only")
+
+
+class BlockMemory(Protocol):
+    """Where blocks get their memory."""
+
+    limit: int
+    """Bytes for all blocks together, except for residents with separate memory."""
+    separate_residents: bool
+    """Whether blocks that are resident have memory of their own, beside that of the others."""
+
+    def take(self, block: Block) -> Memory | None:
+        """Return memory for a block, or None if there is none. Never waits. A resident always gets separate memory.
+
+        Raises MemoryError or OutOfBuffers if the system has not so much memory to pin.
+        """
+        ...
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Return memory for a block beyond the limit. May wait for others, but not for ``held``, what blocks have.
+
+        Raises OutOfBuffers if there is none.
+        """
+        ...
+
+
+class Use(NamedTuple):
+    """An expected use of a block, to be read ahead."""
+
+    block: Block
+    limit: int = sys.maxsize
+    """It is read ahead only if no more than this many bytes are used with it."""
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A transfer, and what is known of its end."""
+
+    transfer: Transfer
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class BlockCache(Monitor):
+    """Keeps blocks in memory while they are used, and reads and writes them in the background between uses.
+
+    Invariants:
+
+    - A block has at most one transfer. While it is used, it has none.
+    - Memory that is used or in transfer is not given to another block.
+    - A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
+      error of reading ahead may be old when the block is used: it is read once more then.
+    - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire` or :meth:`flush`,
+      before that changes anything, and the write is tried again when the memory is wanted.
+    - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
+      many writes as make room for it; other writes only when the drive would be idle.
+    - An interrupt (Ctrl-C) can only come while a method waits. The method then has acquired nothing.
+
+    To be used by one thread at a time.
+
+    Args:
+        backing: Reads and writes blocks.
+        memory: Where blocks get their memory.
+        distance: Returns how far a block's next use is away, in any unit. Of the blocks that nobody uses, those with the largest
+            distance are dropped first. None: how far it is in what is expected; others are beyond.
+        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        busy_bytes: So many bytes in transfer keep the drive busy. More are started only for what somebody waits for.
+        helper: Name of a thread that starts the next transfers while the caller computes; None to do without one.
+    """
+
+    def __init__(
+        self,
+        backing: Backing,
+        memory: BlockMemory,
+        distance: Callable[[Block], int] | None = None,
+        *,
+        retain: bool = True,
+        busy_bytes: int = sys.maxsize,
+        helper: str | None = None,
+    ) -> None:
+        super().__init__(helper)
+        self.memory = memory
+        self.used = 0
+        """Bytes that blocks have of the memory's limit."""
+        self.bytes_read = 0
+        """Bytes of all reads started so far."""
+        self.bytes_written = 0
+        """Bytes of all writes started so far."""
+        self._backing = backing
+        self._distance = distance or self._place
+        self._retain = retain
+        self._busy_bytes = busy_bytes
+        self._held: dict[Block, bool] = {}  # the blocks that have memory, in the order they got it -> whether it counts
+        self._transfers: dict[Block, _UnderWay] = {}
+        self._expected: dict[Block, int] = {}  # block -> its place among the expected uses
+        self._agenda: deque[Use] = deque()  # of the expected uses, those that are still to be read
+        self._to_write: deque[Block] = deque()  # when the drive has nothing better to do
+        self._wanted: Collection[Block] = ()  # by the call under way: their memory is not taken
+        self._grown: Memory | None = None  # for what is wanted
+        self._failures: list[BaseException] = []  # of writes
+
+    # Uses
+
+    def acquire(self, blocks: Iterable[Block], then: Iterable[Use] | None = None) -> None:
+        """Begin a use of each of these: have them in memory until they are released. Blocks while they are read.
+
+        Args:
+            blocks: Different blocks. The memory of a block that is in use already stays as it is.
+            then: What will be used next, as in :meth:`expect`; None to leave that as it is.
+
+        Raises:
+            OSError: From reading one of these blocks, or from an earlier write. Nothing is acquired then, and nothing lost.
+            OutOfBuffers: If there is not enough memory. Nothing is acquired then.
+        """
+        wanted = tuple(blocks)
+        begun: set[Block] = set()
+
+        def prepare() -> None:
+            self._raise_failure()
+            if then is not None:
+                self._set_expected(then)
+
+        def step() -> Wait | None:
+            for block in wanted:
+                if block.state is State.ABSENT:
+                    if block in begun:
+                        _raise_error(block)
+                    wait = self._allocate(block, self._read)
+                    if wait is not None:
+                        return wait
+                    begun.add(block)
+                    _raise_error(block)
+            wait = self._ending_of_any(wanted)
+            if wait is None:
+                for block in wanted:
+                    block.users += 1
+            return wait
+
+        self._obtain(wanted, step, prepare)
+
+    def create(self, block: Block) -> None:
+        """Begin a use of a block whose content will be new. It keeps the old content if that is in memory. May block.
+
+        Raises:
+            OSError: From a write that had to make room.
+            OutOfBuffers: If there is not enough memory.
+        """
+
+        def step() -> Wait | None:
+            wait = self._ending_of(block) if block.in_transfer else None
+            if wait is None and block.state is State.ABSENT:
+                wait = self._allocate(block, Block.create)
+            if wait is None:
+                block.change()
+                block.users = block.users or 1
+            return wait
+
+        self._obtain((block,), step)
+
+    def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
+        """End a use of each of these. Never blocks. Blocks that are not in memory are ignored.
+
+        Args:
+            blocks: Blocks that were acquired or created.
+            changed: Whether their content was changed.
+            write: Whether to write dirty ones soon, unless they are resident. Otherwise that is done when their memory is needed.
+        """
+        with self._changing():
+            for block in blocks:
+                block.users = max(block.users - 1, 0)
+                if changed and block.state in (State.CLEAN, State.DIRTY):
+                    block.change()
+                if write:
+                    self._write_soon(block)
+                self._drop_unless_kept(block)
+            self._go_on()
+
+    def reject(self, blocks: Iterable[Block]) -> None:
+        """End a use of blocks whose memory has not their bytes any more: it is dropped, unless others use it. Never blocks."""
+        with self._changing():
+            for block in blocks:
+                block.users = max(block.users - 1, 0)
+                if block.users == 0:
+                    self._drop(block)
+            self._go_on()
+
+    def discard(self, block: Block) -> None:
+        """Forget a block's content, in memory and on the drive. Waits for its transfer."""
+
+        def step() -> Wait | None:
+            wait = self._ending_of(block)
+            if wait is None:
+                block.users = 0
+                block.stored = False
+                self._drop(block)
+                with contextlib.suppress(ValueError):
+                    self._to_write.remove(block)
+            return wait
+
+        self._until(step)
+
+    def recover(self) -> list[Block]:
+        """End all uses, and drop their blocks, after an interrupt that callers have not seen. Returns these blocks."""
+        with self._changing():
+            left = [block for block in self._held if block.users]
+            for block in left:
+                block.users = 0
+                self._drop(block)
+            self._go_on()
+        return left
+
+    # What comes next, and what stays
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Set what will be used next, in order, in place of what was set before: it is read ahead. Never blocks.
+
+        Without ``retain``, clean blocks that are neither used nor among these nor resident are dropped.
+        """
+        with self._changing():
+            self._set_expected(uses)
+            self._go_on()
+
+    def keep(self, resident: Mapping[Block, bool]) -> None:
+        """Set whether these blocks stay in memory, from their next use on. Never blocks."""
+        with self._changing():
+            for block, stays in resident.items():
+                block.resident = stays
+                self._drop_unless_kept(block)
+                self._write_soon(block)
+
+    def write(self, block: Block) -> None:
+        """Write a dirty block soon, unless it is used or resident. Never blocks."""
+        with self._changing():
+            self._write_soon(block)
+            self._go_on()
+
+    def poll(self) -> None:
+        """Take note of transfers that have ended, and start more. Never blocks."""
+        self._look()
+        with self._changing():
+            self._take_note()
+            self._go_on()
+
+    def settle(self, block: Block) -> None:
+        """Wait until a block is not in transfer."""
+        self._until(lambda: self._ending_of(block))
+
+    def drain(self) -> None:
+        """Wait for all transfers, and start no others."""
+
+        def step() -> Wait | None:
+            self._set_expected(())
+            self._to_write.clear()
+            return self._ending_of_any(self._transfers)
+
+        self._until(step)
+
+    def flush(self, blocks: Iterable[Block]) -> None:
+        """Write those of the blocks that are dirty and not in use, and wait for it.
+
+        Raises:
+            OSError: From writing. What failed stays in memory, and the call can be repeated.
+        """
+        self.drain()
+        with self._changing():
+            self._failures.clear()  # what failed is still dirty
+            for block in blocks:
+                if block.state is State.DIRTY and self._is_idle(block):
+                    self._write(block)
+        self.drain()
+        with self._changing():
+            self._raise_failure()
+
+    def drop_clean(self) -> None:
+        """Drop from memory all blocks that the drive has as well, and that nobody uses. Waits for transfers."""
+        self.drain()
+        with self._changing():
+            for block in self._idle():
+                if block.state is State.CLEAN:
+                    self._drop(block)
+
+    def close(self) -> None:
+        """Wait for all transfers, and drop all blocks, also what was not written. Idempotent."""
+        self.drain()
+        with self._changing():
+            for block in list(self._held):
+                self._drop(block)
+
+    # Steps
+
+    def _obtain(
+        self, wanted: tuple[Block, ...], step: Callable[[], Wait | None], prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Call ``prepare`` once, then repeat ``step`` until it returns None.
+
+        Meanwhile memory goes to ``wanted`` first, and is not taken from them.
+        """
+        to_prepare = [] if prepare is None else [prepare]
+
+        def wanting() -> Wait | None:
+            while to_prepare:
+                to_prepare.pop()()
+            wait = step()
+            if wait is None:
+                self._wanted = ()
+            return wait
+
+        try:
+            self._wanted = wanted
+            self._until(wanting)
+        finally:  # if Ctrl-C prevents this, the next call does it
+            self._wanted, self._grown = (), None
+
+    def _awaited(self) -> Wait | None:
+        if not (self._agenda or self._to_write):
+            return None
+        return self._memory_to_come() or self._ending_of_any(self._transfers)
+
+    def _starved(self) -> bool:
+        if not self._agenda:
+            return False
+        unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
+        return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
+
+    def _look(self) -> None:
+        for under_way in list(self._transfers.values()):
+            if not under_way.ended and under_way.transfer.done():
+                under_way.error = under_way.transfer.exception()
+                under_way.ended = True
+
+    def _take_note(self) -> None:
+        for block, under_way in [item for item in self._transfers.items() if item[1].ended]:
+            del self._transfers[block]
+            error = under_way.error
+            if block.state is State.WRITING:
+                if error is not None:
+                    block.fail_writing()
+                    self._failures.append(error)
+                    continue
+                block.written()
+                if self._is_idle(block) and not block.resident:
+                    self._drop(block)
+            elif error is not None:
+                self._let_go(block, block.fail_reading(error))
+            else:
+                block.read()
+                self._drop_unless_kept(block)
+
+    def _go_on(self) -> None:
+        if all(block.in_memory for block in self._wanted):
+            self._read_ahead()
+            while self._to_write and self._bytes_in_transfer() < self._busy_bytes:
+                self._write_next()
+        self._start_helper()
+
+    def _read_ahead(self) -> None:
+        """Read what is expected as far as there is room, and make some for what is needed first."""
+        while self._agenda:
+            block, limit = self._agenda[0]
+            if block.state is State.ABSENT and block.stored:
+                distance = self._distance(block)
+                nearer = any(self._distance(other) < distance for other in self._transfers if other.state is State.READING)
+                if nearer and self._bytes_in_transfer() >= self._busy_bytes:
+                    return
+                memory = self._spare_memory(block, limit)
+                if memory is None:
+                    self._write_for_room(distance, limit)
+                    return
+                self._hold(block)
+                self._read(block, memory)
+            self._agenda.popleft()
+
+    def _write_for_room(self, distance: int, limit: int) -> None:
+        """Start as many writes as make room for the blocks still to be read at this distance."""
+        missing = (use.block for use in self._agenda if self._distance(use.block) == distance)
+        lacking = sum(block.nbytes for block in missing if block.state is State.ABSENT and block.stored)
+        coming = sum(block.nbytes for block in self._transfers if self._comes_free(block))
+        lacking -= min(limit, self.memory.limit) - self.used + coming
+        while self._to_write and lacking > 0:
+            lacking -= self._write_next()
+
+    def _write_next(self) -> int:
+        """Start the first of the waiting writes. Returns how many bytes that are, 0 if it is not needed any more."""
+        block = self._to_write.popleft()
+        if block.state is not State.DIRTY or block.resident or not self._is_idle(block):
+            return 0
+        self._write(block)
+        return block.nbytes
+
+    # Transfers
+
+    def _read(self, block: Block, memory: Memory) -> None:
+        block.start_reading(memory)
+        try:
+            self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
+        except Exception as error:
+            self._let_go(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
+        else:
+            self.bytes_read += block.nbytes
+
+    def _write(self, block: Block) -> None:
+        try:
+            transfer = self._backing.write(block, block.memory.buffer)
+        except OSError as error:
+            self._failures.append(error.with_traceback(None))
+        else:
+            block.start_writing()
+            self._transfers[block] = _UnderWay(transfer)
+            self.bytes_written += block.nbytes
+
+    def _write_soon(self, block: Block) -> None:
+        if block.state is State.DIRTY and not block.resident and self._is_idle(block) and block not in self._to_write:
+            self._to_write.append(block)
+
+    def _ending_of(self, block: Block) -> Wait | None:
+        return self._transfers[block].transfer.exception if block in self._transfers else None
+
+    def _ending_of_any(self, blocks: Iterable[Block]) -> Wait | None:
+        return next(filter(None, map(self._ending_of, blocks)), None)
+
+    def _bytes_in_transfer(self) -> int:
+        return sum(block.nbytes for block in self._transfers)
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            failures, self._failures = self._failures, []
+            raise failures[0]
+
+    # Memory
+
+    def _allocate(self, block: Block, begin: Callable[[Block, Memory], None]) -> Wait | None:
+        """Give memory to a block that is needed now, and begin; or return what to wait for before there is any.
+
+        Raises OSError if a write that had to make room has failed.
+        """
+        memory = self._grown or self._taken(block)
+        while memory is None:
+            if self._drop_furthest():
+                memory = self._taken(block)
+                continue
+            self._raise_failure()
+            wait = self._memory_to_come()
+            if wait is not None:
+                return wait
+            last = self._least_needed()
+            if last is None:
+                others = (other for other in self._transfers if not other.users and other not in self._wanted)
+                return self._ending_of_any(others) or (lambda timeout: self._grow(block))
+            if last.state is State.DIRTY:
+                self._write(last)  # the next round waits for it, or raises why it could not be started
+        self._grown = None
+        self._hold(block)
+        begin(block, memory)
+        return None
+
+    def _grow(self, block: Block) -> None:
+        self._grown = self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
+
+    def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
+        """Return memory for a block if there is some, and no more than ``limit`` bytes are used with it."""
+        if self._counts(block) and self.used + block.nbytes > min(limit, self.memory.limit):
+            return None
+        return self.memory.take(block)
+
+    def _spare_memory(self, block: Block, limit: int) -> Memory | None:
+        """Return memory that is free, or was held by a block needed later than this one; None if there is none."""
+        with contextlib.suppress(MemoryError, OutOfBuffers):  # which are for whoever needs it now
+            while (memory := self._taken(block, limit)) is None:
+                if not self._drop_furthest(beyond=self._distance(block)):
+                    return None
+            return memory
+        return None
+
+    def _memory_to_come(self) -> Wait | None:
+        """Return the end of a write that frees memory."""
+        return self._ending_of_any(block for block in self._transfers if self._comes_free(block))
+
+    def _comes_free(self, block: Block) -> bool:
+        """Return whether a block is being written, and its memory is needed for nothing else."""
+        return block.state is State.WRITING and not (block.users or block.resident or block in self._wanted)
+
+    def _drop_furthest(self, beyond: int | None = None) -> bool:
+        """Drop the clean block that is needed last, if that is further away than ``beyond``. Returns whether there was one."""
+        clean = (block for block in self._idle() if block.state is State.CLEAN and not block.resident)
+        last = max(clean, key=self._distance, default=None)
+        if last is None or (beyond is not None and self._distance(last) <= beyond):
+            return False
+        self._drop(last)
+        return True
+
+    def _least_needed(self) -> Block | None:
+        """Return the idle block that costs least to remove from memory. It is no resident any more."""
+        idle = (block for block in self._idle() if self._held[block])
+        last = max(idle, key=lambda block: (not block.resident, self._distance(block)), default=None)
+        if last is not None:
+            last.resident = False
+        return last
+
+    def _idle(self) -> list[Block]:
+        """Return the blocks in memory that nobody uses or waits for."""
+        return [block for block in self._held if self._is_idle(block)]
+
+    def _is_idle(self, block: Block) -> bool:
+        return block.state in (State.CLEAN, State.DIRTY) and not block.users and block not in self._wanted
+
+    def _counts(self, block: Block) -> bool:
+        """Return whether memory for this block is part of the limit."""
+        return not (block.resident and self.memory.separate_residents)
+
+    def _is_misplaced(self, block: Block) -> bool:
+        """Return whether it has memory of the wrong kind, since it became resident or stopped to be."""
+        return block in self._held and self._held[block] != self._counts(block)
+
+    def _drop_unless_kept(self, block: Block) -> None:
+        """Drop a clean block that nobody uses, unless it is kept for later."""
+        if block.state is not State.CLEAN or not self._is_idle(block):
+            return
+        kept = self._retain or block.resident or block in self._expected
+        if not kept or self._is_misplaced(block):
+            self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        if block.in_memory:
+            self._let_go(block, block.drop())
+
+    def _hold(self, block: Block) -> None:
+        self._held[block] = self._counts(block)
+        if self._held[block]:
+            self.used += block.nbytes
+
+    def _let_go(self, block: Block, memory: Memory) -> None:
+        if self._held.pop(block):
+            self.used -= block.nbytes
+        memory.release()
+
+    # Order
+
+    def _set_expected(self, uses: Iterable[Use], wanted: Collection[Block] = ()) -> None:
+        self._agenda = deque(uses)
+        self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
+        for block in self._idle():
+            if block not in wanted:
+                self._drop_unless_kept(block)
+
+    def _place(self, block: Block) -> int:
+        return self._expected.get(block, sys.maxsize)
+
+
+def _raise_error(block: Block) -> None:
+    """Raise what reading a block has ended with, if that was an error."""
+    error, block.error = block.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # a traceback that refers to itself keeps all memory that its frames know

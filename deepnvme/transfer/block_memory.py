@@ -1,0 +1,40 @@
+"""Where blocks get their memory: leases of a pool, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deepnvme.memory.growable import lease_more
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool
+
+from .block import Block, Memory
+
+
+class PooledMemory:
+    """Leases of a pool, up to a limit that is exceeded only if the blocks used at a time need more.
+
+    Args:
+        pool: Where memory is leased; others may use it as well.
+        limit: Bytes of all leases.
+        shortage: Given the bytes held and a block, returns the beginning of the message if the pool has no room for it.
+    """
+
+    separate_residents = False
+
+    def __init__(self, pool: BufferPool, limit: int, shortage: Callable[[int, Block], str]) -> None:
+        self.limit = limit
+        self._pool = pool
+        self._shortage = shortage
+
+    def take(self, block: Block) -> Lease | None:
+        """Return a lease, or None if the pool has no room. Never waits.
+
+        Raises MemoryError if the system has not so much memory to pin.
+        """
+        return self._pool.try_lease(block.nbytes)
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Lease:
+        """Return a lease beyond the limit. Waits for other threads' leases; raises OutOfBuffers if the pool has no room."""
+        shortage = self._shortage(sum(memory.nbytes for memory in held), block)
+        return lease_more(self._pool, block.nbytes, [lease for lease in held if isinstance(lease, Lease)], shortage)

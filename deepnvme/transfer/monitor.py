@@ -1,0 +1,100 @@
+"""State that its caller and a helper thread change one at a time, and wait for transfers in between."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from deepnvme._interrupts import defer_interrupts
+
+Wait = Callable[[float | None], object]
+"""Returns when something has ended. May raise TimeoutError after so many seconds; None waits for as long as it takes."""
+
+_POLL_SECONDS = 0.0005
+"""Between looks at other transfers while one is waited for: well below the 5 ms that the smallest useful block takes."""
+
+
+class Monitor(ABC):
+    """All changes are made in :meth:`_changing`, with the lock held and signals deferred. No code waits in there.
+
+    A method that has to wait is a step that :meth:`_until` repeats: it returns what to wait for, and the waiting is done outside.
+    So Ctrl-C can only interrupt a wait, and never leaves a change half made.
+
+    Args:
+        helper: Name of a thread that continues the work while no caller waits. It runs only while there is something to wait
+            for. None: there is no such thread, and callers look for more to do while they wait.
+    """
+
+    def __init__(self, helper: str | None) -> None:
+        self._lock = threading.Lock()
+        self._helper: threading.Thread | None = None
+        self._helper_name = helper
+        self.seconds_waited = 0.0
+        """Seconds for which callers have waited."""
+
+    def helping(self) -> bool:
+        """Return whether this is the helper thread, which may hold the lock: a finalizer may run in it at any point."""
+        return self._helper is not None and threading.current_thread() is self._helper
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Find out how transfers that are done have ended. Called without the lock: it may verify checksums."""
+
+    @abstractmethod
+    def _take_note(self) -> None:
+        """Record what :meth:`_look` has found. Each step begins with it."""
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Start what can be started. Each step ends with it."""
+
+    @abstractmethod
+    def _awaited(self) -> Wait | None:
+        """Return what to wait for before more can be started; None if nothing is left to be started."""
+
+    @abstractmethod
+    def _starved(self) -> bool:
+        """Return whether the end of another transfer than the one waited for would let more be started."""
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with defer_interrupts(), self._lock:
+            yield
+
+    def _until(self, step: Callable[[], Wait | None]) -> None:
+        """Repeat ``step`` until it returns None; between repetitions, wait for what it returns. Raises what it raises."""
+        while True:
+            self._look()
+            with self._changing():
+                self._take_note()
+                wait = step()
+                self._go_on()
+                starved = self._helper_name is None and self._starved()
+            if wait is None:
+                return
+            begun = time.perf_counter()
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+                wait(_POLL_SECONDS if starved else None)
+            self.seconds_waited += time.perf_counter() - begun
+
+    def _start_helper(self) -> None:
+        """Start the helper thread if there is something for it to wait for. Call within :meth:`_changing`."""
+        if self._helper_name is not None and self._helper is None and self._awaited() is not None:
+            self._helper = threading.Thread(target=self._help, name=self._helper_name)
+            self._helper.start()
+
+    def _help(self) -> None:
+        while True:
+            self._look()
+            with self._changing():
+                self._take_note()
+                self._go_on()
+                wait = self._awaited()
+                if wait is None:
+                    self._helper = None
+                    return
+            wait(None)
