@@ -104,7 +104,8 @@ class RankFailures:
             return
         self._over = True
         text = error.strerror if error.errno is not None else str(error)  # shutil.Error, of several errors, has no errno
-        self._failure = {"rank": self._rank, "errno": error.errno, "text": text, "path": _text(error.filename)}
+        path = None if error.filename is None else os.fsdecode(error.filename)
+        self._failure = {"rank": self._rank, "errno": error.errno, "text": text, "path": path}
         with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
             self._store.set(_FAILURE, json.dumps(self._failure))
             self._wait_for_the_others(_HEARD_WITHIN)
@@ -175,7 +176,3 @@ def _ranks_of_this_process() -> RankFailures | None:
             _group = world, RankFailures(store, dist.get_rank(), dist.get_world_size())
             atexit.register(_group[1].part)
         return _group[1]
-
-
-def _text(path: Any) -> str | None:
-    return None if path is None else os.fsdecode(path)

@@ -63,28 +63,13 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         parser.error("there is no program to run")
     if parsed.local_rank is not None:
         program.insert(1, f"--local_rank={parsed.local_rank}")
-    try:
-        enable = from_environment(environment)
-    except ValueError as error:
-        parser.error(str(error))
-    if enable is not None and (parsed.swappers or parsed.checkpoint):
-        enable = {"swappers": parsed.swappers, "checkpoint": parsed.checkpoint}
-    return Launch(enable, parsed.is_module, program)
-
-
-def from_environment(environment: Mapping[str, str]) -> dict[str, bool] | None:
-    """Return keyword arguments for :func:`enable` from the environment variable; None if it is "0".
-
-    Raises ValueError for any other value that is not documented in this module.
-    """
     value = environment.get(VARIABLE, "1").strip()
-    if value == "0":
-        return None
     names = {name.strip() for name in value.split(",")} - {"1", ""}
-    unknown = names - set(_OPTIONS)
-    if unknown or not value:
-        raise ValueError(f"{VARIABLE} must be 0, 1, or of {', '.join(_OPTIONS)} with commas between, got {value!r}")
-    return {option: option in names for option in _OPTIONS}
+    if value != "0" and (not value or names - set(_OPTIONS)):
+        parser.error(f"{VARIABLE} must be 0, 1, or of {', '.join(_OPTIONS)} with commas between, got {value!r}")
+    given = {option for option in _OPTIONS if getattr(parsed, option)} or names
+    enable = None if value == "0" else {option: option in given for option in _OPTIONS}
+    return Launch(enable, parsed.is_module, program)
 
 
 def main() -> None:

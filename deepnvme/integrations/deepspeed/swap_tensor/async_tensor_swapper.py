@@ -40,10 +40,9 @@ class AsyncTensorSwapper:
         self.num_elements_swapped = 0
         self._timers = Timers(timers)
         self._buffers: list[SwapBuffer] = []
-        self._free: list[SwapBuffer] = []
-        self._current: SwapBuffer | None = None
-        self._full: list[SwapBuffer] = []  # waiting to be written, some of them again after an error
-        self._writing: list[SwapBuffer] = []
+        self._free: list[SwapBuffer] = []  # the largest is the last, and used first: any part of a tensor fits into it
+        self._filled: list[SwapBuffer] = []  # to be written, or being written; the last one may have room left
+        self._sent = 0  # how many of these are being written
 
     def has_buffers(self) -> bool:
         """Return whether the swapper has buffers."""
@@ -69,9 +68,8 @@ class AsyncTensorSwapper:
             raise ValueError(f"a buffer must have at least numel_alignment = {self.numel_alignment} elements, got {largest}")
         self.dtype = dtypes.pop()
         self.max_numel = largest
-        # sorted, because the largest buffer is used first: any part of a tensor fits into it
-        self._buffers = sorted((SwapBuffer(buffer) for buffer in buffer_list), key=lambda buffer: buffer.buffer.numel())
-        self._free = list(self._buffers)
+        self._buffers = [SwapBuffer(buffer) for buffer in buffer_list]
+        self._free = sorted(self._buffers, key=_size)
         self._timers.names.clear()
 
     def get_timer_names(self) -> list[str]:
@@ -119,49 +117,41 @@ class AsyncTensorSwapper:
             buffer.insert_tensor(part, path, aligned, file_offset=start * buffer.buffer.element_size())
 
     def _with_room(self, numel: int) -> SwapBuffer:
-        """Return the current buffer if ``numel`` elements fit into it, else make another one the current one. May block."""
-        if self._current is None or not self._current.has_space(numel):
+        """Return a buffer into which ``numel`` elements fit: the one that was filled last, or else a free one. May block."""
+        if self._sent == len(self._filled) or not self._filled[-1].has_space(numel):
             self._send()
-            if not any(buffer.has_space(numel) for buffer in self._free):
+            if not self._free or not self._free[-1].has_space(numel):
                 self._write_all()
-            index = next(index for index in reversed(range(len(self._free))) if self._free[index].has_space(numel))
-            self._current = self._free.pop(index)
-        return self._current
+            self._filled.append(self._free.pop())
+        return self._filled[-1]
 
     def _send(self) -> None:
-        """Start writing the current buffer, and those that could not be written before."""
-        if self._current is not None:
-            self._full.append(self._current)
-            self._current = None
-        while self._full:
-            self._writing.append(self._full.pop(0))
+        """Start writing the buffers that are not being written, some of them again after an error."""
+        while self._sent < len(self._filled):
+            self._sent += 1
             try:
-                self._writing[-1].start_writing(self.aio_handle)
+                self._filled[self._sent - 1].start_writing(self.aio_handle)
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.aio_handle.wait()
-                self._keep()
+                self._sent = 0  # all are written again, because the handle does not say which of them failed
                 raise
 
     def _write_all(self) -> None:
+        """Write all buffers, wait for that, and make them free."""
         self._send()
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait for all writes, and make their buffers free."""
         with self._timers.measure(ASYNC_SWAPPER_WAIT_TIMER):
             try:
                 self.aio_handle.wait()
             except BaseException:
-                self._keep()
+                self._sent = 0
                 raise
-        for buffer in self._writing:
+        for buffer in self._filled:
             self.num_elements_swapped += buffer.get_num_elem()
             buffer.reset()
-        self._free = sorted(self._free + self._writing, key=lambda buffer: buffer.buffer.numel())
-        self._writing = []
+        self._free = sorted(self._free + self._filled, key=_size)
+        self._filled, self._sent = [], 0
 
-    def _keep(self) -> None:
-        """Queue all buffers in flight for another write, because the handle does not say which of them failed."""
-        self._full = self._writing + self._full
-        self._writing = []
+
+def _size(buffer: SwapBuffer) -> int:
+    return buffer.buffer.numel()
