@@ -11,6 +11,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from .engine import Backend
 
+_WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
+"""Names of the setting that says how many workers there are."""
+
 
 class AioConfig(BaseModel):
     """Settings of an ``aio_handle``, with the names and defaults of DeepSpeed's ``aio`` block.
@@ -29,12 +32,7 @@ class AioConfig(BaseModel):
     """Most bytes of one block."""
     queue_depth: int = Field(default=8, ge=1, le=4096)
     """Most blocks under way at a time, for each worker."""
-    intra_op_parallelism: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        validation_alias=AliasChoices("intra_op_parallelism", "thread_count", "num_threads"),
-    )
+    intra_op_parallelism: int = Field(default=1, ge=1, le=256, validation_alias=AliasChoices(*_WORKERS))
     """Number of workers, each with its own queue."""
     single_submit: bool = False
     """Make one system call for each block."""
@@ -55,7 +53,7 @@ class AioConfig(BaseModel):
     def _one_name_for_the_workers(cls, block: Any) -> Any:
         """Refuse a block that gives the number of workers under several names."""
         if isinstance(block, Mapping):
-            given = [name for name in ("intra_op_parallelism", "thread_count", "num_threads") if name in block]
+            given = [name for name in _WORKERS if name in block]
             if len(given) > 1:
                 raise ValueError(f"{' and '.join(given)} are names of the same setting; give one")
         return block
@@ -95,6 +93,6 @@ class AioConfig(BaseModel):
         return self.model_dump(exclude={"use_gds"} if self.backend != "auto" else {"use_gds", "backend"})
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for :class:`deepnvme.Engine`."""
+        """Return the settings as keyword arguments for :class:`deepnvme.Engine`."""
         same = {"block_size", "queue_depth", "single_submit", "backend"}
         return {"num_threads": self.intra_op_parallelism, **self.model_dump(include=same)}

@@ -60,7 +60,7 @@ class File(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether no more transfers are accepted, because :meth:`close` was called."""
 
     @property
     def direct(self) -> bool:
@@ -74,7 +74,7 @@ class File(Protocol):
         """Return the file's present size in bytes."""
 
     def close(self) -> None:
-        """Refuse further transfers. Idempotent.
+        """Close the file: refuse further transfers. Idempotent.
 
         Does not wait for transfers under way: the descriptors are closed when the last one has ended. Leaving a ``with`` block
         closes the file too, but raises nothing if another exception is leaving the block.
@@ -189,12 +189,12 @@ class Engine:
 
     @property
     def num_threads(self) -> int:
-        """Number of workers."""
+        """Number of workers, each with a queue of its own."""
         return int(self._native.num_threads)
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether no more transfers are accepted, because :meth:`close` was called."""
         return bool(self._native.closed)
 
     def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:

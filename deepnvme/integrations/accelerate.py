@@ -143,27 +143,26 @@ def dispatch_model(
     enabled = _options()
     check_not_streamed(model)
     placed = {str(device) for device in device_map.values()}
-    obstacle = None
-    if placed - {"disk", "cpu"}:
-        obstacle = f"the device map names {', '.join(sorted(placed - {'disk', 'cpu'}))} too"
-    elif offload_dir is None:
+    if enabled is not None and "disk" in placed:
+        others = placed - {"disk", "cpu"}
+        if not others and offload_dir is not None:
+            index = offload_index if offload_index is not None else _index_in(offload_dir)
+            weights = weights_of(model)
+            kept = {name: weight for name, weight in weights.items() if index is None or name not in index or _is_there(weight)}
+            kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
+            on_cpu = [name for name in weights if _placed(name, device_map) != "disk"]
+            device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
+            _Hook(index or {}, offload_dir, kept, device, enabled, on_cpu).attach(model)
+            model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # transformers reads it
+            return model
         obstacle = "no offload_folder (of accelerate: offload_dir) is given to put the store in"
-    if enabled is None or "disk" not in placed or obstacle is not None:
-        if enabled is not None and "disk" in placed:
-            text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        original = _originals["dispatch_model"]
-        own: nn.Module = original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
-        return own
-    index = offload_index if offload_index is not None else _index_in(offload_dir)
-    weights = weights_of(model)
-    kept = {name: weight for name, weight in weights.items() if index is None or name not in index or _is_there(weight)}
-    kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
-    on_cpu = [name for name in weights if _placed(name, device_map) != "disk"]
-    device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
-    _Hook(index or {}, offload_dir, kept, device, enabled, on_cpu).attach(model)
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # transformers reads it
-    return model
+        if others:
+            obstacle = f"the device map names {', '.join(sorted(others))} too"
+        text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    original = _originals["dispatch_model"]
+    own: nn.Module = original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
+    return own
 
 
 @dataclass(eq=False, repr=False)

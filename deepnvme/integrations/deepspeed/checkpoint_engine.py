@@ -59,7 +59,7 @@ class NVMeCheckpointEngine:
         save(state_dict, path, fsync=self._fsync)
 
     def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
-        """Load a checkpoint file. Blocks.
+        """Load a checkpoint file, and return its object. Blocks.
 
         Objects of any class are unpickled, because DeepSpeed's checkpoints have them, and that can run code: load only files
         that you trust.

@@ -50,11 +50,11 @@ def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> 
     """Work out one matrix's scales and codes, or say in which row is what cannot be: a value not finite, or above 2**126."""
 
 class Future:
-    """One transfer under way."""
+    """A read, write or fsync that this op has started; see :class:`deepnvme.Future`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for."""
+        """Bytes that were asked to be transferred."""
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Never blocks."""
     def result(self, timeout: float | None = None) -> int:
@@ -66,9 +66,11 @@ class File:
     """A file opened once and used for many transfers. Closed by ``close``, ``with`` or the last reference."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """The path as it was given to ``open``."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the file refuses transfers because ``close`` was called."""
     @property
     def direct(self) -> bool:
         """Whether transfers bypass the page cache (O_DIRECT)."""
@@ -76,22 +78,21 @@ class File:
     def alignment(self) -> int:
         """Memory and offsets that are multiples of this many bytes are transferred without a copy."""
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Return the file's present size in bytes."""
     def close(self) -> None:
         """Refuse further transfers; descriptors close once those under way have ended. Idempotent, never blocks."""
     def __enter__(self) -> File: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 class PinnedBuffer:
     """Page-locked, huge-page-backed memory with the buffer protocol; freed with its last view."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Return the size of the memory in bytes."""
     @property
     def locked(self) -> bool:
-        """Whether mlock succeeded."""
+        """Whether the system has locked the memory into RAM (mlock)."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Engine:
@@ -116,9 +117,7 @@ class Engine:
     @property
     def closed(self) -> bool: ...
     def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future: ...
-    def write(
-        self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0
-    ) -> Future: ...
+    def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future: ...
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future: ...
     def open(self, path: str | bytes | os.PathLike[str], mode: str = "r", *, whole_pages: bool = False) -> File: ...
     def stats(self) -> dict[str, Any]: ...
@@ -142,43 +141,71 @@ class aio_handle:
         num_threads: int | None = None,
         backend: str = "auto",
     ) -> None: ...
-    def read(
-        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0
-    ) -> Literal[0]: ...
-    def write(
-        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0
-    ) -> Literal[0]: ...
+    def read(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
+        """Read ``buffer.nbytes`` bytes at ``file_offset`` into the tensor, and return 0. Blocks.
+
+        ``validate``: compare the tensor with the file afterwards; OSError (EIO) says at which byte they differ.
+        """
+    def write(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
+        """Write the tensor's bytes at ``file_offset``, and return 0. Blocks. ``validate`` as for :meth:`read`."""
     # pread(buffer, filename, validate, async, file_offset=0): `async` is a Python keyword, so the stub cannot spell it;
     # pass it by position.
     def pread(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, async_: bool, /, file_offset: int = 0
-    ) -> int: ...
+    ) -> int:
+        """Read like :meth:`read` and return 1; with ``async``, start reading and return 0: :meth:`wait` waits for it."""
     def pwrite(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, async_: bool, /, file_offset: int = 0
-    ) -> int: ...
-    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int: ...
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int: ...
-    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]: ...
-    def async_pwrite(
-        self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0
-    ) -> Literal[0]: ...
-    def wait(self) -> int: ...
-    def get_block_size(self) -> int: ...
-    def get_queue_depth(self) -> int: ...
-    def get_single_submit(self) -> bool: ...
-    def get_overlap_events(self) -> bool: ...
-    def get_intra_op_parallelism(self) -> int: ...
-    def get_thread_count(self) -> int: ...
-    def get_alignment(self) -> int: ...
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor: ...
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool: ...
-    def is_pinned(self, buffer: torch.Tensor) -> bool: ...
-    def stats(self) -> dict[str, Any]: ...
+    ) -> int:
+        """Write like :meth:`write` and return 1; with ``async``, start writing and return 0: :meth:`wait` waits for it."""
+    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Read into the tensor, and return 1, the number of operations that have ended. Blocks."""
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Write the tensor, and return 1, the number of operations that have ended. Blocks."""
+    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]:
+        """Start reading into the tensor, which is not to be touched before :meth:`wait`, and return 0."""
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> Literal[0]:
+        """Start writing the tensor, which is not to be changed before :meth:`wait`, and return 0.
+
+        ``filename``: a path, or the descriptor of a file that is open for writing.
+        """
+    def wait(self) -> int:
+        """Wait for all operations that were started, and return how many there were since the last wait.
+
+        Raises the first error of any of them, once all have ended. The next wait starts anew.
+        """
+    def get_block_size(self) -> int:
+        """Return the most bytes of one system-level transfer."""
+    def get_queue_depth(self) -> int:
+        """Return how many blocks each worker keeps under way at most."""
+    def get_single_submit(self) -> bool:
+        """Return whether each block has a system call of its own."""
+    def get_overlap_events(self) -> bool:
+        """Return the setting as it was given; the engine overlaps in any case."""
+    def get_intra_op_parallelism(self) -> int:
+        """Return the number of workers, each with its own queue."""
+    def get_thread_count(self) -> int:
+        """Return the number of workers, under another of DeepSpeed's names."""
+    def get_alignment(self) -> int:
+        """Return 512 bytes times the number of workers: DeepSpeed's buffers are multiples of that."""
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return a flat pinned tensor of ``num_elem`` zeros, with the dtype of ``example_tensor``. Raises MemoryError."""
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Take a tensor of :meth:`new_cpu_locked_tensor` off the record of pinned memory; return whether it was on it.
+
+        The memory is freed with its last view.
+        """
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Return whether the tensor lies in memory that any handle of this package has pinned."""
+    def stats(self) -> dict[str, Any]:
+        """Return what the handle's engine has done, by the names of :class:`deepnvme.Stats`."""
 
 def empty_pinned(nbytes: int) -> PinnedBuffer:
     """Allocate page-locked memory of ``nbytes`` bytes, zeroed. Raises MemoryError."""
 
-def is_pinned(tensor: torch.Tensor) -> bool: ...
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor lies in memory that this package has pinned."""
+
 def aio_read(
     buffer: torch.Tensor,
     filename: str,
@@ -187,7 +214,9 @@ def aio_read(
     single_submit: bool,
     overlap_events: bool,
     validate: bool,
-) -> Literal[0]: ...
+) -> Literal[0]:
+    """Read from the start of a file with a handle of these settings, made for this call alone: see :meth:`aio_handle.read`."""
+
 def aio_write(
     buffer: torch.Tensor,
     filename: str,
@@ -196,5 +225,8 @@ def aio_write(
     single_submit: bool,
     overlap_events: bool,
     validate: bool,
-) -> Literal[0]: ...
-def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> Literal[0]: ...
+) -> Literal[0]:
+    """Write to the start of a file with a handle of these settings, made for this call alone: see :meth:`aio_handle.write`."""
+
+def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> Literal[0]:
+    """Copy the bytes of one tensor into another of the same size. Raises ValueError if the sizes differ."""

@@ -33,7 +33,7 @@ class gds_handle(aio_handle):
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor with the device and dtype of ``example_tensor``, registered as by :meth:`pin_device_tensor`."""
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """The same as :meth:`unpin_device_tensor`."""
+        """Unregister a tensor's memory: another name of :meth:`unpin_device_tensor`."""
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Register a tensor's memory with cuFile, which then needs no buffer of its own for it. Kept alive until unregistered.
 

@@ -35,7 +35,7 @@ class BaseFileWriter(io.RawIOBase):
         return self._file_path
 
     def writable(self) -> bool:
-        """Return True."""
+        """Return True: the file object can be written to."""
         return True
 
     def fileno(self) -> int:
@@ -49,7 +49,7 @@ class BaseFileWriter(io.RawIOBase):
             self._incr_stats(constants.FLUSH_COUNT_KEY)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, and count that. Idempotent."""
         if not self.closed:
             self._incr_stats(constants.CLOSE_COUNT_KEY)
             flushes = self._stats[constants.FLUSH_COUNT_KEY]

@@ -27,7 +27,7 @@ class PyFileWriter(BaseFileWriter):
         return nbytes
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True: the file object has :meth:`seek`."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

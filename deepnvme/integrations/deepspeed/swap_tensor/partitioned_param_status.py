@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class PartitionedParamStatus(Enum):
-    """The type of ``param.ds_tensor.status``.
+    """Where a parameter's partition is: the type of ``param.ds_tensor.status``.
 
     A member is equal to the member of the same name of DeepSpeed's enumeration, on either side of a comparison, because parts of
     a program may use DeepSpeed's class and others this one.

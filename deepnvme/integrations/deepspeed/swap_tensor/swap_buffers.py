@@ -6,7 +6,7 @@ Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py``. Where DeepSpeed asse
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +197,7 @@ class SwapBufferPool:
         self.current_index = 0
 
     def reset(self) -> None:
-        """Make all buffers free again."""
+        """Make all buffers free again, and fill the first one next."""
         self.current_index = 0
         for buffer in self.buffers:
             buffer.reset()
@@ -252,24 +252,22 @@ class SwapBufferPool:
 
         Raises ValueError if a tensor has no path, and OSError.
         """
-        swap_out_tensors(aio_handle, self.get_swap_tensors(), self._paths())
-        if not async_op:
-            aio_handle.wait()
+        self._transfer(swap_out_tensors, aio_handle, async_op)
 
     def swap_in(self, aio_handle: Any, async_op: bool = False) -> None:
         """Read every tensor from its file. Blocks, unless ``async_op`` is set: then ``aio_handle.wait()`` waits.
 
         Raises ValueError if a tensor has no path, and OSError.
         """
-        swap_in_tensors(aio_handle, self.get_swap_tensors(), self._paths())
-        if not async_op:
-            aio_handle.wait()
+        self._transfer(swap_in_tensors, aio_handle, async_op)
 
-    def _paths(self) -> list[str]:
+    def _transfer(self, start: Callable[[Any, list[torch.Tensor], list[str]], None], aio_handle: Any, async_op: bool) -> None:
         paths = [path for path in self.get_swap_paths() if path is not None]
         if len(paths) < len(self.get_swap_paths()):
             raise ValueError("tensors that were given no path cannot be swapped: allocate or insert them with one")
-        return paths
+        start(aio_handle, self.get_swap_tensors(), paths)
+        if not async_op:
+            aio_handle.wait()
 
     def _used(self) -> list[SwapBuffer]:
         return self.buffers[: self.current_index + 1]
