@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: whatever it says is the same, a test says too."""
+"""docs/deepspeed-names.md: whatever it says is the same, a test says too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ...support.interpreters import REPOSITORY
 
-TEXT = (REPOSITORY / "docs" / "deepspeed.md").read_text()
+TEXT = (REPOSITORY / "docs" / "deepspeed-names.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| (\w[^|]*) \| ([^|]*)\|$", TEXT, re.MULTILINE)[1:]  # without the heading
 
 
