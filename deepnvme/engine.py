@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from .ops import load_async_io
+
 if TYPE_CHECKING:
     import torch
 
@@ -167,9 +169,7 @@ class Engine:
         num_threads: int = 1,
         single_submit: bool = False,
     ) -> None:
-        from .ops.op_builder import AsyncIOBuilder
-
-        self._op = AsyncIOBuilder().load()
+        self._op = load_async_io()
         self._native = self._op.Engine(backend, block_size, queue_depth, num_threads, single_submit)
 
     @property

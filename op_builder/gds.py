@@ -20,7 +20,8 @@ class GDSBuilder(AsyncIOBuilder):
         return f"deepnvme.ops.gds.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        return self._sources("core", "engine", "gds", "bindings", without={"async_io.cpp", "checkpoint.cpp", "quantization.cpp"})
+        async_io_only = {f"{part}_binding.cpp" for part in ("checkpoint", "engine", "memory", "quantization")} | {"async_io.cpp"}
+        return self._sources("core", "engine", "gds", "bindings", without=async_io_only)
 
     def lacking(self) -> list[str]:
         probe = self.probe()

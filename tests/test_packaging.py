@@ -225,7 +225,7 @@ def test_the_wheel_holds_the_package_the_builder_and_the_engines_sources(checkou
     sources = {path.relative_to(checkout).as_posix() for kind in ("*.cpp", "*.h") for path in (checkout / "csrc").rglob(kind)}
     assert {f"deepnvme/ops/{source}" for source in sources} <= shipped
     assert {f"deepnvme/ops/op_builder/{path.name}" for path in (checkout / "op_builder").glob("*.py")} <= shipped
-    stubs = {"deepnvme/ops/aio/async_io_op.pyi", "deepnvme/ops/gds/gds_op.pyi"}
+    stubs = {f"deepnvme/ops/{name}.pyi" for name in ("aio/async_io_op/__init__", "aio/async_io_op/checkpoint", "gds/gds_op")}
     assert {"deepnvme/py.typed", "deepnvme/report/ds_report.py", *stubs} <= shipped
     assert all(name.startswith("deepnvme") for name in names)
     assert any(name.endswith(".data/scripts/ds_report") for name in names)

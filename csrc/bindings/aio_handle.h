@@ -1,7 +1,7 @@
 // DeepSpeed's handle on our engine: same names, same order, same results (DeepSpeed 0.19, py_ds_aio.cpp).
 #pragma once
 
-#include "bindings/python.h"
+#include "bindings/session.h"
 
 namespace deepnvme::bindings {
 

@@ -1,11 +1,12 @@
 // The async_io module.
-#include "bindings/pinned_buffer.h"
-#include "bindings/python.h"
-#include "core/copy.h"
+#include <pybind11/pybind11.h>
 
-using namespace deepnvme;
-using namespace deepnvme::bindings;
-using namespace pybind11::literals;
+#include "bindings/parts.h"
+#include "core/error.h"
+#include "core/pinned_memory.h"
+#include "engine/backend.h"
+
+namespace deepnvme::bindings {
 
 namespace {
 
@@ -30,32 +31,22 @@ py::dict backends() {
     return reasons;
 }
 
-void copy_many_ranges(const py::buffer& destinations, const py::buffer& sources, const py::buffer& lengths) {
-    // Held until the end: arrays with a view cannot be resized.
-    const py::buffer_info views[] = {destinations.request(), sources.request(), lengths.request()};
-    const auto to = numbers_in(views[0], "destinations"), from = numbers_in(views[1], "sources"), sizes = numbers_in(views[2], "lengths");
-    if (to.size() != sizes.size() || from.size() != sizes.size())
-        throw py::value_error("destinations, sources and lengths must be as many, got " + std::to_string(to.size()) + ", " +
-                              std::to_string(from.size()) + " and " + std::to_string(sizes.size()));
-    for (std::size_t i = 0; i < sizes.size(); ++i)
-        if (sizes[i] > 0 && (to[i] == 0 || from[i] == 0))
-            throw py::value_error("range " + std::to_string(i) + ", of " + std::to_string(sizes[i]) + " bytes, has the address 0");
-    py::gil_scoped_release release;
-    copy_many(to, from, sizes);
-}
-
 }  // namespace
 
+}  // namespace deepnvme::bindings
+
 PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+    using namespace deepnvme;
+    using namespace deepnvme::bindings;
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
     bind_io_error(module);
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_handle(module);
     bind_checkpoint(module);
+    bind_memory(module);
     bind_quantization(module);
     module.def("backends", &backends);
-    module.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
     // For the gds module, so that both know all that is pinned.
     module.def("shared_pinned_ranges", [] { return py::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
 }

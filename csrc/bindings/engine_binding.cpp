@@ -1,10 +1,10 @@
-// Engine, Future and File as Python sees them; async_io_op.pyi documents them.
+// Engine, Future and File as Python sees them; async_io_op/__init__.pyi documents them.
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "bindings/pinned_buffer.h"
-#include "bindings/python.h"
+#include "bindings/parts.h"
+#include "bindings/session.h"
 
 namespace deepnvme::bindings {
 

@@ -3,15 +3,14 @@
 #include <utility>
 
 #include "bindings/aio_handle.h"
-#include "bindings/pinned_buffer.h"
-#include "bindings/python.h"
+#include "bindings/parts.h"
 #include "gds/cufile.h"
 
-using namespace deepnvme;
-using namespace deepnvme::bindings;
-using namespace pybind11::literals;
+namespace deepnvme::bindings {
 
 namespace {
+
+using namespace pybind11::literals;
 
 // Tensors registered with cuFile, by their first byte: kept until they are unregistered, since their memory must not be freed before.
 // With the GIL held.
@@ -86,7 +85,12 @@ py::object new_pinned_device_tensor(AioHandle& handle, py::handle num_elem, py::
 
 }  // namespace
 
+}  // namespace deepnvme::bindings
+
 PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+    using namespace deepnvme;
+    using namespace deepnvme::bindings;
+    using namespace pybind11::literals;
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
     bind_io_error(module);
     bind_pinned_buffer(module);

@@ -1,9 +1,10 @@
-// PinnedBuffer as Python sees it; async_io_op.pyi documents it.
+// PinnedBuffer as Python sees it; async_io_op/__init__.pyi documents it.
 #include "bindings/pinned_buffer.h"
 
 #include <utility>
 
-#include "bindings/python.h"
+#include "bindings/conversions.h"
+#include "bindings/parts.h"
 
 namespace deepnvme::bindings {
 

@@ -38,6 +38,4 @@ std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes);
 // Whether the whole tensor lies in page-locked memory, ours or torch's.
 bool is_pinned(py::handle tensor);
 
-void bind_pinned_buffer(py::module_& module);
-
 }  // namespace deepnvme::bindings

@@ -40,7 +40,7 @@ void stream(std::byte* to, const std::byte* from, std::size_t size) noexcept {
 }
 
 // What a thread takes at a time: long enough to be worth an atomic operation, short enough that neither waits for the other long.
-constexpr std::uint64_t kPiece = 512 << 10;
+constexpr std::uint64_t kPieceBytes = 512 << 10;
 // To start a thread takes as long as copying half a MiB; where the other core has something to do, this is all that comes of it.
 constexpr std::size_t kPiecesForTwo = 32;
 
@@ -55,7 +55,7 @@ std::vector<Place> cut(std::span<const std::uint64_t> sizes) {
     std::uint64_t until_next = 0;  // bytes
     for (std::size_t range = 0; range < sizes.size(); ++range) {
         std::uint64_t skip = until_next;
-        for (; skip < sizes[range]; skip += kPiece) pieces.push_back({range, skip});
+        for (; skip < sizes[range]; skip += kPieceBytes) pieces.push_back({range, skip});
         until_next = skip - sizes[range];
     }
     return pieces;
@@ -75,7 +75,7 @@ void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t>
     const auto work = [&] {
         for (std::size_t taken = next++; taken < pieces.size(); taken = next++) {
             auto [range, skip] = pieces[taken];
-            for (std::uint64_t left = kPiece; left > 0 && range < sizes.size(); ++range, skip = 0) {
+            for (std::uint64_t left = kPieceBytes; left > 0 && range < sizes.size(); ++range, skip = 0) {
                 const std::uint64_t size = std::min(left, sizes[range] - skip);
                 if (size == 0) continue;  // its addresses may be anything
                 const auto target = reinterpret_cast<std::byte*>(to[range] + skip);

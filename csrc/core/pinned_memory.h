@@ -9,6 +9,8 @@
 
 namespace deepnvme {
 
+inline constexpr std::size_t kHugePage = std::size_t{2} << 20;  // bytes; so much memory, or more, is put on huge pages
+
 // Move-only; locked, zeroed, and resident from the start. Unmapped by the destructor.
 class PinnedMemory {
 public:

@@ -8,7 +8,6 @@ namespace deepnvme {
 
 namespace {
 
-constexpr std::uint32_t kHugePage = 2u << 20;
 constexpr std::uint32_t kUnitsPerSlot = 16;  // 64 KiB of a slot of 1 MiB
 
 constexpr std::uint32_t mask_of(std::uint32_t units) { return (1u << units) - 1; }
@@ -51,7 +50,7 @@ void StagingRing::release(const std::byte* memory, std::uint32_t size) {
 }
 
 void StagingRing::grow() {
-    const std::uint32_t slots = std::clamp(kHugePage / slot_size_, 1u, left_);
+    const std::uint32_t slots = std::clamp(static_cast<std::uint32_t>(kHugePage) / slot_size_, 1u, left_);
     Chunk chunk{PinnedMemory(std::size_t{slot_size_} * slots), {}};
     if (for_devices_) chunk.registration = CudaHostRegistration(chunk.memory.data(), chunk.memory.size());
     chunks_.push_back(std::move(chunk));

@@ -57,8 +57,8 @@ Kernels best_kernels() {
 }
 
 // What a thread takes at a time: long enough to be worth an atomic operation, short enough that none waits for another long.
-constexpr std::uint64_t kPiece = 128 << 10;     // values
-constexpr std::size_t kPiecesForAThread = 4;    // which takes as long to start as half a MiB to copy
+constexpr std::uint64_t kPieceValues = 128 << 10;
+constexpr std::size_t kPiecesForAThread = 4;  // which takes as long to start as half a MiB to copy
 
 struct Piece {
     const Matrix* matrix;
@@ -69,7 +69,7 @@ std::vector<Piece> cut(std::span<const Matrix> matrices) {
     std::vector<Piece> pieces;
     for (const Matrix& matrix : matrices) {
         if (matrix.columns == 0) continue;
-        const std::uint64_t rows = std::max<std::uint64_t>(1, kPiece / matrix.columns);
+        const std::uint64_t rows = std::max<std::uint64_t>(1, kPieceValues / matrix.columns);
         for (std::uint64_t begin = 0; begin < matrix.rows; begin += rows)
             pieces.push_back({&matrix, begin, std::min(begin + rows, matrix.rows)});
     }

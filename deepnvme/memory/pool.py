@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
 from .available import available_memory
@@ -264,11 +265,11 @@ class BufferPool:
     def _pin(self, nbytes: int) -> Any:
         """Pin new memory. If the system has none left, free chunks are unpinned first."""
         try:
-            return _op().empty_pinned(nbytes)
+            return load_async_io().empty_pinned(nbytes)
         except MemoryError:
             self.trim()
         try:
-            return _op().empty_pinned(nbytes)
+            return load_async_io().empty_pinned(nbytes)
         except MemoryError as error:
             raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
 
@@ -370,13 +371,6 @@ class BufferPool:
             f"{circumstances}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
             "or release leases and drop the tensors over them"
         )
-
-
-def _op() -> ModuleType:
-    """Return the compiled op."""
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
-    return AsyncIOBuilder().load()
 
 
 def _natural(value: int, name: str) -> int:

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from deepnvme.ops import load_async_io
+
 if TYPE_CHECKING:
     from array import array
 
@@ -45,9 +47,7 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
         TypeError: If an argument is a buffer of another type.
         ValueError: If the arrays differ in length, or an address is 0.
     """
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
-    AsyncIOBuilder().load().copy_many(destinations, sources, lengths)
+    load_async_io().memory.copy_many(destinations, sources, lengths)
 
 
 _CHUNK = 16 << 20  # bytes copied from a device at a time for a checksum

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.ops import load_async_io
 
 if TYPE_CHECKING:
     import torch
@@ -133,12 +133,6 @@ class PinnedSlot:
 
 def _pinned(nbytes: int) -> Any:
     try:
-        return _op().empty_pinned(nbytes)
+        return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:
         raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
-
-
-def _op() -> ModuleType:
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
-    return AsyncIOBuilder().load()

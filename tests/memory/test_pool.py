@@ -712,7 +712,7 @@ class FailingOp:
 def failing(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """What the next attempts to pin memory raise."""
     errors: list[BaseException] = []
-    monkeypatch.setattr(buffers, "_op", lambda: FailingOp(op, errors))
+    monkeypatch.setattr(buffers, "load_async_io", lambda: FailingOp(op, errors))
     return errors
 
 

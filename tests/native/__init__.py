@@ -13,7 +13,7 @@ class EngineTestingBuilder(AsyncIOBuilder):
     NAME = "engine_testing"
 
     def sources(self) -> list[str]:
-        op_only = {"csrc/bindings/async_io.cpp", "csrc/bindings/aio_handle.cpp"}
+        op_only = {f"csrc/bindings/{name}.cpp" for name in ("async_io", "aio_handle", "checkpoint_binding", "memory_binding")}
         return [*(source for source in super().sources() if source not in op_only), str(HERE / "engine_testing.cpp")]
 
     def cxx_args(self) -> list[str]:

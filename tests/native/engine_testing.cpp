@@ -5,8 +5,8 @@
 #include <atomic>
 #include <thread>
 
-#include "bindings/pinned_buffer.h"
-#include "bindings/python.h"
+#include "bindings/parts.h"
+#include "bindings/session.h"
 #include "faulty_backend.h"
 
 using namespace deepnvme;

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import IO, Any, ClassVar
 
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.ops import load_async_io
 
 _PLAIN = {
     ("torch._utils", "_rebuild_tensor"),
@@ -35,7 +35,7 @@ def names_only_plain(stream: bytes) -> bool:
 
     Takes a thousandth of the time of a scan. False also if only a scan can tell.
     """
-    names = AsyncIOBuilder().load().pickle_walk(stream, DEEPEST)[-1]
+    names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]
     return names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names)
 
 
@@ -59,7 +59,7 @@ def why_wasteful(stream: bytes) -> str | None:
     index beyond the pickle's own size, very many objects outside the memo or memo entries that no pickler makes, setting
     attributes of a class or a function for the whole process, or a pickle that is cut off.
     """
-    walk = AsyncIOBuilder().load().pickle_walk
+    walk = load_async_io().checkpoint.pickle_walk
     nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)
     if nesting > DEEPEST:
         return f"is nested more than {DEEPEST} times"

@@ -18,7 +18,7 @@ from torch.serialization import location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
 from deepnvme.checkpoint.formats.sharding import Across, Sharded
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.ops import load_async_io
 
 
 class Pickled(NamedTuple):
@@ -127,7 +127,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             shape = tuple(obj.shape)
             return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, hooks())
 
-    Pickler.persistent_id = AsyncIOBuilder().load().none_for(_NO_STORAGES, persistent_id)
+    Pickler.persistent_id = load_async_io().checkpoint.none_for(_NO_STORAGES, persistent_id)
     buffer = io.BytesIO()
     try:
         with _without_collections():

@@ -10,6 +10,8 @@ import struct
 from array import array
 from typing import NamedTuple
 
+from deepnvme.ops import load_async_io
+
 LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 END_64 = struct.Struct("<4sQHHIIQQQQ")
@@ -41,6 +43,4 @@ def lay_out(names: list[str], sizes: array[int], crcs: array[int], alignment: in
         crcs: CRC-32 of each record, an array of uint64 ("Q").
         alignment: The data of each record begin at a multiple of this many bytes.
     """
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
-    return ZipLayout(*AsyncIOBuilder().load().zip_layout(names, sizes, crcs, alignment))
+    return ZipLayout(*load_async_io().checkpoint.zip_layout(names, sizes, crcs, alignment))

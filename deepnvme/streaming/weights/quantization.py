@@ -30,10 +30,11 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Literal, get_args
 
 import torch
+
+from deepnvme.ops import load_async_io
 
 Scheme = Literal["int8", "int4"]
 """How a weight is quantised; the module's docstring has the formulas."""
@@ -162,7 +163,7 @@ def quantize(
     _check_bytes(layout, out, on_host=True)
     values = weight.detach().to("cpu").contiguous()
     out[layout.scales_nbytes : layout.codes_at].zero_()
-    refused = _op().quantize(_described(layout, values, out), _processors(threads))
+    refused = load_async_io().quantization.quantize(_described(layout, values, out), _processors(threads))
     if refused is not None:
         raise ValueError(_refusal(name, values, layout, refused))
     return out
@@ -192,7 +193,7 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
         else:
             elsewhere.append((layout, source, out))
     if on_host:
-        _op().dequantize(on_host, _processors(threads))
+        load_async_io().quantization.dequantize(on_host, _processors(threads))
     for layout, source, out in elsewhere:
         dequantize_with_torch(layout, source, out)
 
@@ -221,7 +222,7 @@ def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, 
         (scheme, kind, end - begin, layout.columns, *(start + begin * step for start, step in zip(starts, steps, strict=True)))
         for begin, end in layout.pieces()
     ]
-    _op().dequantize(pieces, _processors(threads), in_turn=True)
+    load_async_io().quantization.dequantize(pieces, _processors(threads), in_turn=True)
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -293,9 +294,3 @@ def _processors(threads: int | None) -> int:
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     return threads
-
-
-def _op() -> ModuleType:
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
-    return AsyncIOBuilder().load()

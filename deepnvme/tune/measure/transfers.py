@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from deepnvme.config import AioConfig
 from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.ops import load_async_io
 
 from .buffer import TransferBuffer, locked, random_bytes
 from .folder import Unsuitable
@@ -69,10 +70,8 @@ def make(job: Job, device_number: int) -> Transfer:
 
 def op() -> ModuleType:
     """Load the async_io op, which compiles it at first use. Raises Unsuitable, with a one-line message, if that fails."""
-    from deepnvme.ops.op_builder import AsyncIOBuilder
-
     try:
-        return AsyncIOBuilder().load()
+        return load_async_io()
     except RuntimeError as error:
         raise Unsuitable(_first_line(error)) from error
 

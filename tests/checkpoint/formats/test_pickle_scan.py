@@ -13,7 +13,7 @@ import torch
 
 from deepnvme.checkpoint.formats.pickle_scan import PickleScan, names_only_plain
 from deepnvme.checkpoint.formats.pickled import pickled
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.ops import load_async_io
 
 from ...support.objects import OBJECTS
 
@@ -98,7 +98,7 @@ class TestNames:
         ids=repr,
     )
     def test_of_a_stream(self, stream: bytes, names: list[bytes] | None) -> None:
-        assert AsyncIOBuilder().load().pickle_walk(stream, 10)[-1] == names
+        assert load_async_io().checkpoint.pickle_walk(stream, 10)[-1] == names
 
 
 class TestWalks:
@@ -180,7 +180,7 @@ class TestWalks:
         ids=repr,
     )
     def test_a_state_that_is_set_of_what_it_names(self, stream: bytes, expected: bool) -> None:
-        assert AsyncIOBuilder().load().pickle_walk(stream, 10)[3] is expected
+        assert load_async_io().checkpoint.pickle_walk(stream, 10)[3] is expected
 
     def test_a_long_text_is_entered_behind_the_frame_that_follows_it(self) -> None:
         file = io.BytesIO()
@@ -200,5 +200,5 @@ class TestWalks:
 
 
 def walk(stream: bytes, most: int = 100) -> tuple[int, int, int, bool]:
-    deepest, unregistered, memo, _, whole, _ = AsyncIOBuilder().load().pickle_walk(stream, most)
+    deepest, unregistered, memo, _, whole, _ = load_async_io().checkpoint.pickle_walk(stream, most)
     return deepest, unregistered, memo, whole

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepnvme.checkpoint.formats.pickled import pickled
-from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.ops import load_async_io
 
 from ...support.interpreters import Interpreters
 from ...support.objects import OBJECTS
@@ -119,13 +119,13 @@ class TestNoneFor:
             __slots__ = ()
 
         asked: list[object] = []
-        answer = AsyncIOBuilder().load().none_for(frozenset((str, dict)), asked.append)
+        answer = load_async_io().checkpoint.none_for(frozenset((str, dict)), asked.append)
         for obj in ("a", {}, Text("b"), 3):
             assert answer(obj) is None
         assert asked == ["b", 3]
 
     def test_errors_and_answers_are_passed_on(self) -> None:
-        answer = AsyncIOBuilder().load().none_for(frozenset((str,)), {3: "three"}.__getitem__)
+        answer = load_async_io().checkpoint.none_for(frozenset((str,)), {3: "three"}.__getitem__)
         assert answer(3) == "three"
         with pytest.raises(KeyError):
             answer(4)
@@ -133,7 +133,7 @@ class TestNoneFor:
     @pytest.mark.parametrize("given", [((str,), len), (frozenset(), None)], ids=["a tuple", "no function"])
     def test_anything_but_types_and_a_function(self, given: tuple[Any, Any]) -> None:
         with pytest.raises(TypeError):
-            AsyncIOBuilder().load().none_for(*given)
+            load_async_io().checkpoint.none_for(*given)
 
 
 def test_the_collector_is_left_as_it_was() -> None:

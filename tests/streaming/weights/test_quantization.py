@@ -347,6 +347,6 @@ def test_a_weight_of_16_bits_becomes_a_half_or_a_quarter(name: Scheme, share: fl
 def test_a_processor_of_which_nothing_is_known_does_the_same(
     scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, testing: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "_op", lambda: testing)
+    monkeypatch.setattr(quantization, "load_async_io", lambda: testing)
     check(scheme, made(*shape, dtype=dtype))
     check(scheme, made(*shape, dtype=dtype) * 2.0**-20)

@@ -1,7 +1,8 @@
-// What checkpoints of many small tensors would spend their time on in Python.
+// The submodule `checkpoint`: what checkpoints of many small tensors would spend their time on in Python.
 #include <vector>
 
-#include "bindings/python.h"
+#include "bindings/conversions.h"
+#include "bindings/parts.h"
 #include "checkpoint/pickle_walk.h"
 #include "checkpoint/zip_layout.h"
 
@@ -72,9 +73,10 @@ py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested, std::u
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
-    module.def("none_for", &none_for, "types"_a, "otherwise"_a);
-    module.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a, "most_unregistered"_a = ~std::uint64_t{0});
-    module.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
+    auto checkpoint = module.def_submodule("checkpoint");
+    checkpoint.def("none_for", &none_for, "types"_a, "otherwise"_a);
+    checkpoint.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a, "most_unregistered"_a = ~std::uint64_t{0});
+    checkpoint.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
 }
 
 }  // namespace deepnvme::bindings

@@ -1,53 +1,26 @@
-"""What the compiled ``async_io`` op offers; the implementation is ``csrc/bindings``.
+"""What the compiled ``async_io`` op offers: the engine, and DeepSpeed's handle. The implementation is ``csrc/bindings``.
+
+The submodules ``checkpoint``, ``memory`` and ``quantization`` hold what has nothing to do with transfers, and is compiled for its
+speed. ``deepnvme.ops.load_async_io`` returns the op.
 
 Every method here releases the GIL while it waits or makes a system call.
 """
 
 import os
-from array import array
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from typing_extensions import Buffer
+
+from . import checkpoint as checkpoint
+from . import memory as memory
+from . import quantization as quantization
 
 source_hash: str
 """Hash of the sources this module was compiled from; ``AsyncIOBuilder.load`` compares it."""
 
 def backends() -> dict[str, str | None]:
     """Every backend by name, fastest first; ``None`` where it works here, else why it does not. Tries each in earnest."""
-
-def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
-    """What :func:`deepnvme.memory.tensor_bytes.copy_many` documents. Any contiguous buffers of uint64 serve."""
-
-def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
-    """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
-
-def pickle_walk(
-    stream: bytes, most_nested: int, most_unregistered: int = ...
-) -> tuple[int, int, int, bool, bool, list[bytes] | None]:
-    """Look through a pickle without making anything of it.
-
-    Stops early, not complete, above ``most_nested`` (at most 16382) levels, above ``most_unregistered``
-    objects, or at a memo index not below ``len(stream)``.
-
-    Returns:
-        (nesting, unregistered, largest_memo_index, changes_globals, complete, names): levels of nesting; most containers and
-        call results that were not in the memo at one time, with entries of the memo that no pickler makes; the largest memo
-        index; whether it sets the state of a global; whether it ends within the stream; and the globals that it names, each
-        once as b"module\\nname", or None if unpickling might find others.
-    """
-
-def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
-    """What :func:`deepnvme.checkpoint.formats.zip_layout.lay_out` documents."""
-
-def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads: int, in_turn: bool = False) -> None:
-    """Work out matrices' values: each (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
-    :mod:`deepnvme.streaming.weights.quantization` has them. Nothing checks the addresses."""
-
-def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> int | None:
-    """Work out one matrix's scales and codes, or say in which row is what cannot be: a value not finite, or above 2**126."""
 
 class Future:
     """A read, write or fsync that this op has started; see :class:`deepnvme.Future`."""

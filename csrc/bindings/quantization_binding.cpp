@@ -1,9 +1,11 @@
-// Weights of a few bits, by the addresses of their parts.
+// The submodule `quantization`: weights of a few bits, by the addresses of their parts.
 #include "quantization/quantization.h"
 
+#include <optional>
+#include <string>
 #include <vector>
 
-#include "bindings/python.h"
+#include "bindings/parts.h"
 
 namespace deepnvme::bindings {
 
@@ -51,8 +53,9 @@ py::object quantize_one(const py::tuple& facts, unsigned threads) {
 
 void bind_quantization(py::module_& module) {
     using namespace pybind11::literals;
-    module.def("dequantize", &dequantize_all, "matrices"_a, "threads"_a, "in_turn"_a = false);
-    module.def("quantize", &quantize_one, "matrix"_a, "threads"_a);
+    auto quantization = module.def_submodule("quantization");
+    quantization.def("dequantize", &dequantize_all, "matrices"_a, "threads"_a, "in_turn"_a = false);
+    quantization.def("quantize", &quantize_one, "matrix"_a, "threads"_a);
 }
 
 }  // namespace deepnvme::bindings

@@ -1,53 +1,17 @@
-// What the bindings share: tensors and paths taken apart, errors and waiting put into Python's terms.
-//
-// No torch header is included: a tensor is a Python object whose attributes are read, so that one binary serves every torch.
+// An engine used from Python: what has to outlive its requests, and waiting that hears Ctrl-C.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 
+#include "bindings/conversions.h"
 #include "engine/engine.h"
 
 namespace deepnvme::bindings {
-
-namespace py = pybind11;
-
-enum class Direction { read, write };
-
-// The memory of a tensor for the time of a transfer.
-struct TensorMemory {
-    py::object owner;  // the tensor, or the copy made of one that is not contiguous
-    std::byte* data;
-    std::uint64_t nbytes;
-    std::optional<DeviceMemory> device;  // with the stream that is current; empty for the host's memory
-};
-
-// Throws TypeError for what is no dense tensor, ValueError for one that cannot be transferred in this direction as it is. `verb`: what
-// is to be done with the tensor's own memory, where that is more than to read it.
-TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb = "read into");
-
-// Throws TypeError unless the object is a torch.Tensor.
-void require_tensor(py::handle object);
-
-// A Python integer. Throws TypeError naming the argument for anything else, ValueError for one beyond 64 bits.
-std::int64_t integer_of(py::handle number, const char* name);
-
-// The numbers in an array of uint64, valid for as long as `buffer` is. Throws TypeError naming the argument for anything else.
-std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name);
-
-// str, bytes or os.PathLike, in the file system's encoding. Throws TypeError, or ValueError for a path with a NUL.
-std::string path_of(py::handle path);
-
-// The OSError, or subclass of it, with errno, text and filename set.
-py::object to_python(const IoError& error);
 
 // Wait with the GIL released and signals attended to. False if the time ran out; throws what a signal handler raised.
 bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout);
@@ -104,12 +68,5 @@ private:
     // Submitted and not known to have ended, oldest first.
     std::deque<std::shared_ptr<Pending>> pending_;
 };
-
-// Has functions of this module that throw IoError raise what to_python makes of it.
-void bind_io_error(py::module_& module);
-void bind_engine(py::module_& module);
-void bind_handle(py::module_& module);
-void bind_checkpoint(py::module_& module);
-void bind_quantization(py::module_& module);
 
 }  // namespace deepnvme::bindings

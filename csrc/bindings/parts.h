@@ -1,0 +1,22 @@
+// The parts that the modules are put together from, each in the file of its name.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace deepnvme::bindings {
+
+namespace py = pybind11;
+
+// Has functions of this module that throw IoError raise what to_python makes of it (conversions.h).
+void bind_io_error(py::module_& module);
+
+void bind_pinned_buffer(py::module_& module);
+void bind_engine(py::module_& module);
+void bind_handle(py::module_& module);
+
+// What the package has compiled besides I/O, each a submodule of its own: nothing of it is in DeepSpeed's contract.
+void bind_checkpoint(py::module_& module);
+void bind_memory(py::module_& module);
+void bind_quantization(py::module_& module);
+
+}  // namespace deepnvme::bindings
