@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .pretrained import from_pretrained
     from .stream_report import StreamReport
     from .streaming import Streaming, stream, streaming_of
-    from .weights.comparing import StoreMismatch
+    from .weights.blocks import StoreMismatch
     from .weights.manifest import Extent, Weight, WeightInfo
     from .weights.sources import Location, Source
     from .weights.weight_store import CorruptExtent, WeightStore
@@ -42,7 +42,7 @@ _WHERE = {
     "Location": "weights.sources",
     "OffloadedCache": "kv.cache",
     "Source": "weights.sources",
-    "StoreMismatch": "weights.comparing",
+    "StoreMismatch": "weights.blocks",
     "StreamReport": "stream_report",
     "Streaming": "streaming",
     "Weight": "weights.manifest",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,24 +10,15 @@ import torch
 from torch import nn
 
 from .placeholder import Placeholder
-from .weights.blocks import ties_of, weights_of
+from .weights.blocks import weights_of
 
 if TYPE_CHECKING:
     from .weights.manifest import Extent, Weight
     from .weights.weight_store import WeightStore
 
 
-@dataclass
-class _Place:
-    """One entry in a module's ``_parameters`` or ``_buffers``.
-
-    Written to directly: ``Module.__setattr__`` would search all of the module's dictionaries first.
-    """
-
-    among: dict[str, torch.Tensor | None]
-    name: str
-    own: torch.Tensor | None
-    """The tensor that the model had there before it was streamed."""
+Tensors = dict[str, torch.Tensor | None]
+"""A module's ``_parameters`` or ``_buffers``. Written to directly: ``Module.__setattr__`` would search all of them first."""
 
 
 @dataclass
@@ -36,7 +26,8 @@ class _Weight:
     """A stored weight, the entries of modules that it belongs to, and the tensors that are put there."""
 
     facts: Weight
-    places: list[_Place] = field(default_factory=list)
+    places: list[tuple[Tensors, str]] = field(default_factory=list)
+    """The entries: dictionary and key."""
     absent: torch.Tensor | None = None
     """The placeholder."""
     present: torch.Tensor | None = None
@@ -50,15 +41,20 @@ class _Weight:
 
     def put(self, tensor: torch.Tensor | None) -> None:
         """Put a tensor into all entries of the weight."""
-        for place in self.places:
-            place.among[place.name] = tensor
+        for among, key in self.places:
+            among[key] = tensor
+
+    def remove(self) -> None:
+        """Put the placeholder into all entries of the weight."""
+        self.put(self.absent)
+        self.present = None
 
     def changed(self) -> bool:
         """Return whether somebody has put another tensor into one of the entries, or changed ``present`` in place."""
         present = self.present
         return (
             present is None
-            or any(place.among.get(place.name) is not present for place in self.places)
+            or any(among.get(key) is not present for among, key in self.places)
             or present._version != self.version
             or present.data_ptr() != self.address  # for example after model.to(...)
         )
@@ -67,7 +63,7 @@ class _Weight:
         """Return whether somebody has put another tensor into one of the entries since the weight was removed."""
         return not all(
             found is self.absent or (found is not None and found is self.present)
-            for found in (place.among.get(place.name) for place in self.places)
+            for found in (among.get(key) for among, key in self.places)
         )
 
 
@@ -86,60 +82,38 @@ class ModuleWeights:
     def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
         self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in extents.items()}
         by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
-        found = weights_of(model)
-        ties = ties_of(found)
-        names: dict[str, list[str]] = {}
-        for name in found:
-            names.setdefault(ties.get(name, name), []).append(name)
+        own = weights_of(model)
+        stored_as = {id(own[name]): store.ties.get(name, name) for name in own if name in by_name or name in store.ties}
         modules = dict(model.named_modules(remove_duplicate=False))
-        for tied in names.values():
-            stored = next(store.ties.get(name, name) for name in tied if name in by_name or name in store.ties)
-            for name in tied:
-                path, _, key = name.rpartition(".")
-                module = modules[path]
-                among = module._parameters if key in module._parameters else module._buffers
-                if all(place.among is not among or place.name != key for place in by_name[stored].places):
-                    by_name[stored].places.append(_Place(among, key, found[name]))
-                    by_name[stored].requires_grad |= found[name].requires_grad
-        users: dict[str, str] = {}
-        for block, needed in store.blocks.items():
-            for extent in needed:
-                users.setdefault(extent, block)
+        for name, tensor in own.items():
+            weight = by_name[stored_as[id(tensor)]]
+            path, _, key = name.rpartition(".")
+            module = modules[path]
+            among: Tensors = module._parameters if key in module._parameters else module._buffers
+            if not any(there is among and other == key for there, other in weight.places):
+                weight.places.append((among, key))
+                weight.requires_grad |= tensor.requires_grad
+        users = {extent: block for block, needed in reversed(list(store.blocks.items())) for extent in needed}
         for extent, weights in self._extents.items():
             for weight in weights:
-                name, info = weight.facts.name, weight.facts.info
-                weight.absent = Placeholder(name, users.get(extent, ""), info.shape, info.dtype, device)
-
-    def undo(self) -> None:
-        """Put the model's own tensors back. Only before :meth:`forget_own`."""
-        for weight in self._all():
-            for place in weight.places:
-                place.among[place.name] = place.own
-
-    def forget_own(self) -> None:
-        """Drop the references to the model's own tensors, so that their memory is freed."""
-        for weight in self._all():
-            for place in weight.places:
-                place.own = None
+                info = weight.facts.info
+                weight.absent = Placeholder(weight.facts.name, users.get(extent, ""), info.shape, info.dtype, device)
 
     def remove(self, extent: str) -> None:
         """Replace an extent's weights by placeholders."""
         for weight in self._extents[extent]:
-            weight.put(weight.absent)
-            weight.present = None
+            weight.remove()
 
     def put(self, extent: str, memory: torch.Tensor) -> None:
         """Put an extent's weights into the modules, as views of ``memory``, in which the extent lies ready for use."""
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count changes
             for weight in self._extents[extent]:
                 tensor = weight.facts.view(memory).data  # .data: a tensor that counts changes for itself
-                parameter = isinstance(weight.places[0].among.get(weight.places[0].name), nn.Parameter)
+                among, key = weight.places[0]
+                parameter = isinstance(among.get(key), nn.Parameter)
                 weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
                 weight.version, weight.address = weight.present._version, weight.present.data_ptr()
                 weight.put(weight.present)
-
-    def _all(self) -> Iterator[_Weight]:
-        return itertools.chain.from_iterable(self._extents.values())
 
     def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | None) -> None:
         """Put an extent's weights into the modules for good; they require grad if they did before the model was streamed.
@@ -153,8 +127,7 @@ class ModuleWeights:
             self.put(extent, memory)
         for weight in self._extents[extent]:
             if names is not None and weight.facts.name not in names:
-                weight.put(weight.absent)
-                weight.present = None
+                weight.remove()
             elif weight.requires_grad and weight.present is not None:
                 weight.present.requires_grad_()
 

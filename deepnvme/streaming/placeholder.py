@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 class Placeholder(torch.Tensor):
@@ -42,9 +43,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found: list[Placeholder] = []
-        _find([args, kwargs], found)
-        found[0]._refuse(str(func))
+        next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder))._refuse(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({self.weight!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -89,14 +88,3 @@ class Placeholder(torch.Tensor):
             f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r}; "
             "use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the stream"
         )
-
-
-def _find(arguments: Any, found: list[Placeholder]) -> None:
-    """Append the placeholders in nested lists, tuples and dictionaries to ``found``."""
-    if isinstance(arguments, Placeholder):
-        found.append(arguments)
-    elif isinstance(arguments, (list, tuple)):
-        for each in arguments:
-            _find(each, found)
-    elif isinstance(arguments, dict):
-        _find(list(arguments.values()), found)

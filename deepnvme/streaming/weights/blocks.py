@@ -1,6 +1,7 @@
-"""Groups a model's weights: into blocks, the modules for whose forward they are read, and extents, which are read as one.
+"""A model's weights by name: the blocks and extents that they form, and how another set of weights differs from them.
 
-Works on a model's tree of modules, or only on the names in a checkpoint. Does no I/O.
+A block is a module for whose forward weights are read, an extent what is read as one. Works on a model's modules, or only on the
+names in a checkpoint. Does no I/O.
 """
 
 from __future__ import annotations
@@ -15,13 +16,35 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from deepnvme._listed import listed
+
+from .manifest import WeightInfo
+
 REST = "(rest)"
 """Name of the extent of weights in no block, which stays in memory. A module is unlikely to have a name with parentheses."""
 SMALL = 1 << 20
 """A module with fewer bytes of weights is not made a block, unless a list does: reading it again each time is not worth it."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_SHOWN = 8
+"""Differences that a message lists."""
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules whose weights are used by the forward of the module around them."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, *_PARAMETERS)
 """Modules without a forward of their own."""
+
+
+class StoreMismatch(ValueError):
+    """Raised if weights are not those of the model. The message counts the differences and lists the first 8.
+
+    Args:
+        what: Beginning of the message.
+        differences: One line each, as :func:`differences` returns them.
+    """
+
+    def __init__(self, what: str, differences: Sequence[str]) -> None:
+        plural = "s" if len(differences) > 1 else ""
+        shown = listed(differences, _SHOWN, "\n  ")
+        super().__init__(f"{what}: {len(differences)} difference{plural}\n  {shown}")
 
 
 class Block(NamedTuple):
@@ -102,6 +125,51 @@ def ties_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: first[id(weight)] for name, weight in weights.items() if first.setdefault(id(weight), name) != name}
 
 
+def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
+    """Return dtype and shape of a model's weights by all of their names; and for each tied weight's further names the first."""
+    weights = weights_of(model)
+    return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
+
+
+def differences(
+    wanted: Mapping[str, WeightInfo],
+    ties: Mapping[str, str],
+    found: Mapping[str, WeightInfo],
+    found_ties: Mapping[str, str],
+    dtypes: bool = True,
+) -> list[str]:
+    """Return how the weights found differ from those that a model wants, one line for each difference.
+
+    A tied weight is found if one of its names is.
+
+    Args:
+        wanted: The model's weights, by all of their names.
+        ties: Further names of the model's tied weights, with the first name of each.
+        found: The weights found, by all of their names.
+        found_ties: Further names of the tied weights found, with the first name of each.
+        dtypes: Whether dtypes have to be equal, and weights that the model ties have to be tied.
+    """
+    names_of: dict[str, list[str]] = {name: [name] for name in wanted if name not in ties}
+    for alias, first in ties.items():
+        names_of[first].append(alias)
+    said = []
+    for names in names_of.values():
+        there = [name for name in names if name in found]
+        if not there:
+            said.append(f"missing: {names[0]!r}, {wanted[names[0]]}")
+            continue
+        if len({found_ties.get(name, name) for name in there}) > 1 and dtypes:
+            said.append(f"tied: {' and '.join(map(repr, there))} are one weight in the model, and were found to be several")
+        for name in there[:1]:
+            expected, got = wanted[name], found[name]
+            if expected.shape != got.shape:
+                said.append(f"shape: {name!r} should be {expected}, found {got}")
+            elif dtypes and expected.dtype != got.dtype:
+                said.append(f"dtype: {name!r} should be {expected}, found {got}")
+    said += [f"unexpected: {name!r}, {info}" for name, info in found.items() if name not in wanted]
+    return said
+
+
 def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Structure:
     """Divide a model into blocks.
 
@@ -119,9 +187,17 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     """
     weights = weights_of(model)
     ties = ties_of(weights)
-    buffers = {name for name, weight in weights.items() if not isinstance(weight, nn.Parameter)}
-    named = _named(model, blocks or ())
-    return _structure(_place_of(model, "", weights, ties), named, ties, [name for name in buffers if name not in ties])
+    sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    root = _tree(sizes, ties)
+    for place in root.all():
+        module = modules[place.name]
+        place.identity = id(module)
+        place.kind = type(module)
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(modules[child.name]) for child in place.children.values())
+            place.alike = any(count > 1 and not issubclass(kind, _PARAMETERS) for kind, count in kinds.items())
+    return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties])
 
 
 def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None) -> Structure:
@@ -137,34 +213,37 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
     Raises:
         ValueError: If a name or pattern matches no module with weights.
     """
-    root = _Place("", object())
-    for name, nbytes in sizes.items():
-        place = root
-        *path, _ = name.split(".")
-        for part in path:
-            full = f"{place.name}.{part}" if place.name else part
-            place = place.children.setdefault(part, _Place(full, object()))
-        place.weights.append((ties.get(name, name), nbytes))
+    root = _tree(sizes, ties)
     for place in root.all():
         place.alike = sum(part.isdigit() for part in place.children) > 1
-    names = {place.name: place for place in root.all() if any(each.weights for each in place.all())}
-    named = {names[name].identity for pattern in blocks or () for name in _matching(pattern, names)}
-    return _structure(root, named, ties, [])
+    return _structure(root, blocks, ties, [])
 
 
 @dataclass
 class _Place:
-    """A node of the tree of modules. A module that is in several places has several nodes of one identity."""
+    """A node of the tree of modules that have weights. A module that is in several places has several nodes of one identity."""
 
     name: str
-    identity: object
+    identity: object = field(default_factory=object)
     weights: list[tuple[str, int]] = field(default_factory=list)
     """First names and bytes of the module's own weights."""
     children: dict[str, _Place] = field(default_factory=dict)
     """Nodes of the submodules, by the last part of their names."""
     alike: bool = False
     """Whether the module is a list with several children of one type."""
-    has_forward: bool = True
+    kind: type = nn.Module
+    """Class of the module; nn.Module if only names are known."""
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the module has a forward that somebody calls."""
+        return not issubclass(self.kind, _CONTAINERS)
+
+    def uses_weights(self) -> bool:
+        """Return whether the module's own forward uses weights, not only those of its submodules."""
+        return self.has_forward and (
+            bool(self.weights) or any(issubclass(child.kind, _PARAMETERS) for child in self.children.values())
+        )
 
     def all(self) -> Iterator[_Place]:
         """Yield this node and all nodes below it."""
@@ -172,43 +251,38 @@ class _Place:
         for child in self.children.values():
             yield from child.all()
 
-    def has_weights(self) -> bool:
-        return any(place.weights for place in self.all())
+
+def _tree(sizes: Mapping[str, int], ties: Mapping[str, str]) -> _Place:
+    """Return the tree of the modules that have weights, by the names of the weights.
+
+    Args:
+        sizes: Bytes of the weights, by all of their names, in the order of registration.
+        ties: First names of tied weights, by each of their further names.
+    """
+    root = _Place("")
+    for name, nbytes in sizes.items():
+        place = root
+        *path, _ = name.split(".")
+        for part in path:
+            place = place.children.setdefault(part, _Place(f"{place.name}.{part}" if place.name else part))
+        place.weights.append((ties.get(name, name), nbytes))
+    return root
 
 
-def _place_of(module: nn.Module, name: str, weights: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> _Place:
-    """Return the tree of nodes for a module."""
-    prefix = f"{name}." if name else ""
-    place = _Place(name, id(module), has_forward=not isinstance(module, _CONTAINERS))
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            first = ties.get(prefix + key, prefix + key)
-            place.weights.append((first, weights[first].numel() * weights[first].element_size()))
-    kinds: Counter[type] = Counter()
-    for key, child in module._modules.items():
-        if child is None:
-            continue
-        below = _place_of(child, prefix + key, weights, ties)
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # its weights are used by the forward of its parent
-            place.weights += [weight for each in below.all() for weight in each.weights]
-            continue
-        place.children[key] = below
-        if below.has_weights():
-            kinds[type(child)] += 1
-    place.alike = isinstance(module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
-    return place
-
-
-def _named(model: nn.Module, patterns: Sequence[str]) -> set[object]:
+def _named(root: _Place, patterns: Iterable[str]) -> set[object]:
     """Return the identities of the modules that the patterns match."""
-    modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    first: dict[object, _Place] = {}
+    for place in root.all():
+        if place.weights or place.children:
+            first.setdefault(place.identity, place)
+    places = {place.name: place for place in first.values()}
     found: set[object] = set()
     for pattern in patterns:
-        for name in _matching(pattern, modules):
-            if isinstance(modules[name], _CONTAINERS):
-                kind = type(modules[name]).__name__
+        for name in _matching(pattern, places):
+            if not places[name].has_forward:
+                kind = places[name].kind.__name__
                 raise ValueError(f"blocks: {name!r} is a {kind}, whose forward nobody calls: name what is in it, {name + '.*'!r}")
-            found.add(id(modules[name]))
+            found.add(places[name].identity)
     return found
 
 
@@ -224,13 +298,15 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _structure(root: _Place, named: set[object], ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
-    """Divide a tree into blocks; ``rest`` are weights that belong to none in any case."""
-    chosen: dict[object, bool] = dict.fromkeys(named, False)  # True: a block only if it is large enough
+def _structure(root: _Place, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
+    """Divide a tree into blocks; ``named`` are patterns of block names, ``rest`` weights that belong to none in any case."""
+    chosen: dict[object, bool] = dict.fromkeys(_named(root, named or ()), False)  # True: a block only if it is large enough
     _choose(root, chosen)
     needed: dict[object, dict[str, int]] = {}
     names: dict[object, str] = {}
-    _assign(root, None, chosen, needed, names)
+    for place, block in _with_blocks(root, chosen):
+        names.setdefault(block, place.name)
+        needed.setdefault(block, {}).update(place.weights)
     remaining = dict(needed.pop(None, {}))
     blocks = []
     for identity, weights in needed.items():
@@ -247,12 +323,12 @@ def _choose(place: _Place, chosen: dict[object, bool]) -> None:
         return
     if place.alike:
         for child in place.children.values():
-            if child.has_forward and child.has_weights():
+            if child.has_forward:
                 chosen.setdefault(child.identity, False)
             else:
                 _choose(child, chosen)
         return
-    if place.weights and place.has_forward:
+    if place.uses_weights():
         chosen[place.identity] = True
         if not any(each.alike for each in place.all()):
             return
@@ -260,17 +336,9 @@ def _choose(place: _Place, chosen: dict[object, bool]) -> None:
         _choose(child, chosen)
 
 
-def _assign(
-    place: _Place,
-    block: object,
-    chosen: Mapping[object, bool],
-    needed: dict[object, dict[str, int]],
-    names: dict[object, str],
-) -> None:
-    """Fill ``needed`` with the weights of each block (a weight is the innermost block's around it, or None's), and ``names``."""
-    if place.identity in chosen:
-        block = place.identity
-        names.setdefault(block, place.name)
-    needed.setdefault(block, {}).update(place.weights)
+def _with_blocks(place: _Place, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_Place, object]]:
+    """Yield a node and those below it, each with the identity of the innermost block around it; None if there is none."""
+    block = place.identity if place.identity in chosen else block
+    yield place, block
     for child in place.children.values():
-        _assign(child, block, chosen, needed, names)
+        yield from _with_blocks(child, chosen, block)

@@ -23,8 +23,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
-from .blocks import REST, ExtentPlan, Structure, structure_of, structure_of_names
-from .comparing import StoreMismatch, described, differences
+from .blocks import REST, ExtentPlan, StoreMismatch, Structure, described, differences, structure_of, structure_of_names
 from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
 from .quantization import Scheme, quantize
 from .sources import Pending, Source, Weights

@@ -27,9 +27,9 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.store.volumes import Directory
 from deepnvme.store.volumes import weights_of as directories_of
 
+from .blocks import StoreMismatch, described, differences
 from .building import ExtentBuilder, ahead, build, structure_for
-from .comparing import StoreMismatch, described, differences
-from .manifest import LARGEST, NAME, Extent, Weight, WeightManifest, decode, key_of
+from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 from .quantization import SCHEMES, Scheme
 from .sources import InFile, Source, Weights, source_of
 
@@ -66,11 +66,20 @@ class WeightStore:
         if nbytes > LARGEST:
             raise CorruptManifest(where, f"what it says of weights has {nbytes} bytes, and may have {LARGEST}")
         said = tensors.get(NAME).result()
-        self._manifest = decode(memory_of(said).tobytes(), where)
-        checked = [extent.name for extent in self.extents.values() if extent.crc32 is not None]
-        self._unverified = set(checked if verify else ())
+        manifest = decode(memory_of(said).tobytes(), where)
+        self._model = manifest.model
+        self.extents: Mapping[str, Extent] = manifest.extents
+        """Extents by name, in the order in which they are first needed."""
+        self.blocks: Mapping[str, tuple[str, ...]] = manifest.blocks
+        """Names of the extents that each block needs, by the module's name; without REST, which is always needed."""
+        self.ties: Mapping[str, str] = manifest.ties
+        """First names of tied weights, by each of their further names."""
+        self.weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
+        """Weights, each with its extent, by name (the first of a tied weight's names)."""
+        self.origin = manifest.origin
+        """The text given to :meth:`build` about where the weights are from."""
+        self._unverified = {name for name, extent in self.extents.items() if verify and extent.crc32 is not None}
         self._lock = threading.Lock()
-        self._weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
         for extent in self.extents.values():
             there = tensors.info(key_of(extent.name)).nbytes if key_of(extent.name) in tensors else None
             if there != extent.nbytes:
@@ -180,33 +189,6 @@ class WeightStore:
             engine.close()
             raise
 
-    # Contents.
-
-    @property
-    def extents(self) -> Mapping[str, Extent]:
-        """Extents by name, in the order in which they are first needed."""
-        return self._manifest.extents
-
-    @property
-    def blocks(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the extents that each block needs, by the module's name; without REST, which is always needed."""
-        return self._manifest.blocks
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """First names of tied weights, by each of their further names."""
-        return self._manifest.ties
-
-    @property
-    def weights(self) -> Mapping[str, tuple[Extent, Weight]]:
-        """Weights, each with its extent, by name (the first of a tied weight's names)."""
-        return self._weights
-
-    @property
-    def origin(self) -> str:
-        """The text given to :meth:`build` about where the weights are from."""
-        return self._manifest.origin
-
     @property
     def nbytes(self) -> int:
         """Bytes of all extents together."""
@@ -298,7 +280,7 @@ class WeightStore:
         """Raise StoreMismatch, which names the differences, if :meth:`compare` finds any."""
         found = self.compare(model)
         if found:
-            kind = f" (built for {self._manifest.model})" if self._manifest.model else ""
+            kind = f" (built for {self._model})" if self._model else ""
             raise StoreMismatch(f"the store in '{self._where}'{kind} is not of this {type(model).__name__}", found)
 
     # Closing.

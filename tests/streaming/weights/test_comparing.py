@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.weights.comparing import StoreMismatch, described, differences
+from deepnvme.streaming.weights.blocks import StoreMismatch, described, differences
 from deepnvme.streaming.weights.manifest import WeightInfo
 
 F32 = WeightInfo(torch.float32, (2, 3))
