@@ -28,7 +28,7 @@ from .streaming import stream, streaming_of
 from .weights.blocks import weights_of
 from .weights.quantization import Scheme
 from .weights.shared_build import opened_or_built
-from .weights.sources import weights_in_index
+from .weights.sources import InFile, weights_in_index
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -104,10 +104,14 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
-    where = directories_of(offload_dir)
-    store = opened_or_built(
-        where, origin, lambda directory: _build(kind, name, options, where, origin, quantize, progress, directory)
-    )
+    where: dict[Any, float] = dict(directories_of(offload_dir))
+
+    def build(directory: Path) -> WeightStore:
+        with _empty(directory / "converted") as converted:
+            model, source = _offloaded(kind, name, options, converted)
+            return WeightStore.build(source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin))
+
+    store = opened_or_built(where, origin, build)
     model: PreTrainedModel | None = None
     try:
         model = _without_weights(kind, name, config, store, options)
@@ -196,42 +200,30 @@ def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
     return config.dtype if dtype in (None, "auto") else dtype
 
 
-def _build(
-    kind: Any,
-    name: str,
-    options: Mapping[str, Any],
-    where: Mapping[Any, float],
-    origin: Mapping[str, Any],
-    quantize: Scheme | None,
-    progress: Wanted,
-    directory: Path,
-) -> WeightStore:
-    """Build the store of a checkpoint. ``directory`` is for temporary files."""
+def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, torch.Tensor | InFile]]:
+    """Return a checkpoint's model, on the meta device, and where its weights lie. What transformers converts is in ``folder``."""
     import safetensors
 
-    with _empty(directory / "converted") as converted:
+    def offloaded() -> Any:
+        as_accelerate_does.set(True)
+        return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder, **options)
 
-        def offloaded() -> Any:
-            as_accelerate_does.set(True)
-            return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=converted, **options)
-
-        logger = logging.getLogger("accelerate.big_modeling")
-        before = logger.disabled
-        try:
-            logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
-            model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset whatever interrupts it
-        except safetensors.SafetensorError as error:
-            raise _of_writing(error, converted) from error
-        finally:
-            logger.disabled = before
-        index, folder = offload_index_of(model)
-        index = with_dtypes_kept(model, index)
-        model.tie_weights()
-        weights = weights_of(model)
-        here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, which are loaded into memory
-        on_disk = {each: entry for each, entry in index.items() if each in weights and each not in here}
-        source = {**weights_in_index(on_disk, folder), **here}
-        return WeightStore.build(source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin))
+    logger = logging.getLogger("accelerate.big_modeling")
+    before = logger.disabled
+    try:
+        logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
+        model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset whatever interrupts it
+    except safetensors.SafetensorError as error:
+        raise _of_writing(error, folder) from error
+    finally:
+        logger.disabled = before
+    index, raw = offload_index_of(model)
+    index = with_dtypes_kept(model, index)
+    model.tie_weights()
+    weights = weights_of(model)
+    here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, which are loaded into memory
+    on_disk = {each: entry for each, entry in index.items() if each in weights and each not in here}
+    return model, {**weights_in_index(on_disk, raw), **here}
 
 
 @contextlib.contextmanager
