@@ -20,7 +20,7 @@ import torch
 
 from deepnvme import _interrupts as interrupts
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.offload import distributed as ranks
+from deepnvme.offload import params as ranks
 from deepnvme.offload import step as stepping
 from tests.faults.torture.interruption import Interruption, all_but
 

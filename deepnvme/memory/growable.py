@@ -1,13 +1,43 @@
-"""Leases of memory beyond a user's configured number of buffers, with an error that says which setting to change."""
+"""Leases that grow: memory that is replaced where more is needed, and more than a user's setting has reckoned with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from .pool import BufferPool, Lease, OutOfBuffers
 
+if TYPE_CHECKING:
+    import torch
+
 _PATIENCE_SECONDS = 300.0
 """How long to wait for others to release leases: longer than any transfer takes, not so long that the program seems to hang."""
+
+
+class GrowableLease:
+    """Leased memory that is replaced where more is needed."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._lease: Lease | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are leased now."""
+        return 0 if self._lease is None else self._lease.nbytes
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` bytes with undefined contents, which replace what was taken before. May block, as a lease does."""
+        if self._lease is None or self._lease.nbytes < nbytes:
+            self.release()
+            self._lease = self._pool.lease(max(nbytes, 1))
+        return self._lease.buffer[:nbytes]
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        lease, self._lease = self._lease, None  # first: what is released must not be found here, even after Ctrl-C
+        if lease is not None:
+            lease.release()
 
 
 def lease_more(pool: BufferPool, nbytes: int, held: Iterable[Lease], shortage: str) -> Lease:

@@ -1,132 +1,178 @@
-"""Count the bytes that an optimizer moves between memory and drive in a step, and the time that it takes."""
+"""Read and write blocks of an optimizer, and report how long each step took, on what, and how fast the drive was."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from deepnvme.store.futures import StoreFuture
-    from deepnvme.store.tensor_store import TensorStore
-
-
-@dataclass
-class StepTimes:
-    """Durations in seconds, and bytes moved, of one step."""
-
-    begun: float | None = None
-    """``time.perf_counter()`` when work for the step began; None before."""
-    computing: float = 0.0
-    waiting: float = 0.0
-    reading: float = 0.0
-    """Time with at least one read in flight."""
-    writing: float = 0.0
-    """Time with at least one write in flight."""
-    bytes_read: int = 0
-    bytes_written: int = 0
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.futures import StoreFuture
+from deepnvme.store.tensor_store import TensorStore
 
 
-class _Clock:
-    """Measures how long at least one transfer of a kind was in flight. Ends are only seen by :meth:`look`."""
+@dataclass(frozen=True)
+class StepReport:
+    """Timings and traffic of one step of an :class:`OffloadedOptimizer`. Seconds and bytes; 1 GB is 10^9 bytes."""
+
+    step: int
+    """Number of the step, from 1."""
+    seconds: float
+    """Time of the whole step, until ``step()`` returns; all times below lie within it.
+
+    It begins with the call of ``step()``, the closure included. With ``step_in_backward`` or ``offload_gradients`` it begins with
+    the first gradient of a backward, so it includes the rest of that backward and whatever else is computed until ``step()``."""
+    computing: float
+    """Time in the optimizer's own kernels, and for copying gradients and weights for them."""
+    reading: float
+    """Time with at least one read in flight, whether or not anything waited for it."""
+    writing: float
+    """Time with at least one write in flight, whether or not anything waited for it."""
+    waiting: float
+    """Time spent waiting for the drive with nothing to compute."""
+    bytes_read: int
+    """Bytes read of states, and of offloaded gradients."""
+    bytes_written: int
+    """Bytes written of states, of offloaded gradients, and of copies of parameters to undo the step with.
+
+    ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and ``measure_limits``."""
+    read_gb_per_second: float
+    """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
+    write_gb_per_second: float
+    """``bytes_written`` over ``writing``. Reads at the same time take their share of the drive."""
+    share_of_limit: float | None
+    """The time that the drive would need for these bytes at its limits, first reading and then writing, over ``seconds``.
+
+    None if the limits were not measured: see :meth:`OffloadedOptimizer.measure_limits`."""
+    bytes_written_in_all: int
+    """Bytes written since the optimizer was created, for any purpose: the wear of the drive."""
+    resident_bytes: int
+    """Bytes of states kept in memory by ``dram_budget``."""
+    sub_groups: int
+    """Number of sub-groups stepped in this step."""
+
+    def line(self) -> str:
+        """Return the report as one line of text."""
+        share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
+        return (
+            f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
+            f" read {_text(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
+            f" wrote {_text(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s{share};"
+            f" {_text(self.bytes_written_in_all)} written in all"
+        )
+
+
+class _Transfers:
+    """The reads, or the writes, of a step: how many bytes, and how long at least one was in flight."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.nbytes = 0
         self._under_way: list[StoreFuture[Any]] = []
         self._since = 0.0
 
-    def started(self, future: StoreFuture[Any]) -> None:
+    def started(self, future: StoreFuture[Any], nbytes: int) -> None:
         """Record the start of a transfer."""
         self.look()
         if not self._under_way:
             self._since = time.perf_counter()
         self._under_way.append(future)
+        self.nbytes += nbytes
 
     def look(self) -> None:
-        """Record transfers that have ended."""
+        """Record transfers that have ended. Their time is counted until this is called."""
         if self._under_way:
             self._under_way = [future for future in self._under_way if not future.done()]
             if not self._under_way:
                 self.seconds += time.perf_counter() - self._since
 
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes over the time that at least one was in flight, in GB/s; 0 without any."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
-def _clocks() -> dict[str, _Clock]:
-    return {"read": _Clock(), "write": _Clock()}
 
-
-class _Spending:
-    """Adds the time of a ``with`` body to ``computing`` or ``waiting``.
+class _Stopwatch:
+    """Adds up the time spent in ``with`` bodies.
 
     Not a generator: if Ctrl-C left one suspended, it would add all the time until it is garbage-collected.
     """
 
-    def __init__(self, traffic: IOStats, what: Literal["computing", "waiting"]) -> None:
-        self._traffic, self._what = traffic, what
+    def __init__(self) -> None:
+        self.seconds = 0.0
         self._begun = 0.0
 
     def __enter__(self) -> None:
         self._begun = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        times = self._traffic.times
-        setattr(times, self._what, getattr(times, self._what) + time.perf_counter() - self._begun)
+        self.seconds += time.perf_counter() - self._begun
+
+
+@dataclass
+class StepTimes:
+    """What one step took."""
+
+    begun: float | None = None
+    """``time.perf_counter()`` when work for the step began; None before."""
+    computing: _Stopwatch = field(default_factory=_Stopwatch)
+    waiting: _Stopwatch = field(default_factory=_Stopwatch)
+    reads: _Transfers = field(default_factory=_Transfers)
+    writes: _Transfers = field(default_factory=_Transfers)
+
+    def begin(self) -> None:
+        """Record that work for the step begins. Only the first call in a step has an effect."""
+        if self.begun is None:
+            self.begun = time.perf_counter()
 
 
 class IOStats:
-    """Reads from and writes to a store, and counts bytes and times for the current step.
+    """Reads from and writes to a store, counts bytes and times for the current step, and makes a report of each step.
 
     Transfers through ``store`` directly are not counted.
+
+    Args:
+        store: Where blocks are.
+        verbose: Whether to print each report as a line to stdout.
     """
 
-    def __init__(self, store: TensorStore) -> None:
-        self.store = store
+    def __init__(self, store: TensorStore, verbose: bool) -> None:
+        self.store, self._verbose = store, verbose
         self.times = StepTimes()
-        self.written_in_all = 0
-        """Bytes written since the optimizer was created, also for undone steps, checkpoints and measurements."""
-        self._clocks = _clocks()
+        self._written_in_all = 0
+        self._limits: tuple[float, float] | None = None
+        self._last: StepReport | None = None
 
     def get(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         """Start reading the tensor ``name`` into ``out``, and count it. See :meth:`TensorStore.get`."""
         future = self.store.get(name, out)
-        self._clocks["read"].started(future)
-        self.times.bytes_read += out.nbytes
+        self.times.reads.started(future, out.nbytes)
         return future
 
     def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:
         """Start writing ``tensor`` under ``name``, and count it. See :meth:`TensorStore.put`."""
         future = self.store.put(name, tensor)
-        self._clocks["write"].started(future)
-        self.times.bytes_written += tensor.nbytes
-        self.written_in_all += tensor.nbytes
+        self.times.writes.started(future, tensor.nbytes)
+        self._written_in_all += tensor.nbytes
         return future
 
     def look(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
-        for clock in self._clocks.values():
-            clock.look()
-
-    def begin(self) -> None:
-        """Record that work for a step begins. Only the first call in a step has an effect."""
-        if self.times.begun is None:
-            self.times.begun = time.perf_counter()
-
-    def spending(self, what: Literal["computing", "waiting"]) -> _Spending:
-        """Return a context manager that adds the time of its body to ``computing`` or ``waiting``."""
-        return _Spending(self, what)
+        self.times.reads.look()
+        self.times.writes.look()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count transfers of the ``with`` body for a step. They do count for ``written_in_all``: they wear the drive."""
-        times, clocks = self.times, self._clocks
-        self.times, self._clocks = StepTimes(), _clocks()
+        """Do not count transfers of the ``with`` body for a step. They count as written in all nevertheless."""
+        times, self.times = self.times, StepTimes()
         try:
             yield
         finally:
-            self.times, self._clocks = times, clocks
+            self.times = times
 
     def finish(self) -> StepTimes:
         """Return bytes and times since the last call of this method, and start counting anew.
@@ -135,7 +181,88 @@ class IOStats:
         """
         self.look()
         times, self.times = self.times, StepTimes()
-        times.reading, times.writing = self._clocks["read"].seconds, self._clocks["write"].seconds
-        for clock in self._clocks.values():
-            clock.seconds = 0.0
         return times
+
+    def measure_limits(self, pool: BufferPool, chunk: int, nbytes: int) -> tuple[float, float]:
+        """Measure the drive's speed with three transfers in flight, and keep the result for later reports.
+
+        Blocks. The bytes count for ``bytes_written_in_all`` but not for a step.
+
+        Args:
+            pool: Where the memory for the transfers is leased.
+            chunk: Bytes of each transfer, at least 1 MiB.
+            nbytes: Bytes to read and to write, rounded up to a multiple of three chunks.
+
+        Returns:
+            Bytes per second read, and bytes per second written.
+
+        Raises:
+            ValueError: If ``nbytes`` is less than 1.
+            OSError: From the drive.
+        """
+        if nbytes < 1:
+            raise ValueError(f"nbytes must be positive, got {nbytes}")
+        names = [f"limits.{number}" for number in range(3)]
+        with pool.lease(max(chunk, 1 << 20) * len(names)) as lease:
+            parts = lease.buffer.chunk(len(names))
+            rounds = -(-nbytes // lease.nbytes)
+
+            def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
+                begun = time.perf_counter()
+                for future in [move(name, part) for name, part in zip(names, parts, strict=True)]:
+                    future.result()
+                return time.perf_counter() - begun
+
+            with self.aside():
+                try:
+                    seconds(self.put)  # not measured: it allocates the files' blocks
+                    writing, reading = zip(*((seconds(self.put), seconds(self.get)) for _ in range(rounds)), strict=True)
+                finally:
+                    for name in names:
+                        if name in self.store:
+                            self.store.delete(name).result()
+        self._limits = rounds * lease.nbytes / sum(reading), rounds * lease.nbytes / sum(writing)
+        return self._limits
+
+    def step_made(self, step: int, sub_groups: int, resident_bytes: int) -> None:
+        """Report a completed step. All transfers counted since the last step are attributed to it.
+
+        Args:
+            step: Number of the step, from 1.
+            sub_groups: Number of sub-groups stepped.
+            resident_bytes: Bytes of states kept in memory.
+        """
+        times = self.finish()
+        seconds = time.perf_counter() - times.begun if times.begun is not None else 0.0
+        limit = None
+        if self._limits is not None:
+            limit = (times.reads.nbytes / self._limits[0] + times.writes.nbytes / self._limits[1]) / seconds
+        self._last = StepReport(
+            step=step,
+            seconds=seconds,
+            computing=times.computing.seconds,
+            reading=times.reads.seconds,
+            writing=times.writes.seconds,
+            waiting=times.waiting.seconds,
+            bytes_read=times.reads.nbytes,
+            bytes_written=times.writes.nbytes,
+            read_gb_per_second=times.reads.gb_per_second,
+            write_gb_per_second=times.writes.gb_per_second,
+            share_of_limit=limit,
+            bytes_written_in_all=self._written_in_all,
+            resident_bytes=resident_bytes,
+            sub_groups=sub_groups,
+        )
+        if self._verbose:
+            print(self._last.line(), flush=True)
+
+    @property
+    def last(self) -> StepReport:
+        """The report of the last step. Raises RuntimeError before the first step."""
+        if self._last is None:
+            raise RuntimeError("there is nothing to report before the first step")
+        return self._last
+
+
+def _text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

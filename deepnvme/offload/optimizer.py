@@ -5,21 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.tensor_store import TensorStore
 
-from .distributed import own_directories
-from .planner import SubGroupPlanner
+from .io_stats import StepReport
+from .partition import SubGroupPlanner
 from .residency import ResidencyPolicy
-from .state_loading import opaque
+from .state_dict import opaque
 from .step import StepRunner
-from .step_report import StepReport
 from .sub_group import SubGroup
 
 
@@ -117,12 +118,12 @@ class OffloadedOptimizer(Optimizer):
         self._plan = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
         self._places = ResidencyPolicy(self._plan, dram_budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
-        self._checksum, self._step_in_backward = checksum, step_in_backward
+        self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
         super().__init__(params, self._plan.defaults())
         first = self._plan.sub_groups_of(self.param_groups, 0, 0)
         self._places.check_memory(first, self._pool, self._pool.in_use)
         try:
-            self._store = TensorStore(own_directories(nvme_path), checksum=checksum)
+            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum)
             self._stepping = StepRunner(
                 self,
                 self._store,
@@ -172,7 +173,7 @@ class OffloadedOptimizer(Optimizer):
 
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
-        return self._stepping.reports.last
+        return self._stepping.stats.last
 
     def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
         """Measure how fast the drive reads and writes in this optimizer's directories.
@@ -189,9 +190,9 @@ class OffloadedOptimizer(Optimizer):
             ValueError: If ``nbytes`` is less than 1.
             OSError: From the drive.
         """
-        self._stepping.standing.check_usable()
+        self._stepping.guard.check_usable()
         largest = max(each.numel for each in self._sub_groups)
-        return self._stepping.reports.measure_limits(self._pool, 4 * largest, nbytes)
+        return self._stepping.stats.measure_limits(self._pool, 4 * largest, nbytes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.
@@ -208,9 +209,9 @@ class OffloadedOptimizer(Optimizer):
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
-        if self._stepping.offloaded is None:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        return self._stepping.clip(self._stepping.offloaded, params, max_norm, norm_type)
+        if self._offload_gradients:
+            return self._stepping.clip(params, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those on the drive too, and undo what backward has stepped since the last step.
@@ -235,7 +236,8 @@ class OffloadedOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             more = self._plan.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
-            self._places.check_memory([*self._sub_groups, *more], self._pool, 0)
+            others = max(0, self._pool.in_use - self._stepping.leased_bytes * 9 // 8)  # leases may take up to an eighth more
+            self._places.check_memory([*self._sub_groups, *more], self._pool, others)
             self._stepping.add(more)
         except BaseException:
             if more is None or any(each not in self._sub_groups for each in more):
@@ -256,7 +258,7 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: If backward has stepped parameters since the last step.
             OSError: If states are damaged (with ``checksum``), or if an earlier step still has to be undone and cannot be.
         """
-        self._stepping.standing.check_usable()
+        self._stepping.guard.check_usable()
         self._stepping.check_between_steps()
         if self._checksum:
             self.state.verify()  # type: ignore[attr-defined]
@@ -268,7 +270,7 @@ class OffloadedOptimizer(Optimizer):
 
         ``GradScaler.step`` reads this attribute first, so it is where an unsupported combination is reported.
         """
-        if self._stepping.offloaded is not None or self._step_in_backward:
+        if self._offload_gradients or self._step_in_backward:
             option = "step_in_backward" if self._step_in_backward else "offload_gradients"
             raise RuntimeError(f"a GradScaler needs the gradients after backward, and {option} takes them away: set it to False")
         return False
@@ -312,7 +314,7 @@ class OffloadedOptimizer(Optimizer):
         Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
         for a state_dict that does not fit.
         """
-        self._stepping.standing.check_open()
+        self._stepping.guard.check_open()
         self._stepping.check_before_loading()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
@@ -325,6 +327,22 @@ class OffloadedOptimizer(Optimizer):
     @property
     def _sub_groups(self) -> list[SubGroup]:
         return self._stepping.sub_groups
+
+
+def _own_directories(
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
+) -> dict[str | os.PathLike[str], float]:
+    """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
+
+    Args:
+        nvme_path: One directory, several of equal weight, or a weight for each directory.
+    """
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    own = f"rank{dist.get_rank()}" if many else ""
+    if isinstance(nvme_path, (str, os.PathLike)):
+        nvme_path = [nvme_path]
+    weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
+    return {Path(path) / own: weight for path, weight in weights.items()}
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

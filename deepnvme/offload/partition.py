@@ -1,14 +1,19 @@
-"""Cut an optimizer's parameters into sub-groups, the units that are read, stepped and written at once."""
+"""Partition an optimizer's parameters into sub-groups, the units that are read, stepped and written at once."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.optim import Optimizer
+
+from deepnvme.memory.alignment import PAGE, padded
+
+from .params import ParamSlice, local_of
+from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
 
 CUT = 4096
 """Elements. Parameters are cut only at multiples of this.
@@ -16,76 +21,137 @@ CUT = 4096
 Each cut then lies on a page boundary, in any dtype, so that the states of all pieces can be mapped as one tensor. Cuts also never
 split a SIMD vector of the CPU kernels, so that pieces round exactly like the whole tensor."""
 
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""torch optimizers that work element by element: for them, stepping a part of a parameter gives the same result."""
 
-@dataclass(frozen=True, eq=False)
-class ParamSlice:
-    """A parameter, or a contiguous range of its elements. For a DTensor, of this rank's shard."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+MASTERED = (*LOW_PRECISION, torch.float32)
+"""Dtypes that float32 holds without loss."""
 
-    param: torch.Tensor
-    group: int
-    """Index in ``param_groups``."""
-    begin: int
-    """First element, in the flattened parameter."""
-    end: int
-    """One past the last element."""
-    whole: bool
-    """Whether the slice is the whole parameter (or shard)."""
-    times: int = 1
-    """How often the parameter is listed in its group. It is stepped that often in each step, as torch does."""
+PORTION = 1 << 22
+"""Elements with master weights that are stepped at a time: 16 MiB of gradients in float32."""
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.end - self.begin
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this slice of a tensor that has the parameter's shape, as a view; of a DTensor, of this rank's shard."""
-        tensor = local_of(tensor).detach()
-        return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
+class SubGroupPlanner:
+    """Makes sub-groups of parameters, and estimates how large their blocks will be.
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """This slice of the parameter's gradient; None without a gradient. A view, if the gradient is contiguous or not cut."""
-        gradient = self.param.grad
-        if gradient is None or self.whole:
-            return None if gradient is None else self.of(gradient)
-        self.check_gradient()
-        local = local_of(gradient)
-        return self.of(local if local.is_contiguous() else local.contiguous())
+    Args:
+        optimizer_class: The torch optimizer class to wrap.
+        options: Its keyword arguments.
+        master_weights: Whether to keep float32 weights.
+        size: Most elements of a sub-group; more only for a larger parameter that cannot be cut.
+    """
 
-    def check_gradient(self) -> None:
-        """Raise TypeError if the gradient is not strided (sparse, for example) and would have to be cut."""
-        import torch
+    def __init__(self, optimizer_class: type[Optimizer], options: dict[str, Any], master_weights: bool, size: int) -> None:
+        self._class = optimizer_class
+        self._make: Callable[[list[Any]], Optimizer] = functools.partial(optimizer_class, **options)
+        self._master_weights, self._size = master_weights, size
+        self._states_an_element: list[float] = []
+        """For each parameter group, the estimated number of state elements for each parameter element."""
 
-        gradient = self.param.grad
-        if gradient is not None and not self.whole and gradient.layout is not torch.strided:
-            raise TypeError(
-                f"a gradient of layout {gradient.layout} cannot be cut like its parameter, of shape {tuple(self.param.shape)}:"
-                f" set sub_group_size to {self.param.numel()} or more"
+    def defaults(self) -> dict[str, Any]:
+        """Return the optimizer class's ``defaults``, with the options given.
+
+        They are taken from an optimizer of one element, since some classes allocate their states when constructed.
+        """
+        return dict(self._make([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))]).defaults)
+
+    def sub_groups_of(self, groups: Sequence[dict[str, Any]], first_group: int, first: int) -> list[SubGroup]:
+        """Check the parameters of these groups and divide them into sub-groups.
+
+        Args:
+            groups: Parameter groups.
+            first_group: The number of the first of ``groups``.
+            first: The number of the first sub-group.
+
+        Raises:
+            ValueError: For parameters that cannot be offloaded.
+            Exception: Whatever the optimizer class raises for parameters or options that it does not accept.
+        """
+        self._have_them_checked(groups)
+        for group in groups:
+            for param in group["params"]:
+                self._check(param)
+        del self._states_an_element[first_group:]
+        self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
+        cut = partition(groups, self._size, self._may_be_cut, first_group)
+        # Other classes may count steps over all parameters, so each of their steps has to include all.
+        portion = PORTION if self._class in ELEMENTWISE else None
+        found = []
+        for number, pieces in enumerate(cut, first):
+            masters = [self._is_mastered(piece.param) for piece in pieces]
+            found.append(SubGroup(number, pieces, masters, self._make, portion))
+        return found
+
+    def estimate(self, sub_group: SubGroup) -> int:
+        """Return an upper estimate of the bytes of a sub-group's block, for use before its first step."""
+        nbytes = 0
+        for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
+            tensors = self._states_an_element[piece.group] + master
+            nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
+        return padded(nbytes, PAGE)
+
+    def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Construct the optimizer class on stand-ins for these parameters, so that it rejects them now, not in the first step.
+
+        Stand-ins take no memory. They are on the meta device or, for a class that does not accept that, are one expanded
+        element on the CPU.
+        """
+
+        def make(stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+            def as_stepped(param: torch.Tensor) -> torch.nn.Parameter:
+                local = local_of(param).detach()
+                dtype = torch.float32 if self._is_mastered(param) else param.dtype
+                return torch.nn.Parameter(stand_in(local, dtype), requires_grad=param.requires_grad)
+
+            self._make(
+                [
+                    {**_options(group), "params": [as_stepped(param) for param in dict.fromkeys(group["params"])]}
+                    for group in groups
+                ]
             )
 
+        try:
+            make(lambda local, dtype: torch.empty_like(local, dtype=dtype, device="meta"))
+        except Exception:
+            make(_of_one_element)
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or this rank's shard of a DTensor."""
-    import torch
+    def _check(self, param: torch.Tensor) -> None:
+        if param.layout != torch.strided:
+            raise ValueError(f"a parameter of layout {param.layout} cannot be offloaded: convert it to a dense one")
+        if param.device.type == "cpu":
+            return
+        if not self._master_weights:
+            raise ValueError(f"a parameter on {param.device} needs master_weights=True: states are stepped on the CPU")
+        if param.dtype not in MASTERED:
+            raise ValueError(
+                f"a parameter of {param.dtype} on {param.device} cannot have float32 master weights without loss: move it to the"
+                " CPU, or convert it to float32"
+            )
 
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():
-        shard: torch.Tensor = tensor.to_local()
-    return shard
+    def _is_mastered(self, param: torch.Tensor) -> bool:
+        return self._master_weights and (param.dtype in LOW_PRECISION or param.device.type != "cpu")
 
+    def _may_be_cut(self, param: torch.Tensor) -> bool:
+        # In lower precision the kernels' rounding depends on where a SIMD vector ends, so a cut would change results.
+        exact = param.dtype in (torch.float32, torch.float64) or self._master_weights
+        return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
-def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` as the shard of a DTensor distributed like ``tensor``; ``local`` itself if that is no DTensor."""
-    if local_of(tensor) is tensor:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
-    )
+    def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
+        """Estimate state elements per parameter element by stepping a small trial parameter; if that fails, 2, as for Adam."""
+        dimensions = max((param.dim() for param in group["params"]), default=1)
+        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
+        trial.grad = torch.zeros_like(trial)
+        try:
+            optimizer = self._make([{**_options(group), "params": [trial]}])
+            step_without_global_hooks(optimizer)
+            kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
+            return sum(numel for numel in kept if numel > 1) / trial.numel()
+        except Exception:
+            return 2.0
 
 
 def partition(
@@ -129,3 +195,14 @@ def partition(
                 if numel == 0:
                     break
     return found
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a CPU tensor with the shape of ``local`` that takes the memory of one element."""
+    if local.layout != torch.strided:
+        return torch.empty_like(local, dtype=dtype, device="cpu")
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(local.shape)

@@ -1,14 +1,22 @@
-"""Decide which sub-groups stay in memory, and check that memory and drive have room."""
+"""Where the blocks of sub-groups are: which stay in memory, and which version of a block on the drive is written next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.store.tensor_store import TensorStore
 
-from .gradients import OPEN
-from .planner import SubGroupPlanner
+from .gradients import OPEN, SubGroupGradients
+from .io_stats import IOStats
+from .partition import SubGroupPlanner
 from .sub_group import SubGroup
 
 RING = 3
@@ -35,8 +43,8 @@ class ResidencyPolicy:
         in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
         for each in sub_groups:
             if each.in_memory is None and each.layout is not None:
-                each.in_memory = in_memory + self._memory(each) <= self._dram_budget
-                in_memory += self._memory(each) * each.in_memory
+                each.decide_residency(in_memory + self._memory(each) <= self._dram_budget)
+                in_memory += self._memory(each) if each.in_memory else 0
 
     def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
         """Return the resident sub-groups that must leave memory because states have grown: the last ones in order."""
@@ -99,6 +107,133 @@ class ResidencyPolicy:
 
     def _memory(self, sub_group: SubGroup) -> int:
         return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+
+
+def block_name(sub_group: SubGroup, number: int | None = None) -> str:
+    """Return the store's name for a sub-group's block: the one of the last completed step, or the one with this number."""
+    return f"{sub_group.index}.{sub_group.current if number is None else number}"
+
+
+def image_name(sub_group: SubGroup) -> str:
+    """Return the store's name for the copy of a sub-group's parameters before the step, from which the step is undone."""
+    return f"{sub_group.index}.image"
+
+
+class BlockVersions:
+    """Chooses which block of a sub-group the next step writes, so that no block still needed is overwritten.
+
+    A sub-group has two blocks that alternate: one of the last completed step, one that the next step writes. It has more while
+    tensors of a ``state_dict`` are mapped from an older block: a mapping shows what is written to the file later, so such a
+    block must not change.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._mapped: dict[str, list[Any]] = {}
+        self._more: dict[str, SubGroup] = {}
+
+    def next_of(self, sub_group: SubGroup) -> int:
+        """Return the lowest block number that is neither the sub-group's current block nor mapped by a live tensor."""
+        number = 0
+        while number == sub_group.current or self._is_mapped(block_name(sub_group, number)):
+            number += 1
+        if number > 1:
+            self._more[block_name(sub_group, number)] = sub_group
+        return number
+
+    def map(self, ranges: Sequence[tuple[SubGroup, int, int]]) -> torch.Tensor:
+        """Map bytes of sub-groups' current blocks as one uint8 tensor.
+
+        The bytes do not change for as long as any tensor over the mapping lives: later steps write to other blocks.
+
+        Args:
+            ranges: (sub-group, first byte, number of bytes), with the alignment that :meth:`TensorStore.map_ranges` requires.
+        """
+        mapped = self._store.map_ranges([(block_name(sub_group), first, count) for sub_group, first, count in ranges])
+        memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
+        for sub_group, _, _ in ranges:
+            name = block_name(sub_group)
+            self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
+        return mapped
+
+    def tidy(self) -> None:
+        """Delete blocks beyond a sub-group's two that no live tensor is mapped from any more. Blocks; raises OSError."""
+        for name, sub_group in list(self._more.items()):
+            if name != block_name(sub_group) and not self._is_mapped(name):
+                del self._more[name]
+                if name in self._store:
+                    self._store.delete(name).result()
+
+    def _is_mapped(self, name: str) -> bool:
+        """Return whether a tensor over this block, or any view of it, is alive."""
+        return any(not memory.expired() for memory in self._mapped.get(name, ()))
+
+
+class ResidentBlocks:
+    """Keeps the blocks of some sub-groups in memory from step to step, where they have no second copy.
+
+    They come from the drive, where their first step has left them: what fails in the optimizer's own code mostly does so in the
+    first step, and there it can be undone.
+    """
+
+    def __init__(self, traffic: IOStats, blocks: BlockVersions, pool: BufferPool) -> None:
+        self._traffic, self._blocks, self._pool = traffic, blocks, pool
+
+    def load(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Read the blocks of these sub-groups into memory, and wait for them.
+
+        Raises OSError or MemoryError; blocks that were read before that stay in memory.
+        """
+        coming = []
+        errors = []
+        try:
+            for each in sub_groups:
+                if each.resident is None:
+                    assert each.layout is not None
+                    lease = self._pool.lease(max(each.layout.nbytes, 1))
+                    coming.append((each, lease, self._traffic.get(block_name(each), lease.buffer[: each.layout.nbytes])))
+        finally:
+            with self._traffic.times.waiting:
+                for each, lease, reading in coming:  # all of them: one error is raised, and the others are the same drive's
+                    errors.append(reading.exception())
+                    if errors[-1] is None:
+                        each.came_to_memory(lease)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def step(self, sub_group: SubGroup, gradients: SubGroupGradients, groups: Sequence[dict[str, Any]]) -> None:
+        """Step a sub-group whose block is in memory, in place. Its block on the drive is an older step's from then on."""
+        assert sub_group.resident is not None
+        sub_group.changed_in_memory_only()
+        with self._traffic.times.computing:
+            collected, scratch = gradients.take(sub_group)
+            held = sub_group.step(sub_group.resident.buffer, collected, scratch, groups)
+            if held is not None:
+                layout = sub_group.lay_out(held)
+                lease = self._pool.lease(max(layout.nbytes, 1))
+                layout.fill(lease.buffer, (tensor for _, _, tensor in held))
+                sub_group.came_to_memory(lease)  # the old lease ends with the last who knows it: the step may be undone
+                del held
+                give_back_heap()
+
+    def write(self, sub_group: SubGroup) -> None:
+        """Write a block that is in memory only to the drive, to be mapped: a copy in memory would double it. Blocks."""
+        if sub_group.resident is None or sub_group.current is not None:
+            return
+        assert sub_group.layout is not None
+        number = self._blocks.next_of(sub_group)
+        block = sub_group.resident.buffer[: sub_group.layout.nbytes]
+        with self._traffic.aside():
+            self._traffic.put(block_name(sub_group, number), block).result()
+        sub_group.moved_to_drive_block(number)
+
+    def dismiss(self, sub_group: SubGroup) -> None:
+        """Keep this sub-group's block on the drive only, from now on. Raises OSError, and nothing is changed."""
+        self.write(sub_group)
+        with defer_interrupts():
+            sub_group.decide_residency(False)
+            sub_group.release_memory()
 
 
 def _parameter_bytes(sub_group: SubGroup) -> int:

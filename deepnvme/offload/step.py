@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -15,30 +15,37 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 
-from .backward_hooks import GradientHooks, GradientTracker
-from .block_versions import BlockVersions
-from .distributed import ParamRanks, StepVote, over_ranks
-from .gradients import OffloadedGradients
+from .gradients import GradientHooks, SubGroupGradients
 from .io_stats import IOStats
-from .param_versions import ParamVersionTracker
+from .params import ParamRanks, StepVote, over_ranks
 from .pipeline import SubGroupPipeline
-from .residency import RING, ResidencyPolicy
-from .resident_blocks import ResidentBlocks
-from .state_dict import OffloadedStates
-from .state_loading import loaded
-from .step_gradients import StepGradients
-from .step_report import StepReporter
+from .residency import BlockVersions, ResidencyPolicy, ResidentBlocks
+from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
+
+_T = TypeVar("_T")
 
 
 class UsabilityGuard:
     """Raises if the optimizer is closed, broken by a failed step, or used in a forked child."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self._closed = False
         self.broken: str | None = None
         """Why the optimizer cannot be used any more; None while it can."""
         self._process = os.getpid()
+
+    def close(self) -> None:
+        """Have all later checks but :meth:`check_process` fail."""
+        self._closed = True
+
+    def break_down(self, reason: str) -> None:
+        """Record that a step has failed and cannot be undone."""
+        self.broken = reason
+
+    def repair(self) -> None:
+        """Record that other states have taken the place of those that a failed step has left."""
+        self.broken = None
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked child."""
@@ -48,7 +55,7 @@ class UsabilityGuard:
     def check_open(self) -> None:
         """Raise RuntimeError in a forked child, or after close()."""
         self.check_process()
-        if self.closed:
+        if self._closed:
             raise RuntimeError("this optimizer is closed")
 
     def check_usable(self) -> None:
@@ -89,24 +96,32 @@ class StepRunner:
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         self.steps = 0
-        self.standing = UsabilityGuard()
+        self.guard = UsabilityGuard()
         self._unfinished = False
         """Whether a step was begun and is neither committed nor undone. The next call undoes it first."""
         self._not_undone: str | None = None
         """The error of the last attempt to undo the unfinished step; None if there was no attempt."""
         self._gradients_lost = False
-        self._traffic = IOStats(store)
+        self._offload_gradients = offload_gradients
+        self._order_in_backward: list[SubGroup] = []
+        """The sub-groups that the previous step has stepped in backward, in the order they were stepped."""
+        self.stats = IOStats(store, verbose)
+        self._gradients = SubGroupGradients(self.stats, pool)
         self._blocks = BlockVersions(store)
-        self.offloaded = OffloadedGradients(self._traffic, pool) if offload_gradients else None
-        self._gradients = StepGradients(pool, self.offloaded)
-        self._residents = ResidentBlocks(self._traffic, self._blocks, pool)
+        self._residents = ResidentBlocks(self.stats, self._blocks, pool)
+        self._pipeline = SubGroupPipeline(self.stats, self._blocks, self._gradients, pool)
         self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
-        self._sweep = SubGroupPipeline(self._traffic, self._blocks, self._gradients, pool, RING)
-        self.reports = StepReporter(self._traffic, verbose)
-        self._arrivals = GradientTracker(self._pieces)
-        self._changes = ParamVersionTracker(self._pieces)
         self._hooks = GradientHooks(self._gradient_arrived)
         self._ranks = ParamRanks(())
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of memory that are leased for these sub-groups."""
+        return self._resident_bytes + self._pipeline.leased_bytes + self._gradients.leased_bytes
+
+    @property
+    def _resident_bytes(self) -> int:
+        return sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
@@ -119,56 +134,18 @@ class StepRunner:
         with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
             self._pieces.update(pieces)
             self._ranks = ranks
-            if self._in_backward or self.offloaded is not None:
+            if self._in_backward or self._offload_gradients:
                 self._hooks.add(pieces)
             self.sub_groups += sub_groups
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Make one step: see :meth:`OffloadedOptimizer.step`."""
-        self.standing.check_open()
-        vote = StepVote(self._ranks)
-        loss = None
-        try:
-            self.standing.check_usable()
-            self._finish_undoing()
-            self._traffic.begin()
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                self._traffic.begin()  # again: the closure may have called zero_grad(), which resets the times
-            self._unfinished = True
-            stepped = self._step_all(vote)
-            self._unfinished = False
-            resident = sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
-            self.reports.step_made(self.steps, stepped, resident)
-        except BaseException as error:
-            try:
-                with defer_interrupts():
-                    self._undo(error)
-                    vote.object()
-            finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
-                vote.object()
-            raise
-        return loss
+        return self._on_all_ranks(lambda vote: self._step(closure, vote))
 
-    def zero_grad(self) -> None:
-        """Undo what backward has stepped since the last step, and drop the gradients on the drive. Raises OSError."""
-        self.standing.check_process()
-        self._unfinished = self._unfinished or self._sweep.under_way
-        self._finish_undoing()
-        self._arrivals.clear()
-        self._gradients_lost = False
-        if self.offloaded is not None and self.offloaded:
-            self.offloaded.clear()
-            self._traffic.finish()
-
-    def clip(
-        self, offloaded: OffloadedGradients, params: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip all gradients, those on the drive and those still in memory, on all ranks or on none.
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip all gradients that are offloaded, those still in memory too, on all ranks or on none.
 
         Args:
-            offloaded: The gradients on the drive.
             params: All parameters, each once, in the same order on all ranks.
             max_norm: The total norm to scale down to.
             norm_type: The order of the norm; may be ``inf``.
@@ -176,25 +153,16 @@ class StepRunner:
         Returns:
             The total norm before clipping, over all ranks.
         """
-        self.standing.check_open()
-        vote = StepVote(self._ranks)
-        try:
-            self.standing.check_usable()
-            self._finish_undoing()
-            self._offload_the_rest()
-            offloaded.flush()
-            norms = offloaded.norms(params, norm_type)
-            with defer_interrupts():  # the vote and the norm are collectives: all ranks have to take part in both
-                vote.carry()
-                return offloaded.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
-        except BaseException as error:
-            try:
-                with defer_interrupts():
-                    self._undo(error)
-                    vote.object()
-            finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
-                vote.object()
-            raise
+        return self._on_all_ranks(lambda vote: self._clip(params, max_norm, norm_type, vote))
+
+    def zero_grad(self) -> None:
+        """Undo what backward has stepped since the last step, and drop the gradients on the drive. Raises OSError."""
+        self._take_all_back()
+        self._gradients.forget_arrivals()
+        self._gradients_lost = False
+        if self._gradients.any_collected:
+            self._gradients.clear()
+            self.stats.finish()
 
     def load(self, state: dict[str, Any]) -> None:
         """Replace all states and parameter groups; on any exception none is replaced.
@@ -205,16 +173,14 @@ class StepRunner:
             state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         """
         given_up = 0
-        with loaded(state, self.sub_groups, self._sweep, self._traffic):
+        with loaded(state, self.sub_groups, self._pipeline, self.stats):
             for sub_group in self.sub_groups:
-                sub_group.stale.clear()
-                sub_group.in_memory = None
-                self._residents.drop(sub_group)
+                sub_group.states_were_loaded()
             self._places.choose(self.sub_groups)
             self._optimizer.param_groups = state["param_groups"]
-            self._changes.remember()
-            given_up = self._sweep.give_up()
-            self.standing.broken = None
+            given_up = self._pipeline.give_up()
+            self._remember_params()
+            self.guard.repair()
             self._unfinished, reason, self._not_undone = False, self._not_undone, None
         if given_up:
             warnings.warn(
@@ -228,17 +194,13 @@ class StepRunner:
 
         If undoing raises OSError, nothing is closed.
         """
-        self.standing.check_process()
-        self._unfinished = self._unfinished or self._sweep.under_way
-        self._finish_undoing()
-        self.standing.closed = True
+        self._take_all_back()
+        self.guard.close()
         self._hooks.remove()
-        self._sweep.release()
+        self._pipeline.release()
         self._gradients.release()
-        if self.offloaded is not None:
-            self.offloaded.clear()
         for sub_group in self.sub_groups:
-            self._residents.drop(sub_group)
+            sub_group.release_memory()
 
     def check_between_steps(self) -> None:
         """Raise RuntimeError if backward has stepped parameters and :meth:`step` has not ended the step yet.
@@ -256,95 +218,138 @@ class StepRunner:
             self._check_nothing_is_stepped()
 
     def _check_nothing_is_stepped(self) -> None:
-        if self.standing.broken is None and self._sweep.under_way:
+        if self.guard.broken is None and self._pipeline.under_way:
             raise RuntimeError(
                 "backward has stepped some of the parameters: call step() first, or zero_grad(), which takes that back"
             )
 
     # -- one step
 
+    def _on_all_ranks(self, work: Callable[[StepVote], _T]) -> _T:
+        """Return what ``work`` returns. If it fails here or on another rank, undo it on all ranks, and say so in the error.
+
+        Args:
+            work: Called with a vote, which it carries when nothing can fail any more.
+        """
+        self.guard.check_open()
+        vote = StepVote(self._ranks)
+        try:
+            self.guard.check_usable()
+            self._finish_undoing()
+            return work(vote)
+        except BaseException as error:
+            try:
+                with defer_interrupts():
+                    self._undo(error)
+                    vote.object()
+            finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
+                vote.object()
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, vote: StepVote) -> Any:
+        loss = None
+        self.stats.times.begin()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.stats.times.begin()  # again: the closure may have called zero_grad(), which resets the times
+        self._unfinished = True
+        stepped = self._step_all(vote)
+        self._unfinished = False
+        self.stats.step_made(self.steps, stepped, self._resident_bytes)
+        return loss
+
+    def _clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float, vote: StepVote) -> torch.Tensor:
+        self._offload_the_rest()
+        self._gradients.flush()
+        norms = self._gradients.norms(params, norm_type)
+        with defer_interrupts():  # the vote and the norm are collectives: all ranks have to take part in both
+            vote.carry()
+            return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+
     def _step_all(self, vote: StepVote) -> int:
         """Step all sub-groups that have gradients, and commit. Returns how many were stepped, those in backward included."""
         if self._gradients_lost:
             raise RuntimeError("the gradients went with the step that failed: run backward again")
         self._offload_the_rest()
-        stepped = set(self._arrivals.stepped)
-        waiting = [each for each in self.sub_groups if each not in stepped and self._gradients.has(each)]
+        in_backward = self._pipeline.stepped
+        done = set(in_backward)
+        waiting = [each for each in self.sub_groups if each not in done and self._gradients.has(each)]
         self._gradients.prepare(waiting)
         for sub_group in self._places.beyond_budget(self.sub_groups):
             self._residents.dismiss(sub_group)
         in_memory = [each for each in waiting if each.in_memory]
         self._residents.load(in_memory)
         self._look_for_changes()
-        on_drive = self._sweep.kept_first([each for each in waiting if not each.in_memory])
-        self._sweep.expect(on_drive)
-        for sub_group in on_drive:
-            self._sweep.step(sub_group, self._optimizer.param_groups)
-        self._sweep.drain()
+        for sub_group in self._pipeline.expect([each for each in waiting if not each.in_memory]):
+            self._pipeline.step(sub_group, self._optimizer.param_groups)
+        self._pipeline.drain()
         # Resident states have no other copy to undo from, so they are stepped when only the optimizer's own code can still fail.
         with defer_interrupts():
             self._step_in_memory(in_memory, vote)
-            self._commit(waiting)
-        return len(stepped) + len(waiting)
+            self._commit(in_backward, waiting)
+        return len(in_backward) + len(waiting)
 
     def _step_in_memory(self, sub_groups: Sequence[SubGroup], vote: StepVote) -> None:
         to_come = sorted(sub_groups, key=lambda each: each.numel)
         # If no sub-group on the drive was stepped, nothing has shown yet that the optimizer's code can make this step. So step
         # one with a copy to undo from; the smallest, because copying takes time.
-        if to_come and not self._sweep.under_way:
+        if to_come and not self._pipeline.under_way:
             first = to_come.pop(0)
-            self._sweep.keep_copy(first)
-            self._step_resident(first)
+            self._pipeline.keep_copy(first)
+            self._residents.step(first, self._gradients, self._optimizer.param_groups)
         vote.carry()
         for sub_group in to_come:
             try:
-                self._step_resident(sub_group)
+                self._residents.step(sub_group, self._gradients, self._optimizer.param_groups)
             except BaseException:
-                self.standing.broken = (
+                self.guard.break_down(
                     f"step {self.steps + 1} failed in sub-group {sub_group.index}, which dram_budget keeps in memory only, and"
                     f" could not be undone: load a checkpoint"
                 )
                 raise
 
-    def _step_resident(self, sub_group: SubGroup) -> None:
-        with self._traffic.spending("computing"):
-            self._residents.step(sub_group, self._gradients.of(sub_group), self._optimizer.param_groups)
-
-    def _commit(self, stepped: Sequence[SubGroup]) -> None:
-        self._sweep.commit()
+    def _commit(self, in_backward: Sequence[SubGroup], stepped: Sequence[SubGroup]) -> None:
+        self._pipeline.commit()
         self.steps += 1  # from here on the step cannot be undone
-        for sub_group in (*self._arrivals.stepped, *stepped):
+        for sub_group in (*in_backward, *stepped):
             sub_group.pull(self._optimizer.param_groups)
-        self._arrivals.commit()
-        if self.offloaded is not None:
-            self.offloaded.clear()
+        self._order_in_backward = list(in_backward)
+        self._gradients.forget_arrivals()
+        self._gradients.clear()
         if self._in_backward:
             self._free_gradients()  # also those of resident sub-groups, which backward did not free
-        self._changes.remember()
+        self._remember_params()
         self._blocks.tidy()
         self._places.choose(self.sub_groups)
 
     def _take_back(self) -> None:
         """Undo everything stepped since the last commit. With ``step_in_backward``, the gradients are lost."""
         with defer_interrupts():
-            under_way = self._sweep.under_way
-            if self._in_backward and (under_way or self._arrivals):
+            under_way = self._pipeline.under_way
+            if self._in_backward and (under_way or self._gradients.any_arrived):
                 self._gradients_lost = True
                 self._free_gradients()
             self._unfinished = under_way
             if self._not_undone is not None:
-                self._changes.look()  # the user may have loaded a model since the last attempt
+                self._mark_changes()  # the user may have loaded a model since the last attempt
             try:
-                self._sweep.undo()
+                self._pipeline.undo()
             except Exception as error:
                 self._not_undone = str(error)
                 raise
             finally:
-                self._arrivals.clear()
-                self._traffic.finish()
+                self._gradients.forget_arrivals()
+                self.stats.finish()
                 if under_way:
-                    self._changes.remember()
+                    self._remember_params()
             self._unfinished, self._not_undone = False, None
+
+    def _take_all_back(self) -> None:
+        """Undo what backward has stepped, and what an earlier call could not undo. Raises OSError if that fails."""
+        self.guard.check_process()
+        self._unfinished = self._unfinished or self._pipeline.under_way
+        self._finish_undoing()
 
     def _finish_undoing(self) -> None:
         """Undo a step that an earlier call began and could not undo. Raises OSError if it fails again."""
@@ -361,18 +366,17 @@ class StepRunner:
             with contextlib.suppress(Exception):
                 # Also if the optimizer is broken: otherwise a later call would undo the step over states loaded since.
                 self._take_back()
-            if self.offloaded is not None:
-                self.offloaded.rest()
-                if self.offloaded.lost:
-                    self.offloaded.clear()
-                    self._free_gradients()
-                    self._gradients_lost = True
+            self._gradients.rest()
+            if self._gradients.lost:
+                self._gradients.clear()
+                self._free_gradients()
+                self._gradients_lost = True
             self._say_where_it_is(error)
 
     def _say_where_it_is(self, error: BaseException) -> None:
         """Add to an error's message, or as a note, which step the states are of and what to do."""
-        said = self.standing.broken or f"the optimizer and its parameters are as after step {self.steps}"
-        if self.standing.broken is None and self._unfinished:
+        said = self.guard.broken or f"the optimizer and its parameters are as after step {self.steps}"
+        if self.guard.broken is None and self._unfinished:
             reason = self._not_undone or "interrupted"
             said = (
                 f"step {self.steps + 1} could not be undone yet ({reason}): the states are whole on the drive, and the next call"
@@ -390,46 +394,57 @@ class StepRunner:
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes."""
-        self.standing.check_usable()
+        self.guard.check_usable()
         try:
             self._finish_undoing()
             self._gradients_lost = False
-            self._traffic.begin()
-            self._traffic.look()
-            if self.offloaded is not None:
-                self.offloaded.take_in(param, self._pieces[param])
+            self.stats.times.begin()
+            self.stats.look()
+            if self._offload_gradients:
+                self._gradients.take_in(param, self._pieces[param])
             else:
                 self._unfinished = True
                 self._step_what_is_complete(param)
                 self._unfinished = False
         except BaseException as error:
-            if self.offloaded is None or self.offloaded.lost:
+            if not self._offload_gradients or self._gradients.lost:
                 self._undo(error)
             raise
 
     def _step_what_is_complete(self, param: torch.Tensor) -> None:
         self._look_for_changes()
-        if not self._arrivals:
-            before = [each for each in self._arrivals.stepped_before if not each.in_memory]
-            self._sweep.expect(self._sweep.kept_first(before))
-        for sub_group in self._arrivals.add(param):
+        if not self._gradients.any_arrived:
+            self._pipeline.expect([each for each in self._order_in_backward if not each.in_memory])
+        for sub_group in self._gradients.note_arrival(self._pieces[param]):
             if not sub_group.in_memory:
-                self._sweep.step(sub_group, self._optimizer.param_groups)
-                self._arrivals.stepped.append(sub_group)
-                self._arrivals.free_gradients(sub_group)
+                self._pipeline.step(sub_group, self._optimizer.param_groups)
+                stepped = set(self._pipeline.stepped)
+                for piece in sub_group.pieces:
+                    if all(each in stepped for each, _ in self._pieces[piece.param]):
+                        piece.param.grad = None
 
     def _offload_the_rest(self) -> None:
         """Offload gradients no hook has seen: set by hand, or of parameters that had ``requires_grad=False`` when added."""
-        if self.offloaded is not None:
+        if self._offload_gradients:
             for param, pieces in self._pieces.items():
                 if param.grad is not None:
                     with defer_interrupts():
-                        self.offloaded.take_in(param, pieces)
+                        self._gradients.take_in(param, pieces)
 
     def _look_for_changes(self) -> None:
         """Record parameters that other code changed. Only before the step itself changes any."""
-        if not self._sweep.under_way:
-            self._changes.look()
+        if not self._pipeline.under_way:
+            self._mark_changes()
+
+    def _mark_changes(self) -> None:
+        """Have the next step update master weights whose parameters were changed since :meth:`_remember_params`."""
+        for sub_group in self.sub_groups:
+            sub_group.mark_stale(sub_group.changed_pieces())
+
+    def _remember_params(self) -> None:
+        """Take all parameters as unchanged by other code."""
+        for sub_group in self.sub_groups:
+            sub_group.remember_params()
 
     def _free_gradients(self) -> None:
         for param in self._pieces:

@@ -3,29 +3,85 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from deepnvme.memory.alignment import padded
+import torch
 
-from .block_layout import CACHE_LINE, BlockLayout, BlockSection, lay_out
+from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.memory.pool import Lease
 
-if TYPE_CHECKING:
-    import torch
-
-    from deepnvme.memory.pool import Lease
-
-    from .partition import ParamSlice
+from .params import ParamSlice, version_of
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a parameter group that are no options."""
 MASTER = "master_weight"
 """Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
 
-Gradients = Callable[[Sequence[int]], Sequence["torch.Tensor | None"]]
-"""A function that returns the gradients of the pieces with these indices; they are valid until its next call."""
-Held = list[tuple[int, str, "torch.Tensor"]]
+Held = list[tuple[int, str, torch.Tensor]]
 """The tensors a block has to hold, as (index of the piece, key in the state, tensor)."""
+
+CACHE_LINE = 64
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class BlockSection:
+    """Where one tensor lies in a block, and its dtype, shape and stride."""
+
+    piece: int
+    """Index in the sub-group's ``pieces``."""
+    key: str
+    """Name in the optimizer's state, or ``MASTER`` for the master weight."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the block's start."""
+    nbytes: int
+    stride: tuple[int, ...]
+    """In elements, and the same as the parameter's: fused kernels walk a parameter and its states in memory order."""
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of ``block``, the block's bytes (uint8, one dimension)."""
+        return block[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where all tensors of a block lie."""
+
+    sections: tuple[BlockSection, ...]
+    nbytes: int
+    """Size of the block, a multiple of the page size."""
+
+    def fill(self, block: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy one tensor for each section to its place in ``block``."""
+        for section, tensor in zip(self.sections, tensors, strict=True):
+            section.of(block).copy_(tensor)
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides (elements) of a dense copy: the tensor's own if contiguous, else those of ``torch.empty_like``."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def lay_out(tensors: Held, on_pages: Container[int] = ()) -> BlockLayout:
+    """Assign each tensor an offset in one block, in the given order.
+
+    Args:
+        tensors: (piece index, key, tensor). Only dtype, shape and strides of the tensor are used.
+        on_pages: Indices of pieces whose tensors begin on a page. So do all tensors of a page or more; the others begin on a
+            cache line.
+    """
+    sections = []
+    end = 0
+    for piece, key, tensor in tensors:
+        alignment = PAGE if tensor.nbytes >= PAGE or piece in on_pages else CACHE_LINE
+        begin = padded(end, alignment)
+        end = begin + tensor.nbytes
+        sections.append(BlockSection(piece, key, tensor.dtype, tuple(tensor.shape), begin, tensor.nbytes, dense_strides(tensor)))
+    return BlockLayout(tuple(sections), padded(end, PAGE))
 
 
 class SubGroup:
@@ -39,7 +95,7 @@ class SubGroup:
         self,
         index: int,
         pieces: Sequence[ParamSlice],
-        has_master: Callable[[ParamSlice], bool],
+        masters: Sequence[bool],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         portion: int | None = None,
     ) -> None:
@@ -48,14 +104,14 @@ class SubGroup:
         Args:
             index: Number of the sub-group, from which its blocks are named.
             pieces: The parameters or slices.
-            has_master: Whether a piece has a float32 master weight.
+            masters: For each piece, whether it has a float32 master weight.
             make_optimizer: Makes the torch optimizer that steps the sub-group, from parameter groups.
             portion: Most elements with master weights that are stepped at a time (a larger piece is stepped alone), to bound
                 the memory for their float32 gradients. None to step all at once.
         """
         self.index = index
         self.pieces = tuple(pieces)
-        self.masters = tuple(has_master(piece) for piece in pieces)
+        self.masters = tuple(masters)
         self._portions = self._cut(portion)
         self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
@@ -68,6 +124,7 @@ class SubGroup:
         """The memory of its block, if the block is in memory between steps."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
+        self._versions: list[tuple[int, int]] = []
         self._make_optimizer = make_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         self._stand_ins: list[torch.nn.Parameter] = []
@@ -81,7 +138,13 @@ class SubGroup:
     @property
     def full_gradient_bytes(self) -> int:
         """Most bytes of float32 gradients that are needed at a time: those of the largest portion."""
-        return max(sum(padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
+        return max(sum(_padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
+
+    def has_all_gradients(self, arrived: set[int]) -> bool:
+        """Return whether these are the indices of all pieces whose parameter needs a gradient."""
+        return len(arrived) == sum(piece.param.requires_grad for piece in self.pieces)
+
+    # -- what happens to its block and its parameters
 
     def lay_out(self, held: Held) -> BlockLayout:
         """Set and return the layout of a block for these tensors."""
@@ -89,6 +152,56 @@ class SubGroup:
         cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}
         self.layout = lay_out(held, cut)
         return self.layout
+
+    def moved_to_drive_block(self, number: int) -> None:
+        """Record that the current states are those of the block with this number, which is on the drive or being written."""
+        self.current = number
+
+    def changed_in_memory_only(self) -> None:
+        """Record that no block on the drive has the current states."""
+        self.current = None
+
+    def decide_residency(self, in_memory: bool) -> None:
+        """Decide whether the block stays in memory between steps."""
+        self.in_memory = in_memory
+
+    def came_to_memory(self, lease: Lease) -> None:
+        """Record that this memory has the block. It stays until :meth:`release_memory`."""
+        self.resident = lease
+
+    def release_memory(self) -> None:
+        """Release the block's memory, if it is in memory between steps."""
+        lease, self.resident = self.resident, None
+        if lease is not None:
+            lease.release()
+
+    def replace_small(self, small: list[dict[str, Any]]) -> None:
+        """Replace the state that is kept outside the block, and forget the block's layout: other states are loaded."""
+        self.small, self.layout = small, None
+
+    def states_were_loaded(self) -> None:
+        """Forget what was decided and recorded for the states before, and release their memory."""
+        self.stale.clear()
+        self.in_memory = None
+        self.release_memory()
+
+    def remember_params(self) -> None:
+        """Take the parameters as they are now as unchanged, for :meth:`changed_pieces`."""
+        self._versions = [version_of(piece.param) for piece in self.pieces]
+
+    def changed_pieces(self) -> set[int]:
+        """Return the indices of pieces whose parameter was changed since :meth:`remember_params`; none before its first call.
+
+        Changes through ``.data`` are not noticed: torch does not count them as versions.
+        """
+        seen = zip(self.pieces, self._versions, strict=False)
+        return {index for index, (piece, version) in enumerate(seen) if version_of(piece.param) != version}
+
+    def mark_stale(self, pieces: Iterable[int]) -> None:
+        """Have the next step update the master weights of these pieces, whose parameters were changed by other code."""
+        self.stale.update(index for index in pieces if self.masters[index])
+
+    # -- its step
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
         """Copy options that the sub-group's optimizer changed back to ``groups``: some optimizers count steps there.
@@ -118,12 +231,20 @@ class SubGroup:
             ]
         )
 
-    def step(self, block: torch.Tensor | None, gradients: Gradients, groups: Sequence[dict[str, Any]]) -> Held | None:
+    def step(
+        self,
+        block: torch.Tensor | None,
+        collected: Mapping[int, torch.Tensor],
+        scratch: torch.Tensor,
+        groups: Sequence[dict[str, Any]],
+    ) -> Held | None:
         """Make one step of all pieces that have a gradient. Parameters, and state tensors in ``block``, change in place.
 
         Args:
             block: The bytes of the sub-group's block; None before its first step.
-            gradients: Returns gradients by index of the piece; None for a piece without one, which is not stepped.
+            collected: Gradients by index of the piece. Those of other pieces are in ``param.grad``; a piece without a gradient is
+                not stepped.
+            scratch: Memory of ``full_gradient_bytes`` for gradients that are converted to float32, for master weights.
             groups: The ``param_groups`` of the offloaded optimizer, for the options of this step.
 
         Returns:
@@ -134,7 +255,7 @@ class SubGroup:
         try:
             optimizer = self._bind(views, groups)
             for portion in self._portions:
-                self._step_portion(optimizer, portion, gradients(portion))
+                self._step_portion(optimizer, portion, self._gradients_of(portion, collected, scratch))
             held = self._settle(block, self._held(block, optimizer))
             self.stale.clear()
             return held
@@ -153,6 +274,22 @@ class SubGroup:
             portions[-1].append(index)
             numel += more
         return portions
+
+    def _gradients_of(
+        self, portion: Sequence[int], collected: Mapping[int, torch.Tensor], scratch: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Return the pieces' gradients, those of pieces with master weights in float32: valid until the next portion."""
+        found = []
+        end = 0
+        for index in portion:
+            piece = self.pieces[index]
+            gradient = collected.get(index)
+            gradient = piece.gradient if gradient is None else gradient
+            if gradient is not None and self.masters[index]:
+                gradient = _in_full(gradient, scratch[end:])
+                end += _padded_gradient(piece)
+            found.append(gradient)
+        return found
 
     def _step_portion(
         self, optimizer: torch.optim.Optimizer, portion: Sequence[int], gradients: Sequence[torch.Tensor | None]
@@ -181,8 +318,6 @@ class SubGroup:
 
         Tensors of more than one element do, and of a cut piece all that are cut like the parameter, even with one element.
         """
-        import torch
-
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return False
         return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
@@ -223,8 +358,6 @@ class SubGroup:
 
         Its parameters are stand-ins that share memory with the master weights or, without these, with the parameters.
         """
-        import torch
-
         first = self._optimizer is None
         if first:
             self._stand_ins = [
@@ -299,8 +432,6 @@ class SubGroup:
 
     def _unbind(self) -> None:
         """Drop all references to gradients, parameters and the block, whose memory others own."""
-        import torch
-
         for stand_in in self._stand_ins:
             stand_in.grad = None
             stand_in.data = torch.empty(0, device="cpu")
@@ -324,9 +455,17 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
         after(optimizer, (), {})
 
 
-def padded_gradient(piece: ParamSlice) -> int:
+def _padded_gradient(piece: ParamSlice) -> int:
     """Return the bytes of a piece's float32 gradient, rounded up to whole cache lines."""
     return padded(4 * piece.numel, CACHE_LINE)
+
+
+def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in float32: a strided one at the start of ``scratch`` (bytes), another in new CPU memory."""
+    if gradient.layout is not torch.strided:
+        return gradient.to("cpu", torch.float32)
+    flat = scratch[: 4 * gradient.numel()].view(torch.float32)
+    return flat.as_strided(gradient.shape, dense_strides(gradient)).copy_(gradient)
 
 
 def _fits(layout: BlockLayout, held: Held) -> bool:
@@ -338,7 +477,6 @@ def _fits(layout: BlockLayout, held: Held) -> bool:
 
 
 def _share_memory(a: Any, b: torch.Tensor) -> bool:
-    import torch
 
     if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
         return False
@@ -347,13 +485,11 @@ def _share_memory(a: Any, b: torch.Tensor) -> bool:
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of a parameter's state, which later steps do not change."""
-    import torch
 
     return {key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for key, value in values.items()}
 
 
 def _same(a: Any, b: Any) -> bool:
-    import torch
 
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b  # contents are not compared: only the optimizer reads them

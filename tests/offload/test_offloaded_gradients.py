@@ -263,8 +263,7 @@ def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.M
         backward(params, 0)
         optimizer.step()
         backward(params, 1)
-        offloaded = optimizer._stepping.offloaded
-        assert offloaded is not None
+        offloaded = optimizer._stepping._gradients
         fetch, ahead = offloaded.fetch, []
 
         def look(sub_group: Any) -> None:
@@ -280,8 +279,7 @@ def test_hooks_of_several_devices_take_turns(drive: Path, monkeypatch: pytest.Mo
     """Each device has a thread of its own in backward; here two stand for them."""
     params, plain = parameters(shapes=[(4096,)] * 8), parameters(shapes=[(4096,)] * 8)
     with optimizer_in(drive, params) as optimizer:
-        offloaded = optimizer._stepping.offloaded
-        assert offloaded is not None
+        offloaded = optimizer._stepping._gradients
         take_in, inside, most = offloaded.take_in, [], 0
 
         def look(*arguments: Any) -> None:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
-from deepnvme.offload import planner as plan
-from deepnvme.offload.planner import ELEMENTWISE
+from deepnvme.offload import partition as plan
+from deepnvme.offload.partition import ELEMENTWISE
 from deepnvme.offload.sub_group import SubGroup
 from deepnvme.swap import BufferPool, OutOfBuffers
 

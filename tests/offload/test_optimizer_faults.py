@@ -176,7 +176,7 @@ def test_errors_that_were_raised_are_not_raised_again_by_close(drive: Path, opti
         with failing(optimizer, "read", 0, 1000), pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
             backward(params, 1)
             optimizer.step()
-        if optimizer._stepping.offloaded is not None:
+        if "offload_gradients" in options:
             optimizer.zero_grad()
             with failing(optimizer, "write", 0, 1000):
                 backward(params, 1)
@@ -446,7 +446,7 @@ def test_what_fails_when_all_is_done_is_said_to_be_after_the_step(drive: Path, m
 def test_clipping_is_refused_where_a_step_is(drive: Path) -> None:
     pair = Pair(drive, offload_gradients=True)
     with pair.optimizer as optimizer:
-        optimizer._stepping.standing.broken = "step 1 could not be undone"
+        optimizer._stepping.guard.break_down("step 1 could not be undone")
         with pytest.raises(RuntimeError, match="cannot go on: step 1 could not be undone"):
             optimizer.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match="this optimizer is closed"):
@@ -780,6 +780,24 @@ def test_what_others_have_leased_of_the_budget_is_said_before_training(drive: Pa
     pair = Pair(drive, pool=pool)
     with pair.optimizer:
         pair.step(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
+def test_a_group_is_added_if_what_others_have_not_leased_suffices(drive: Path, options: dict[str, Any]) -> None:
+    """What the optimizer itself has leased is no other's."""
+    pool = BufferPool(MIB * 5 // 8 if options else 320 << 10)
+    pair = Pair(drive, pool=pool, **options)
+    more = [torch.nn.Parameter(torch.ones(3, 5))]
+    with pair.optimizer as optimizer:
+        pair.step(2)
+        free = pool.budget - pool.in_use
+        with pool.lease(free), pytest.raises(OutOfBuffers, match="others have leased"):
+            optimizer.add_param_group({"params": more})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": more})
+        assert len(optimizer.param_groups) == 2
+        pair.step()
+        assert_same(pair.params, pair.plain)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

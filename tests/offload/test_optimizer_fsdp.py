@@ -231,16 +231,16 @@ def test_a_rank_that_cannot_undo_votes_all_the_same(drive: Path, interpreters: I
                 train(model, plain, [0])
                 train(other, optimizer, [0])
                 def cannot(_, optimizer):
-                    get, undo = optimizer._store.get, optimizer._stepping._sweep.undo
+                    get, undo = optimizer._store.get, optimizer._stepping._pipeline.undo
                     if rank == 1:
                         optimizer._store.get = fail(OSError(5, "as asked for"))
-                        optimizer._stepping._sweep.undo = fail(undoing)
+                        optimizer._stepping._pipeline.undo = fail(undoing)
                     try:
                         optimizer.step() if use == "step" else optimizer.clip_grad_norm_(0.1)
                         found = None
                     except BaseException as error:
                         found = error
-                    optimizer._store.get, optimizer._stepping._sweep.undo = get, undo
+                    optimizer._store.get, optimizer._stepping._pipeline.undo = get, undo
                     if rank == 1:
                         assert isinstance(found, OSError if isinstance(undoing, RuntimeError) else KeyboardInterrupt), repr(found)
                     else:

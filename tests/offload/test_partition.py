@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.offload.partition import CUT, ParamSlice, partition
+from deepnvme.offload.params import ParamSlice
+from deepnvme.offload.partition import CUT, partition
 
 ELEMENTS = st.one_of(
     st.integers(0, 5),

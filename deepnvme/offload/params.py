@@ -1,19 +1,93 @@
-"""Collectives among the ranks that share DTensor parameters: whether all can make a step, and norms over all shards."""
+"""Parameters as this rank has them: its shards, slices of these, and collectives among the ranks that share them."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .partition import local_of
+import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSlice:
+    """A parameter, or a contiguous range of its elements. For a DTensor, of this rank's shard."""
+
+    param: torch.Tensor
+    group: int
+    """Index in ``param_groups``."""
+    begin: int
+    """First element, in the flattened parameter."""
+    end: int
+    """One past the last element."""
+    whole: bool
+    """Whether the slice is the whole parameter (or shard)."""
+    times: int = 1
+    """How often the parameter is listed in its group. It is stepped that often in each step, as torch does."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this slice of a tensor that has the parameter's shape, as a view; of a DTensor, of this rank's shard."""
+        tensor = local_of(tensor).detach()
+        return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This slice of the parameter's gradient; None without a gradient. A view, if the gradient is contiguous or not cut."""
+        gradient = self.param.grad
+        if gradient is None or self.whole:
+            return None if gradient is None else self.of(gradient)
+        self.check_gradient()
+        local = local_of(gradient)
+        return self.of(local if local.is_contiguous() else local.contiguous())
+
+    def check_gradient(self) -> None:
+        """Raise TypeError if the gradient is not strided (sparse, for example) and would have to be cut."""
+
+        gradient = self.param.grad
+        if gradient is not None and not self.whole and gradient.layout is not torch.strided:
+            raise TypeError(
+                f"a gradient of layout {gradient.layout} cannot be cut like its parameter, of shape {tuple(self.param.shape)}:"
+                f" set sub_group_size to {self.param.numel()} or more"
+            )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or this rank's shard of a DTensor."""
+
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
+def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as the shard of a DTensor distributed like ``tensor``; ``local`` itself if that is no DTensor."""
+    if local_of(tensor) is tensor:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
+    )
+
+
+def version_of(param: torch.Tensor) -> tuple[int, int]:
+    """Return a value that differs after each in-place change of the parameter, and after its memory was replaced."""
+    local = local_of(param)
+    return local._version, local.data_ptr()
 
 
 class ParamRanks:
@@ -33,8 +107,6 @@ class ParamRanks:
         Raises:
             RuntimeError: If a rank is gone.
         """
-        import torch
-        import torch.distributed as dist
 
         failed = -1
         if here:
@@ -92,8 +164,6 @@ def over_ranks(
     Returns:
         For each parameter, the norm of its whole gradient, on the CPU if it is sharded.
     """
-    import torch
-    import torch.distributed as dist
 
     found = list(norms)
     together: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
@@ -118,27 +188,8 @@ def over_ranks(
     return found
 
 
-def own_directories(
-    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
-) -> dict[str | os.PathLike[str], float]:
-    """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
-
-    Args:
-        nvme_path: One directory, several of equal weight, or a weight for each directory.
-    """
-    import torch.distributed as dist
-
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    own = f"rank{dist.get_rank()}" if many else ""
-    if isinstance(nvme_path, (str, os.PathLike)):
-        nvme_path = [nvme_path]
-    weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
-    return {Path(path) / own: weight for path, weight in weights.items()}
-
-
 def _distributed(param: torch.Tensor) -> DTensor | None:
     """Return the parameter if it is a DTensor, else None."""
-    import torch.distributed as dist
 
     if local_of(param) is param or not dist.is_available():
         return None
