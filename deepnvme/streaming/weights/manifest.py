@@ -182,12 +182,13 @@ def encode(manifest: WeightManifest) -> bytes:
     names = [weight.name for extent in manifest.extents.values() for weight in extent.weights]
     for text in (manifest.model, manifest.origin, *manifest.extents, *manifest.blocks, *manifest.ties, *names):
         check_length(text)
-    extents = [
-        [extent.name, extent.nbytes, extent.crc32, [_fields(each) for each in extent.weights]]
-        for extent in manifest.extents.values()
-    ]
-    fields = {"model": manifest.model, "extents": extents, "blocks": manifest.blocks, "ties": manifest.ties}
-    fields["origin"] = manifest.origin
+    fields = {
+        "model": manifest.model,
+        "extents": [[each.name, each.nbytes, each.crc32, list(map(_fields, each.weights))] for each in manifest.extents.values()],
+        "blocks": manifest.blocks,
+        "ties": manifest.ties,
+        "origin": manifest.origin,
+    }
     body = json.dumps(fields, separators=(",", ":"))
     head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
     data = f"{head}\n{body}\n".encode()
@@ -225,8 +226,7 @@ def decode(data: bytes, where: Path) -> WeightManifest:
 
 def _fields(weight: Weight) -> list[Any]:
     """Return a weight as a JSON list."""
-    fields = [weight.name, *weight.info.named(), weight.offset]
-    return fields if weight.scheme is None else [*fields, weight.scheme]
+    return [weight.name, *weight.info.named(), weight.offset, *([] if weight.scheme is None else [weight.scheme])]
 
 
 class _Written:
@@ -258,15 +258,10 @@ class _Written:
         self._at = found.end()
         return found.groups()
 
-    def string(self) -> str:
-        """Return the JSON string that comes next."""
+    def string(self, then: str = "") -> str:
+        """Return the JSON string that comes next, and skip ``then``, which has to follow it."""
         text, self._at = string_at(self._text, self._at)
-        return text
-
-    def key(self) -> str:
-        """Return the key of a JSON object's member that comes next."""
-        text = self.string()
-        self.expect(":")
+        self.expect(then)
         return text
 
     def each(self, begin: str, end: str) -> Iterator[None]:
@@ -289,16 +284,14 @@ class _Written:
 def _manifest(written: _Written) -> WeightManifest:
     """Parse the second line of a manifest."""
     written.expect('{"model":')
-    model = written.string()
-    written.expect(',"extents":')
+    model = written.string(',"extents":')
     extents = [_extent(written) for _ in written.each("[", "]")]
     written.expect(',"blocks":')
-    blocks = {written.key(): tuple(written.string() for _ in written.each("[", "]")) for _ in written.each("{", "}")}
+    blocks = {written.string(":"): tuple(written.string() for _ in written.each("[", "]")) for _ in written.each("{", "}")}
     written.expect(',"ties":')
-    ties = {written.key(): written.string() for _ in written.each("{", "}")}
+    ties = {written.string(":"): written.string() for _ in written.each("{", "}")}
     written.expect(',"origin":')
-    origin = written.string()
-    written.expect("}")
+    origin = written.string("}")
     written.finish()
     return WeightManifest(model, {extent.name: extent for extent in extents}, blocks, ties, origin)
 

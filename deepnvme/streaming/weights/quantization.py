@@ -163,7 +163,7 @@ def quantize(
     _check_bytes(layout, out, on_host=True)
     values = weight.detach().to("cpu").contiguous()
     out[layout.scales_nbytes : layout.codes_at].zero_()
-    refused = load_async_io().quantization.quantize(_described(layout, values, out), _processors(threads))
+    refused = load_async_io().quantization.quantize(_described(layout, values, out, out), _processors(threads))
     if refused is not None:
         raise ValueError(_refusal(name, values, layout, refused))
     return out
@@ -185,17 +185,13 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
         TypeError: If a dtype is wrong.
         ValueError: If a shape, size or device is wrong. Both are raised before anything is written.
     """
-    on_host, elsewhere = [], []
-    for scheme, source, out in weights:
-        layout = _checked(scheme, source, out)
-        if out.device.type == "cpu":
-            on_host.append(_described(layout, out, source))
-        else:
-            elsewhere.append((layout, source, out))
+    checked = [(_checked(scheme, source, out), source, out) for scheme, source, out in weights]
+    on_host = [_described(layout, out, source, source) for layout, source, out in checked if out.device.type == "cpu"]
     if on_host:
         load_async_io().quantization.dequantize(on_host, _processors(threads))
-    for layout, source, out in elsewhere:
-        dequantize_with_torch(layout, source, out)
+    for layout, source, out in checked:
+        if out.device.type != "cpu":
+            dequantize_with_torch(layout, source, out)
 
 
 def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
@@ -214,14 +210,7 @@ def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, 
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
     scales = source[: layout.scales_nbytes].clone()
-    kind, row = _TYPES[out.dtype], layout.columns * out.dtype.itemsize
-    row_of_scales = layout.scales_nbytes // max(1, layout.rows)
-    starts = out.data_ptr(), scales.data_ptr(), source.data_ptr() + layout.codes_at
-    steps = row, row_of_scales, layout.row_of_codes
-    pieces = [
-        (scheme, kind, end - begin, layout.columns, *(start + begin * step for start, step in zip(starts, steps, strict=True)))
-        for begin, end in layout.pieces()
-    ]
+    pieces = [_described(layout, out, source, scales, rows) for rows in layout.pieces()]
     load_async_io().quantization.dequantize(pieces, _processors(threads), in_turn=True)
 
 
@@ -271,11 +260,29 @@ def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = 
         raise ValueError(f"weights are quantised in host memory, got {tensor.device}")
 
 
-def _described(layout: QuantizedLayout, values: torch.Tensor, quantized: torch.Tensor) -> tuple[str | int, ...]:
-    """Return a weight as the native kernels take it: scheme, dtype, rows, columns, addresses of values, scales and codes."""
-    begin = quantized.data_ptr()
-    where = (values.data_ptr(), begin, begin + layout.codes_at)
-    return (layout.scheme, _TYPES[values.dtype], layout.rows, layout.columns, *where)
+def _described(
+    layout: QuantizedLayout,
+    values: torch.Tensor,
+    quantized: torch.Tensor,
+    scales: torch.Tensor,
+    rows: tuple[int, int] | None = None,
+) -> tuple[str | int, ...]:
+    """Return rows of a weight as the native kernels take them: scheme, dtype, rows, columns, addresses of values, scales, codes.
+
+    Args:
+        layout: The weight's layout.
+        values: The weight's values.
+        quantized: The quantised bytes, of which the codes are used.
+        scales: Begins with the scales.
+        rows: First row and the one after the last; None for all.
+    """
+    begin, end = rows or (0, layout.rows)
+    where = (
+        values.data_ptr() + begin * layout.columns * values.element_size(),
+        scales.data_ptr() + begin * (layout.scales_nbytes // max(1, layout.rows)),
+        quantized.data_ptr() + layout.codes_at + begin * layout.row_of_codes,
+    )
+    return (layout.scheme, _TYPES[values.dtype], end - begin, layout.columns, *where)
 
 
 def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int) -> str:
