@@ -20,7 +20,7 @@ import deepnvme
 
 
 def make_state(layers: int) -> dict[str, Any]:
-    """Of a model in bfloat16 and of AdamW, which keeps two tensors for each of the model's."""
+    """Return the state of a transformer in bfloat16 and of its AdamW, which keeps two tensors for each weight."""
     layer = torch.nn.TransformerEncoderLayer(d_model=768, nhead=12, dim_feedforward=3072, dtype=torch.bfloat16)
     weights = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).state_dict()
     moments = {
@@ -31,7 +31,7 @@ def make_state(layers: int) -> dict[str, Any]:
 
 
 def torch_save(state: dict[str, Any], path: Path) -> None:
-    """On stable storage when it returns, as with deepnvme.save."""
+    """Save by torch, and flush to stable storage as deepnvme.save does."""
     torch.save(state, path)
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -39,19 +39,21 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 
 
 def drop_cache(path: Path) -> None:
-    """Have the next load come from the drive."""
+    """Remove a file from the page cache, so that the next load reads the drive."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
 def seconds(call: Callable[..., Any], *arguments: Any) -> float:
+    """Call a function, and return how long it took."""
     begin = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - begin
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested dictionaries and lists."""
     if isinstance(state, torch.Tensor):
         return [state]
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
@@ -61,8 +63,8 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive to use")
-    parser.add_argument("--layers", type=int, default=12, help="of the transformer; 12 make 510 MB")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the transformer (default: 12, which make 510 MB)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the medians are printed (default: 3)")
     arguments = parser.parse_args()
 
     state = make_state(arguments.layers)
@@ -73,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         theirs, ours = Path(directory) / "torch.pt", Path(directory) / "deepnvme.pt"
         times: dict[str, list[float]] = {"torch.save": [], "deepnvme.save": [], "torch.load": [], "deepnvme.load": []}
-        for _ in range(arguments.rounds):  # in turns: what else the machine does is shared out
+        for _ in range(arguments.rounds):  # in turns, so that other load on the machine affects both
             for path in (theirs, ours):
                 path.unlink(missing_ok=True)
             times["torch.save"].append(seconds(torch_save, state, theirs))

@@ -30,7 +30,7 @@ WAYS = {
     "our ops": {"swappers": False},
     "our ops and swappers": {"swappers": True},
 }
-"""What enable() is called with."""
+"""Arguments of enable() for each way; None to leave DeepSpeed as it is."""
 INSTALL = """this trains with DeepSpeed, which is not installed here:
     apt install libaio-dev
     pip install setuptools wheel packaging py-cpuinfo ninja
@@ -107,9 +107,9 @@ def in_its_own_process(way: str, folder: str, options: argparse.Namespace) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="a directory on the drive to use (default: the current one)")
-    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (default: 512)")
-    parser.add_argument("--layers", type=int, default=8, help="default: 8, which make 25 M parameters")
-    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument("--width", type=int, default=512, help="width of the model, a multiple of 64 (default: 512)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8, which make 25 M parameters)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
     parser.add_argument("--part", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if importlib.util.find_spec("deepspeed") is None:

@@ -2,7 +2,7 @@
 
     python examples/generate_streamed.py [--size GB] [--budget GB] [--tokens N] [--dir DIR]
 
-The model is made here, with random weights in bf16, and so is what it says. Each way runs in a process of its own, whose peak
+The model is made here, with random weights in bf16, so the text is random too. Each way runs in a process of its own, whose peak
 memory is what the system says. Files go to a temporary directory under DIR (default: the current directory).
 """
 
@@ -28,7 +28,7 @@ PROMPTS = torch.tensor([[1, 17, 4, 99, 23, 5, 42, 8]])
 
 
 def configuration(nbytes: int) -> transformers.LlamaConfig:
-    """Of a Llama of about that size in bf16: as many layers as it takes."""
+    """Return the configuration of a Llama that takes about ``nbytes`` in bf16."""
     width = 2048 if nbytes >= GB // 2 else 256
     config = transformers.LlamaConfig(
         hidden_size=width,
@@ -45,7 +45,7 @@ def configuration(nbytes: int) -> transformers.LlamaConfig:
 
 
 def make(checkpoint: Path, nbytes: int) -> None:
-    """A checkpoint of random weights, in shards."""
+    """Write a checkpoint of random weights, in shards."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM._from_config(configuration(nbytes))
     model.save_pretrained(checkpoint, max_shard_size="1GB")
@@ -71,7 +71,7 @@ def streamed(checkpoint: Path, store: Path, budget: int, count: int) -> dict[str
 
 
 def in_its_own_process(*arguments: object) -> dict[str, object]:
-    """What this program says when it is called with them."""
+    """Run this program with other arguments, and return the result that it prints."""
     done = subprocess.run([sys.executable, __file__, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -81,10 +81,10 @@ def in_its_own_process(*arguments: object) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, default=2.0, metavar="GB", help="of the weights (default: 2)")
-    parser.add_argument("--budget", type=float, metavar="GB", help="of weights that stay in memory (default: a quarter)")
-    parser.add_argument("--tokens", type=int, default=16, help="to generate (default: 16)")
-    parser.add_argument("--dir", default=".", help="on the drive (default: the current directory)")
+    parser.add_argument("--size", type=float, default=2.0, metavar="GB", help="size of the weights (default: 2)")
+    parser.add_argument("--budget", type=float, metavar="GB", help="weights that stay in memory (default: a quarter)")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens to generate (default: 16)")
+    parser.add_argument("--dir", default=".", help="a directory on the drive to use (default: the current one)")
     parser.add_argument("--part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     budget = int((options.size / 4 if options.budget is None else options.budget) * GB)

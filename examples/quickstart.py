@@ -17,8 +17,8 @@ import deepnvme
 ALIGNMENT = 4096  # tensors that start on a page are transferred without a copy
 
 
-def lay_out(state: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The offset of each tensor in one file."""
+def offsets_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return an offset for each tensor in one file."""
     offsets, end = {}, 0
     for name, tensor in state.items():
         offsets[name] = end
@@ -29,14 +29,14 @@ def lay_out(state: dict[str, torch.Tensor]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive to use")
-    parser.add_argument("--layers", type=int, default=12, help="of the transformer; 12 make 340 MB")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the transformer (default: 12, which make 340 MB)")
     arguments = parser.parse_args()
 
     layer = torch.nn.TransformerEncoderLayer(d_model=768, nhead=12, dim_feedforward=3072)
     model = torch.nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False)
     state = model.state_dict()
     gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
-    offsets = lay_out(state)
+    offsets = offsets_of(state)
 
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory, deepnvme.Engine() as engine:
         path = Path(directory) / "model.bin"

@@ -69,7 +69,7 @@ class GPT(torch.nn.Module):
 
 
 def text(numbers: random.Random, length: int) -> str:
-    """Sums, one a line."""
+    """Return sums, one on each line."""
     lines = ""
     while len(lines) < length:
         a, b = numbers.randrange(100), numbers.randrange(100)
@@ -78,6 +78,7 @@ def text(numbers: random.Random, length: int) -> str:
 
 
 def batch_of(numbers: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens, and for each the token that follows it."""
     tokens = torch.tensor([[ALPHABET.index(letter) for letter in text(numbers, CONTEXT + 1)] for _ in range(rows)])
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -87,7 +88,7 @@ def batch_of(numbers: random.Random, rows: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass
 class Training:
-    """What one training came to. ``peak``: bytes beyond the weights at the highest, None where the kernel does not say."""
+    """Results of one training. ``peak``: most bytes of memory beyond the weights; None where the kernel does not say."""
 
     losses: list[float]
     step_seconds: list[float]
@@ -95,7 +96,7 @@ class Training:
 
 
 def train(arguments: argparse.Namespace, nvme_path: Path | None, progress: Progress) -> Training:
-    """Everything that can be is on the drive; or, with ``nvme_path=None``, in memory."""
+    """Train with states and gradients on the drive or, with ``nvme_path=None``, in memory."""
     torch.manual_seed(0)
     model = GPT(arguments.width, arguments.layers)
     if dist.is_initialized():
@@ -104,7 +105,7 @@ def train(arguments: argparse.Namespace, nvme_path: Path | None, progress: Progr
         fully_shard(model)
     parameters = list(model.parameters())
 
-    before = forget_peak()
+    before = reset_peak()
     optimizer = in_memory(parameters) if nvme_path is None else offloaded(parameters, nvme_path)
     task = progress.add_task("in memory" if nvme_path is None else "on the drive", total=arguments.steps)
     numbers = random.Random(rank())
@@ -160,18 +161,18 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of it."""
+    """Return this rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def resident(field: str) -> int:
-    """Bytes of VmRSS, or of VmHWM, its highest value."""
+    """Return this process's resident bytes: VmRSS now, VmHWM at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def forget_peak() -> int | None:
-    """Have VmHWM begin anew; the bytes resident now, or None where the kernel refuses."""
+def reset_peak() -> int | None:
+    """Reset VmHWM. Return the bytes resident now, or None where the kernel refuses."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -180,7 +181,7 @@ def forget_peak() -> int | None:
 
 
 def under_torchrun(processes: int) -> None:
-    """Become torchrun, which starts this program again, once for each rank."""
+    """Replace this process by torchrun, which starts this program once for each rank."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
@@ -189,10 +190,10 @@ def under_torchrun(processes: int) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive to use")
-    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (default: 512)")
-    parser.add_argument("--layers", type=int, default=8, help="default: 8, which make 25 M parameters")
+    parser.add_argument("--width", type=int, default=512, help="width of the model, a multiple of 64 (default: 512)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8, which make 25 M parameters)")
     parser.add_argument("--batch", type=int, default=4, help="lines of text in a step, for each process (default: 4)")
-    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
     parser.add_argument("--processes", type=int, default=1, help="ranks that FSDP2 shards the model over (default: 1)")
     return parser.parse_args()
 
@@ -206,7 +207,7 @@ def main() -> None:
     console = Console(quiet=rank() != 0)
     small = argparse.Namespace(**{**vars(arguments), "width": 64, "layers": 1, "steps": 2})
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
-        # What comes with the first use of anything, code above all, is neither training's.
+        # What is loaded at the first use of anything, code above all, is to count for neither training.
         for nvme_path in (Path(directory), None):
             train(small, nvme_path, Progress(console=Console(quiet=True)))
         with Progress(console=console) as progress:
