@@ -16,8 +16,8 @@ from .weights.quantization import QuantizedLayout, dequantize_over
 
 if TYPE_CHECKING:
     from deepnvme.store.futures import StoreFuture
+    from deepnvme.transfer.block_cache import Transfer
 
-    from .fetching import Reading
     from .weights.weight_store import WeightStore
 
 _THREADS = 2
@@ -25,7 +25,7 @@ _THREADS = 2
 
 
 class ExtentReads:
-    """The extents of a store, as a :class:`Fetcher` reads them.
+    """The extents of a store, as a :class:`ExtentCache` reads them.
 
     A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight: the
     memory is a little larger than what comes out, so that nothing runs into what is still to be read. That is done by
@@ -45,7 +45,7 @@ class ExtentReads:
         """Of the memory that it is read into."""
         return self._starts[extent] + self._store.extents[extent].nbytes
 
-    def read(self, extent: str, memory: torch.Tensor) -> Reading:
+    def read(self, extent: str, memory: torch.Tensor) -> Transfer:
         """Start reading an extent into ``nbytes`` bytes; return at once."""
         ready = not self._starts[extent] and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])

@@ -12,19 +12,19 @@ import torch
 from deepnvme.memory.device_event import Computed
 
 from .arriving import ExtentReads
-from .slots import PinnedSlots
+from .slots import PinnedSlots, Slots
 from .weights.blocks import REST
 
 if TYPE_CHECKING:
     from deepnvme.memory.lease import Ending
     from deepnvme.store.futures import StoreFuture
+    from deepnvme.transfer.block import Memory
+    from deepnvme.transfer.block_cache import Transfer
 
-    from .fetching import Reading
-    from .slots import Slot
     from .weights.weight_store import WeightStore
 
 
-class DeviceSlots:
+class DeviceSlots(Slots):
     """Slots of a device's memory, which torch's allocator hands out and takes back. What somebody keeps a view of is not handed
     out again, but does not count as a slot either.
 
@@ -32,7 +32,7 @@ class DeviceSlots:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.nbytes = nbytes
+        super().__init__(nbytes)
         self._device = device
         self._lent = weakref.WeakSet[DeviceSlot]()  # one that is dropped has been given back, too
         self._released: list[DeviceSlot] = []  # and are still used
@@ -41,7 +41,7 @@ class DeviceSlots:
         """A slot, or None if more than ``nbytes`` of all, or ``limit`` if that is more, would be lent, or were and are still
         computed with. Never waits."""
         self._released[:] = [slot for slot in self._released if not slot.has_ended()]
-        if sum(slot.nbytes for slot in self._lent) + nbytes > max(self.nbytes, limit):
+        if sum(slot.nbytes for slot in self._lent) + nbytes > max(self.limit, limit):
             return None
         slot = DeviceSlot(self.memory(nbytes), self._released)
         self._lent.add(slot)
@@ -92,7 +92,7 @@ class DeviceArrivals(ExtentReads):
         self._staging = PinnedSlots(count * largest)
         self._copying = ThreadPoolExecutor(1, "deepnvme-device")
 
-    def read(self, extent: str, memory: torch.Tensor) -> Reading:
+    def read(self, extent: str, memory: torch.Tensor) -> Transfer:
         """Start reading an extent into ``nbytes`` bytes of the device; return at once."""
         staged = self._staging.lease(self._store.extents[extent].nbytes, sys.maxsize)
         assert staged is not None
@@ -108,7 +108,7 @@ class DeviceArrivals(ExtentReads):
     def _copy(
         self,
         extent: str,
-        only: list[tuple[StoreFuture[torch.Tensor], Slot, torch.Tensor, torch.Tensor]],
+        only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]],
         computed: Computed,
     ) -> None:
         reading, staged, host, memory = only.pop()

@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 
 from deepnvme.memory.pool import OutOfBuffers
 
-from .fetching import Fetcher
+from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
 from .order import AccessPredictor
 from .residence import residents, saved_bytes
@@ -67,7 +67,7 @@ class StreamedForwards:
 
     Args:
         store: Holds the weights.
-        fetcher: Reads extents into memory.
+        cache: Has extents in memory while they are used.
         weights: The places in the modules where weights are put.
         sizes: Bytes of memory that each extent takes, by name; without REST.
         room: Bytes of the memory that is read ahead into.
@@ -77,22 +77,22 @@ class StreamedForwards:
     def __init__(
         self,
         store: WeightStore,
-        fetcher: Fetcher,
+        cache: ExtentCache,
         weights: ModuleWeights,
         sizes: Mapping[str, int],
         room: int,
         budget: int,
     ) -> None:
-        self._store, self._fetcher, self._weights = store, fetcher, weights
+        self._store, self._cache, self._weights = store, cache, weights
         self._sizes, self._room, self._budget = sizes, room, budget
-        self._slot_size = max((nbytes for name, nbytes in sizes.items() if not fetcher.is_resident(name)), default=0)
+        self._slot_size = max((nbytes for name, nbytes in sizes.items() if not cache.is_resident(name)), default=0)
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self._uses: Counter[str] = Counter()
         self.turn = threading.Lock()
         """Held during a call of the model or of a block."""
         self._owner = 0  # identifier of the thread that holds the lock for a call; 0 if none does
         self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
-        self._in_use: dict[str, None] = {}  # extents between Fetcher.take and give_back, in the order of taking
+        self._in_use: dict[str, None] = {}  # extents between ExtentCache.take and give_back, in the order of taking
         self._there: set[str] = set()  # resident extents whose weights are assigned to the model's modules
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._ended = False
@@ -126,7 +126,7 @@ class StreamedForwards:
 
     def read_ahead(self) -> None:
         """Begin to read what will probably be used next, as far as there is memory for it."""
-        self._fetcher.expect(self._order.predict())
+        self._cache.expect(self._order.predict())
 
     # Counters.
 
@@ -137,17 +137,17 @@ class StreamedForwards:
             return StreamReport(
                 passes=tally.passes,
                 seconds=tally.seconds,
-                bytes_read=self._fetcher.bytes_read - tally.bytes_before,
+                bytes_read=self._cache.bytes_read - tally.bytes_before,
                 stalls=dict(tally.stalls),
                 tokens=tally.tokens,
-                resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._fetcher.is_resident(name)),
+                resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._cache.is_resident(name)),
                 limit=self._limit,
             )
 
     def reset(self) -> None:
         """Set the counters to zero: see :meth:`Streaming.reset`."""
         with self._between_calls():
-            self._tally = Tally(bytes_before=self._fetcher.bytes_read)
+            self._tally = Tally(bytes_before=self._cache.bytes_read)
 
     def measured(self, nbytes: int) -> float | None:
         """Return how many bytes a second are read if nothing is computed: see :meth:`Streaming.measure_limit`.
@@ -157,25 +157,25 @@ class StreamedForwards:
         Args:
             nbytes: Least number of bytes to read.
         """
-        streamed = [key for key, size in self._sizes.items() if size and not self._fetcher.is_resident(key)]
+        streamed = [key for key, size in self._sizes.items() if size and not self._cache.is_resident(key)]
         if sum(self._sizes[key] for key in streamed) <= self._room:  # they all fit, and are read only once
             return None
         keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
         while total < nbytes:
             ahead.append(next(keys))
             total += self._store.extents[ahead[-1]].nbytes
-        before = self._fetcher.bytes_read
+        before = self._cache.bytes_read
         try:
-            self._fetcher.drain()
+            self._cache.drain()
             begun = time.perf_counter()
             while ahead:
                 key = ahead.popleft()
-                self._fetcher.take([key], ahead)
-                self._fetcher.give_back([key])
+                self._cache.take([key], ahead)
+                self._cache.give_back([key])
             self._limit = total / (time.perf_counter() - begun)
         finally:
             self.read_ahead()
-            self._tally.bytes_before += self._fetcher.bytes_read - before
+            self._tally.bytes_before += self._cache.bytes_read - before
         return self._limit
 
     # Taking turns.
@@ -260,13 +260,13 @@ class StreamedForwards:
         for extent in wanted:
             self._order.note(extent)
             self._uses[extent] += 1
-        before = self._fetcher.waited
+        before = self._cache.seconds_waited
         try:
-            memories = self._fetcher.take(wanted, self._order.predict())
+            memories = self._cache.take(wanted, self._order.predict())
         except OutOfBuffers as error:
             raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
-        if self._fetcher.waited != before:
-            self._tally.stalls[block] += self._fetcher.waited - before
+        if self._cache.seconds_waited != before:
+            self._tally.stalls[block] += self._cache.seconds_waited - before
         for extent, memory in zip(wanted, memories, strict=True):
             self._in_use[extent] = None
             there = extent in self._there
@@ -278,7 +278,7 @@ class StreamedForwards:
                 )
             if not there:
                 self._weights.put(extent, memory)
-                if self._fetcher.is_resident(extent):
+                if self._cache.is_resident(extent):
                     self._there.add(extent)
 
     def _leave(self, depth: int) -> list[str]:
@@ -297,7 +297,7 @@ class StreamedForwards:
                     self._there.discard(extent)
                     self._weights.remove(extent)
                 del self._in_use[extent]
-                self._fetcher.give_back([extent], changed=bool(found))
+                self._cache.give_back([extent], changed=bool(found))
                 changed += found
         return changed
 
@@ -305,7 +305,7 @@ class StreamedForwards:
         """Repair the state that an interrupt in the middle of an earlier call has left."""
         if self._stack or self._in_use:
             self._leave(0)
-        for extent in self._fetcher.recover():
+        for extent in self._cache.recover():
             self._there.discard(extent)
             self._weights.remove(extent)
 
@@ -315,7 +315,7 @@ class StreamedForwards:
         if self._stack or passes & (passes - 1) or len(set(self._uses.values())) == 1:
             return
         uses = {extent: self._uses[extent] for extent in self._sizes}
-        before = {extent for extent in self._sizes if self._fetcher.is_resident(extent)}
+        before = {extent for extent in self._sizes if self._cache.is_resident(extent)}
         better = {extent for extent in before if self._sizes[extent] > self._slot_size}  # must stay: too large for a slot
         rest = {extent: nbytes for extent, nbytes in self._sizes.items() if extent not in better}
         better |= residents(rest, uses, self._budget - sum(self._sizes[extent] for extent in better))
@@ -323,7 +323,7 @@ class StreamedForwards:
             for extent in self._there - better:
                 self._there.discard(extent)
                 self._weights.remove(extent)
-            self._fetcher.keep(better)
+            self._cache.keep(better)
 
 
 class StreamedForward:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
@@ -16,37 +19,75 @@ if TYPE_CHECKING:
     import torch
 
     from deepnvme.memory.lease import Ending
+    from deepnvme.transfer.block import Block, Memory
+
+_LINGER_SECONDS = 0.5
+"""How long a thread that is done with memory may take to let go of it."""
+_POLL_SECONDS = 0.0005
+"""Between looks whether somebody has let go of memory."""
 
 
-class Slot(Protocol):
-    """Memory on loan."""
+class Slots(ABC):
+    """Memory for the blocks of a :class:`deepnvme.transfer.block_cache.BlockCache`. Residents have memory beside it.
 
-    @property
-    def buffer(self) -> torch.Tensor:
-        """As many bytes as were asked for (uint8, one dimension). ValueError after release."""
+    Attributes:
+        limit: Bytes of all slots.
+    """
+
+    separate_residents = True
+
+    def __init__(self, nbytes: int) -> None:
+        self.limit = nbytes
+
+    @abstractmethod
+    def lease(self, nbytes: int, limit: int = 0) -> Memory | None:
+        """Return a slot; None if there is no room, and more than ``limit`` bytes would be lent with other memory.
+
+        Never waits. Raises OutOfBuffers if the system has not so much memory.
+        """
+
+    @abstractmethod
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory beside the slots, for as long as it is wanted."""
+
+    def take(self, block: Block) -> Memory | None:
+        """Return memory of its own for a resident block, a slot for another; None if there is no room for it."""
+        return Separate(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Return memory for a block beyond the limit, so that what is in use fits, and a slot more for one that somebody keeps.
+
+        Waits a moment for threads that are about to end, and garbage, to let go of theirs. Raises OutOfBuffers after that.
+        """
+        deadline = time.monotonic() + _LINGER_SECONDS
+        limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
+        while (slot := self.lease(block.nbytes, limit)) is None:
+            if time.monotonic() > deadline:
+                raise OutOfBuffers(f"no memory to read {block.name!r} into: all {limit} bytes hold what somebody keeps a view of")
+            gc.collect()  # tracebacks keep what they saw, in cycles
+            time.sleep(_POLL_SECONDS)
+        return slot
+
+
+class Separate:
+    """Memory of a resident."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.nbytes = buffer.nbytes
 
     def release(self, after: Ending | None = None) -> None:
-        """Give it back; ``after``: when that has ended. Never blocks. Somebody else gets it when no tensor over it is left."""
+        """Nothing is to be done: the memory ends with the last tensor over it."""
 
 
-class Slots(Protocol):
-    """See :class:`PinnedSlots`."""
-
-    nbytes: int
-
-    def lease(self, nbytes: int, limit: int = 0) -> Slot | None: ...
-
-    def memory(self, nbytes: int) -> torch.Tensor: ...
-
-
-class PinnedSlots:
+class PinnedSlots(Slots):
     """Slots in one piece of pinned host memory, so that after the first nothing is pinned anew. Not thread-safe.
 
     ``nbytes``: of all together.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = padded(nbytes)
+        super().__init__(padded(nbytes))
         self._memory: Any = None
         self._taken: list[_Range] = []  # those in the one piece by their place, others before them
 
@@ -62,9 +103,9 @@ class PinnedSlots:
         self._take_back()
         size = padded(max(nbytes, 1))
         index, place = self._gap(size)
-        if place + size <= self.nbytes:
+        if place + size <= self.limit:
             if self._memory is None:
-                self._memory = _pinned(self.nbytes)
+                self._memory = _pinned(self.limit)
             memory = memoryview(self._memory)[place : place + nbytes]
         elif sum(taken.size for taken in self._taken) + size <= limit:
             memory = memoryview(_pinned(size))[:nbytes]
@@ -116,6 +157,7 @@ class PinnedSlot:
     def __init__(self, memory: memoryview, taken: _Range) -> None:
         import torch
 
+        self.nbytes = memory.nbytes
         self._taken = taken
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
             self._buffer = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)

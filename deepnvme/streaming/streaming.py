@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.memory.host import give_back_heap
 
 from .arriving import ExtentReads
-from .fetching import Fetcher
+from .extent_cache import ExtentCache
 from .forwards import StreamedForward, StreamedForwards
 from .module_weights import ModuleWeights
 from .residence import residents
@@ -103,9 +103,9 @@ class Streaming:
         streamed = [nbytes for name, nbytes in sizes.items() if name not in chosen]
         self._slots = slots_of(min((prefetch + 1) * max(streamed, default=0), sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
-        self._fetcher = Fetcher(self._arrivals.read, sizes, self._slots, chosen, stored)
+        self._cache = ExtentCache(self._arrivals.read, sizes, self._slots, chosen, stored)
         self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
-        self._forwards = StreamedForwards(store, self._fetcher, self._weights, sizes, self._slots.nbytes, memory_budget)
+        self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, memory_budget)
         self._restored: _Restored | None = None  # None until close()
         self._ended = False
         self.owns_store = False
@@ -201,7 +201,7 @@ class Streaming:
                     self._weights.restore(name, self._restored.memories[name], self._restored.names)
                 elif name != REST or self._restored.wanted:
                     self._weights.remove(name)
-            self._fetcher.close()
+            self._cache.close()
             self._arrivals.close()
             if self.owns_store:
                 self._store.close()
@@ -225,7 +225,7 @@ class Streaming:
     def _read_all(self, wanted: Literal[True] | frozenset[str]) -> _Restored:
         """Read all extents, or only those that contain the named weights, each into memory of its own."""
         memories: dict[str, torch.Tensor | None] = {}
-        self._fetcher.expect(())
+        self._cache.expect(())
         if self._restored is not None:  # an interrupted close() has perhaps ended the reader, and removed weights in no block
             self._arrivals.close()
             self._arrivals = self._new_reader()

@@ -110,7 +110,7 @@ def test_what_is_to_be_restored_may_be_more_after_an_interrupt(store: WeightStor
         if not isinstance(model[4].weight, Placeholder) and has_its_own_weights(model):
             assert torch.equal(output(model), wanted), interruption.where
         else:
-            ended += 1
+            ended += bool(interruption.where)  # closing has fewer points where it does not wait for the drive
     assert ended < 3, "by an interrupt when all had been done"
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deepnvme.streaming.fetching import Fetcher
+from deepnvme.streaming.extent_cache import ExtentCache
 from deepnvme.streaming.slots import PinnedSlots
 from deepnvme.swap import OutOfBuffers
 
@@ -25,77 +25,77 @@ def fake() -> FakeDrive:
     return FakeDrive()
 
 
-def fetcher_of(fake: FakeDrive, slots: int = 3, residents: str = "", keys: str = KEYS) -> Fetcher:
-    return Fetcher(fake.read, dict.fromkeys(keys, NBYTES), CountedSlots(slots * NBYTES), residents)
+def cache_of(fake: FakeDrive, slots: int = 3, residents: str = "", keys: str = KEYS) -> ExtentCache:
+    return ExtentCache(fake.read, dict.fromkeys(keys, NBYTES), CountedSlots(slots * NBYTES), residents)
 
 
 def is_right(key: str, memory: torch.Tensor) -> bool:
     return bool(torch.equal(memory, content(key, NBYTES)))
 
 
-def pass_over(fetcher: Fetcher, keys: str, following: str = "") -> Iterator[str]:
+def pass_over(cache: ExtentCache, keys: str, following: str = "") -> Iterator[str]:
     """Use each in turn, with what comes after it expected."""
     for index, key in enumerate(keys):
-        assert is_right(key, fetcher.take([key], keys[index + 1 :] + following)[0])
+        assert is_right(key, cache.take([key], keys[index + 1 :] + following)[0])
         yield key
-        fetcher.give_back([key])
+        cache.give_back([key])
 
 
 def test_what_a_failed_read_leaves_is_read_again_when_it_is_taken_again(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
+    cache = cache_of(fake)
     fake.failing = {"a"}
     with pytest.raises(OSError, match="failed a"):
-        fetcher.take(["a"], "b")
+        cache.take(["a"], "b")
     fake.failing = set()
-    assert is_right("a", fetcher.take(["a"])[0])
+    assert is_right("a", cache.take(["a"])[0])
 
 
 def test_an_error_from_reading_ahead_is_not_raised_where_another_is_taken(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
+    cache = cache_of(fake)
     fake.failing, fake.refusing = {"b"}, {"c"}
-    assert is_right("a", fetcher.take(["a"], "bc")[0])
-    fetcher.give_back("a")
+    assert is_right("a", cache.take(["a"], "bc")[0])
+    cache.give_back("a")
     with pytest.raises(OSError, match="failed b"):
-        fetcher.take(["b"], "c")
+        cache.take(["b"], "c")
     with pytest.raises(OSError, match="refused c"):
-        fetcher.take(["c"])
+        cache.take(["c"])
 
 
 def test_an_error_that_ended_a_read_before_it_was_wanted_is_old(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, residents="c")
+    cache = cache_of(fake, residents="c")
     fake.failing = {"b", "c"}
-    fetcher.take(["a"], "bc")
+    cache.take(["a"], "bc")
     fake.end()
     fake.failing = set()
-    assert is_right("b", fetcher.take(["b"], "c")[0])
-    assert is_right("c", fetcher.take(["c"])[0])
+    assert is_right("b", cache.take(["b"], "c")[0])
+    assert is_right("c", cache.take(["c"])[0])
 
 
 @pytest.mark.parametrize("residents", ["", "b"])
 def test_an_error_of_reading_ahead_is_not_raised_once_the_fault_is_mended(fake: FakeDrive, residents: str) -> None:
-    fetcher = fetcher_of(fake, residents=residents)
+    cache = cache_of(fake, residents=residents)
     fake.failing = {"b", "c"}
-    fetcher.take(["a"], "bc")
+    cache.take(["a"], "bc")
     fake.failing = {"c"}
-    assert is_right("b", fetcher.take(["b"], "c")[0])  # whose read, begun before, ends with its error only now
+    assert is_right("b", cache.take(["b"], "c")[0])  # whose read, begun before, ends with its error only now
     with pytest.raises(OSError, match="failed c"):
-        fetcher.take(["c"])
+        cache.take(["c"])
     fake.failing = set()
-    assert is_right("c", fetcher.take(["c"])[0])
+    assert is_right("c", cache.take(["c"])[0])
     assert fake.begun == [*"abcbcc"]
 
 
 def test_a_failure_among_several_takes_none(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, slots=2)
+    cache = cache_of(fake, slots=2)
     fake.failing = {"b"}
     with pytest.raises(OSError, match="failed b"):
-        fetcher.take(["a", "b"])
-    for _ in pass_over(fetcher, "cdefgh"):  # no slot was lost
+        cache.take(["a", "b"])
+    for _ in pass_over(cache, "cdefgh"):  # no slot was lost
         pass
 
 
 def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetcher = fetcher_of(fake, slots=1)
+    cache = cache_of(fake, slots=1)
 
     def interrupted(reading: object, timeout: float | None = None) -> None:
         raise KeyboardInterrupt
@@ -103,111 +103,111 @@ def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("tests.support.drives.FakeReading.exception", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetcher.take(["a"])
+            cache.take(["a"])
     fake.end()
-    assert [*pass_over(fetcher, "bab")] == [*"bab"]
+    assert [*pass_over(cache, "bab")] == [*"bab"]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_reads_begin_before_anything_waits_and_are_as_many_as_there_are_slots(fake: FakeDrive, slots: int) -> None:
-    fetcher = fetcher_of(fake, slots)
-    for index, _ in enumerate(pass_over(fetcher, KEYS)):
+    cache = cache_of(fake, slots)
+    for index, _ in enumerate(pass_over(cache, KEYS)):
         assert fake.begun == [*KEYS[: index + slots]]
     assert fake.waited_for[0] == "a"
 
 
 def test_what_was_said_to_come_first_is_read_before_anything_is_taken(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
-    fetcher.expect("abcd")
+    cache = cache_of(fake)
+    cache.expect("abcd")
     assert fake.begun == ["a", "b"]
-    assert is_right("a", fetcher.take("a", "bcd")[0])
+    assert is_right("a", cache.take("a", "bcd")[0])
 
 
 def test_what_was_expected_wrongly_is_not_waited_for_and_its_slots_are_read_into_as_they_come_free(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
-    fetcher.expect("ab")
-    fetcher.take(["c"], "de")
+    cache = cache_of(fake)
+    cache.expect("ab")
+    cache.take(["c"], "de")
     assert fake.waited_for[0] == "c"
     assert fake.begun == ["a", "b", "c", "d", "e"]
 
 
 def test_an_extent_that_is_expected_next_stays_where_it_is(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
+    cache = cache_of(fake)
     for _ in range(3):
-        fetcher.take(["a"], "a")
-        fetcher.give_back(["a"])
+        cache.take(["a"], "a")
+        cache.give_back(["a"])
     assert fake.begun == ["a"]
 
 
 def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, residents="b")
+    cache = cache_of(fake, residents="b")
     for key in "ab":
-        (memory,) = fetcher.take([key], key)
+        (memory,) = cache.take([key], key)
         memory.zero_()
-        fetcher.give_back([key], changed=True)
-        assert is_right(key, fetcher.take([key], key)[0])
+        cache.give_back([key], changed=True)
+        assert is_right(key, cache.take([key], key)[0])
 
 
 def test_residents_are_read_once(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, residents="bdf")
+    cache = cache_of(fake, residents="bdf")
     for _ in range(3):
-        for _ in pass_over(fetcher, "abcdef", "abcdef"):
+        for _ in pass_over(cache, "abcdef", "abcdef"):
             pass
     assert [fake.begun.count(key) for key in "bdf"] == [1, 1, 1]
 
 
 def test_with_all_resident_nothing_is_read_after_the_first_pass(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, residents=KEYS)
+    cache = cache_of(fake, residents=KEYS)
     for _ in range(3):
-        for _ in pass_over(fetcher, KEYS, KEYS):
+        for _ in pass_over(cache, KEYS, KEYS):
             pass
     assert fake.begun == [*KEYS]
 
 
 def test_other_residents_can_be_chosen(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, residents="ab")
-    for _ in pass_over(fetcher, "abcd"):
+    cache = cache_of(fake, residents="ab")
+    for _ in pass_over(cache, "abcd"):
         pass
-    fetcher.keep("bc")
+    cache.keep("bc")
     fake.begun.clear()
     for _ in range(2):
-        for _ in pass_over(fetcher, "abcd"):
+        for _ in pass_over(cache, "abcd"):
             pass
     assert [fake.begun.count(key) for key in "abcd"] == [2, 0, 1, 2]
 
 
 def test_the_drive_has_work_while_residents_are_used(fake: FakeDrive) -> None:
     """Those that are there already take no room among what is expected."""
-    fetcher = fetcher_of(fake, residents="bcde")
-    for _ in pass_over(fetcher, "abcdefgh"):
+    cache = cache_of(fake, residents="bcde")
+    for _ in pass_over(cache, "abcdefgh"):
         pass
     fake.begun.clear()
-    fetcher.take(["a"], "bcdefgh")
+    cache.take(["a"], "bcdefgh")
     assert fake.begun == ["a", "f", "g"]
 
 
 def test_uses_overlap(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, slots=2)
-    (first,) = fetcher.take(["a"], "b")
-    (again,) = fetcher.take(["a"], "b")
+    cache = cache_of(fake, slots=2)
+    (first,) = cache.take(["a"], "b")
+    (again,) = cache.take(["a"], "b")
     assert first.data_ptr() == again.data_ptr()
-    fetcher.give_back(["a"])
-    for _ in pass_over(fetcher, "bcd"):
+    cache.give_back(["a"])
+    for _ in pass_over(cache, "bcd"):
         assert is_right("a", again)
-    fetcher.give_back(["a"])
+    cache.give_back(["a"])
     assert fake.begun == ["a", "b", "c", "d"]
 
 
 def test_more_in_use_than_slots_have_more_for_as_long(fake: FakeDrive) -> None:
     slots = CountedSlots(2 * NBYTES)
-    fetcher = Fetcher(fake.read, dict.fromkeys(KEYS, NBYTES), slots)
-    memories = [fetcher.take([key], "gh")[0] for key in "abcd"]
+    cache = ExtentCache(fake.read, dict.fromkeys(KEYS, NBYTES), slots)
+    memories = [cache.take([key], "gh")[0] for key in "abcd"]
     assert all(map(is_right, "abcd", memories))
     assert slots.most == 4 * NBYTES
-    fetcher.give_back("abcd")
+    cache.give_back("abcd")
     del memories
     slots.most = 0
-    for _ in pass_over(fetcher, KEYS):
+    for _ in pass_over(cache, KEYS):
         pass
     assert slots.most == 2 * NBYTES
 
@@ -216,13 +216,13 @@ def test_smaller_extents_are_read_further_ahead(fake: FakeDrive) -> None:
     """As many as there is room for beside what is in use; the largest waits for its room, and nothing overtakes it."""
     sizes = dict.fromkeys("acdef", NBYTES) | {"B": 3 * NBYTES}
     slots = CountedSlots(6 * NBYTES)
-    fetcher = Fetcher(fake.read, sizes, slots)
+    cache = ExtentCache(fake.read, sizes, slots)
     order = "acdefBacdefB"
     begun = []
     for index, key in enumerate(order):
-        fetcher.take([key], order[index + 1 :])
+        cache.take([key], order[index + 1 :])
         begun.append("".join(fake.begun))
-        fetcher.give_back([key])
+        cache.give_back([key])
     assert begun[:6] == ["acdef", "acdef", "acdef", "acdefBa", "acdefBac", "acdefBacd"]
     assert "".join(fake.begun) == order
     assert slots.most <= 6 * NBYTES
@@ -230,13 +230,13 @@ def test_smaller_extents_are_read_further_ahead(fake: FakeDrive) -> None:
 
 def test_what_is_on_its_way_stays_while_residents_are_used(fake: FakeDrive) -> None:
     sizes = dict.fromkeys("abcde", NBYTES) | {"L": 3 * NBYTES}
-    fetcher = Fetcher(fake.read, sizes, CountedSlots(4 * NBYTES), residents="b")
-    fetcher.expect("bacdeL")
-    fetcher.take(["a"], "bcdeL")
-    fetcher.give_back(["a"])
-    fetcher.take(["b"], "cdeL")
-    fetcher.give_back(["b"])
-    for _ in pass_over(fetcher, "cde"):
+    cache = ExtentCache(fake.read, sizes, CountedSlots(4 * NBYTES), residents="b")
+    cache.expect("bacdeL")
+    cache.take(["a"], "bcdeL")
+    cache.give_back(["a"])
+    cache.take(["b"], "cdeL")
+    cache.give_back(["b"])
+    for _ in pass_over(cache, "cde"):
         pass
     assert sorted(fake.begun) == [*"abcde"]
 
@@ -262,39 +262,39 @@ def test_a_slot_is_as_large_as_was_asked_for_and_lies_where_there_is_room() -> N
 
 
 def test_memory_that_somebody_keeps_is_not_read_into(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
-    (memory,) = fetcher.take(["a"])
+    cache = cache_of(fake)
+    (memory,) = cache.take(["a"])
     kept = memory[10:20]
-    fetcher.give_back(["a"])
+    cache.give_back(["a"])
     del memory
     for _ in range(2):
-        for _ in pass_over(fetcher, "bcdefgh"):
+        for _ in pass_over(cache, "bcdefgh"):
             assert torch.equal(kept, content("a", 10))
 
 
 def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake, slots=1)
+    cache = cache_of(fake, slots=1)
     kept = []
     for key in "ab":
-        kept += fetcher.take([key])
-        fetcher.give_back([key])
+        kept += cache.take([key])
+        cache.give_back([key])
     with pytest.raises(OutOfBuffers, match=r"'c'.*all 16384 bytes hold what somebody keeps a view of"):
-        fetcher.take(["c"])
+        cache.take(["c"])
     kept.pop()
-    assert is_right("c", fetcher.take(["c"])[0])
+    assert is_right("c", cache.take(["c"])[0])
 
 
 def test_what_is_read_is_counted(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
-    fetcher.take(["a"], "bc")
-    assert fetcher.bytes_read == len(fake.begun) * NBYTES == 3 * NBYTES
-    assert fetcher.waited > 0
+    cache = cache_of(fake)
+    cache.take(["a"], "bc")
+    assert cache.bytes_read == len(fake.begun) * NBYTES == 3 * NBYTES
+    assert cache.seconds_waited > 0
 
 
 def test_closing_waits_for_what_is_under_way(fake: FakeDrive) -> None:
-    fetcher = fetcher_of(fake)
-    fetcher.expect("ab")
-    fetcher.close()
+    cache = cache_of(fake)
+    cache.expect("ab")
+    cache.close()
     assert fake.under_way == []
 
 
@@ -304,11 +304,11 @@ class Rules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("deepnvme.streaming.fetching._LINGER_SECONDS", 0.01)  # nobody is on the way out
+        self.patch.setattr("deepnvme.streaming.slots._LINGER_SECONDS", 0.01)  # nobody is on the way out
         self.fake = FakeDrive()
         self.residents = "ab"
         self.slots = CountedSlots(3 * NBYTES)
-        self.fetcher = Fetcher(self.fake.read, dict.fromkeys(KEYS, NBYTES), self.slots, self.residents)
+        self.cache = ExtentCache(self.fake.read, dict.fromkeys(KEYS, NBYTES), self.slots, self.residents)
         self.in_use: list[tuple[str, torch.Tensor]] = []
         self.kept: list[tuple[str, torch.Tensor]] = []
 
@@ -317,7 +317,7 @@ class Rules(RuleBasedStateMachine):
         begun = len(self.fake.begun)
         broken = self.fake.failing | self.fake.refusing | {reading.key for reading in self.fake.under_way if reading.error}
         try:
-            memories = self.fetcher.take(keys, then)
+            memories = self.cache.take(keys, then)
         except OSError:
             assert broken.intersection(keys)
         except OutOfBuffers:
@@ -332,7 +332,7 @@ class Rules(RuleBasedStateMachine):
     @rule(keys=st.text(KEYS, max_size=6))
     def expect(self, keys: str) -> None:
         waited = list(self.fake.waited_for)
-        self.fetcher.expect(keys)
+        self.cache.expect(keys)
         assert self.fake.waited_for == waited
 
     @precondition(lambda self: self.in_use)
@@ -343,7 +343,7 @@ class Rules(RuleBasedStateMachine):
         if keep and key not in self.residents and len(self.kept) < 2:
             self.kept.append((key, memory[:100]))
         del memory
-        self.fetcher.give_back([key])
+        self.cache.give_back([key])
 
     @precondition(lambda self: self.kept)
     @rule()
@@ -378,11 +378,11 @@ class Rules(RuleBasedStateMachine):
         self.fake.end()
         self.kept.clear()
         for key, _ in self.in_use:
-            self.fetcher.give_back([key])
+            self.cache.give_back([key])
         self.in_use.clear()
-        for _ in pass_over(self.fetcher, KEYS):  # it still works
+        for _ in pass_over(self.cache, KEYS):  # it still works
             pass
-        self.fetcher.close()
+        self.cache.close()
         assert self.slots.in_use == 0
         self.patch.undo()
 
