@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "bash", "console", "json", "text"}
 """What a block may be in. Blocks in the last two are not run."""
-MOST_NOT_RUN = 18
+MOST_NOT_RUN = 14
 """Blocks marked as such today. Find a way to run a new one before raising it."""
 
 BLOCK = re.compile(
     r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$|^<!-- setup\n(?P<setup>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
-MARK = re.compile(r"<!-- not run:(?P<why>.*?)-->\n\Z", re.DOTALL)
+MARK = re.compile(r"<!-- not run:(?P<why>(?:(?!-->).)*)-->\n\Z", re.DOTALL)
 LINK = re.compile(r"(?<!`)\[(?:[^][]|\[[^][]*\])*\]\(([^)\s:]+)\)")
 
 RUN = """
@@ -170,9 +170,9 @@ class TestOfThisTest:
             check(blocks_of("page.md", "```json\n{,}\n```\n"))
 
     def test_a_mark_is_for_the_next_block_alone(self) -> None:
-        block = "```python\na\n```\n"
-        first, second = blocks_of("page.md", f"<!-- not run: needs a GPU -->\n{block}\n{block}")
-        assert (first.why_not, second.why_not) == ("needs a GPU", None)
+        block, mark, setup = "```python\na\n```\n", "<!-- not run: needs a GPU -->\n", "<!-- setup\na = 1\n-->\n"
+        reasons = [each.why_not for each in blocks_of("page.md", f"{mark}{block}\n{block}\n{setup}{block}\n{mark}{block}")]
+        assert reasons == ["needs a GPU", None, None, None, "needs a GPU"]
 
 
 def anchors_of(markdown: str) -> set[str]:
