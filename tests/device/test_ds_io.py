@@ -28,7 +28,7 @@ def test_a_tensor_left_to_the_handle_is_staged_and_right(
         patch.setattr(buffer, "random_bytes", lambda filled: filled)
         job = Job((Place(drive, 0),), operation, SIZE, AioConfig(), gpu=True, slow_bounce_buffer=True)
         transfer = transfers.make(job, 0)
-    transfer.lay_out(drive / "file")
+    transfer.write(drive / "file")
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
     assert transfer.memory == "cuda:0"

@@ -177,7 +177,7 @@ def test_a_difference_that_validation_finds_is_one_line(ds_io: Command, drive: P
 
     def careless(self: Any, path: Path) -> None:
         real(self, path)
-        self._buffer.tensor[0] ^= 1
+        self.tensor[0] ^= 1
 
     monkeypatch.setattr(transfers._Handle, "move", careless)
     failed(ds_io("--folder", drive, "--io_size", "1M", "--validate", "--json"), "validation: tensor and '")

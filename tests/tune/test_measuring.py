@@ -16,9 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure import measuring, process, transfers
-from deepnvme.tune.measure import requirements as room
-from deepnvme.tune.measure import worker_processes as crew
+from deepnvme.tune.measure import measuring, requirements, transfers, worker_processes
 from deepnvme.tune.measure.folder import Unsuitable, workspace
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
@@ -90,7 +88,7 @@ def test_a_folder_too_small_is_told_before_anything_is_written(small_disk: Disk,
 def test_tensors_larger_than_memory_are_told_before_they_are_made(
     drive: Path, monkeypatch: pytest.MonkeyPatch, available: int, wanted: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(room, "meminfo", {"MemAvailable": available}.get)
+    monkeypatch.setattr(requirements, "meminfo", {"MemAvailable": available}.get)
     with pytest.raises(Unsuitable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
         measure(job(drive, wanted.pop("operation", "write"), **wanted))
 
@@ -98,7 +96,7 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
 @pytest.mark.root
 @pytest.mark.usefixtures("no_transfer")
 def test_files_in_memory_take_memory_too(tmpfs: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
+    monkeypatch.setattr(requirements, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
     with pytest.raises(Unsuitable, match=f"{10 * MIB} bytes of memory are needed"):
         measure(job(tmpfs.path, "write", io_size=5 * MIB))
 
@@ -145,7 +143,7 @@ def test_validation_notices_one_wrong_byte(moved: Any, drive: Path, engine: Engi
     def careless(real: Mover) -> Mover:
         def move(self: Any, path: Path) -> None:
             real(self, path)
-            (self._buffer.tensor if engine == "aio_handle" else self.tensor)[-1] ^= 1
+            self.tensor[-1] ^= 1
 
         return move
 
@@ -251,13 +249,13 @@ def test_fsync_is_for_writes_that_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, drive: Path, operation: Operation, fsync: bool, times: int
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(process, "sync", synced.append)
+    monkeypatch.setattr(worker_processes, "sync", synced.append)
     measure(job(drive, operation, fsync=fsync))
     assert len(synced) == times, "what reads are to find is made durable once"
 
 
 def test_fsync_counts_as_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    monkeypatch.setattr(process, "sync", lambda path: time.sleep(0.05))
+    monkeypatch.setattr(worker_processes, "sync", lambda path: time.sleep(0.05))
     found = measure(job(drive, "write", fsync=True))
     assert found.task_seconds >= 0.1
 
@@ -335,7 +333,7 @@ def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypa
 def test_a_process_that_cannot_begin_says_why_and_ends() -> None:
     ours, theirs = multiprocessing.Pipe()
     refused = job(Path("/nowhere"), "write", engine="aio_basic", setting=AioConfig(backend="threads"))
-    process.serve(refused, 0, Path("/nowhere"), lambda: None, theirs)
+    worker_processes.serve(refused, 0, Path("/nowhere"), lambda: None, theirs)
     assert isinstance(ours.recv().error, Unsuitable)
     with pytest.raises(EOFError):
         ours.recv()
@@ -349,9 +347,9 @@ def test_what_another_process_warns_of_is_said_here(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(transfers, "make", warn)
     ours, theirs = multiprocessing.Pipe()
-    process.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), lambda: None, theirs)
+    worker_processes.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), lambda: None, theirs)
     with pytest.warns(RuntimeWarning, match="half the speed"), pytest.raises(Unsuitable, match="and then this"):
-        crew._Several([ours])
+        worker_processes._Several([ours])
     ours.close()
 
 

@@ -67,7 +67,7 @@ def test_a_file_that_torch_cannot_read_is_told_in_one_line(
     engine: EngineName, damage: Callable[[bytes], bytes], drive: Path
 ) -> None:
     transfer = transfers.make(job(engine, "read"), 0)
-    transfer.lay_out(drive / "file")
+    transfer.write(drive / "file")
     (drive / "file").write_bytes(damage((drive / "file").read_bytes()))
     with pytest.raises(ValueError, match=r"\A'.*/file' holds no tensor that torch.load can read: .+\Z"):
         transfer.move(drive / "file")
@@ -94,7 +94,7 @@ def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: p
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_read_that_does_nothing_is_seen(engine: EngineName, drive: Path) -> None:
     transfer = transfers.make(job(engine, "read", validate=True), 0)
-    transfer.lay_out(drive / "file")
+    transfer.write(drive / "file")
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
     transfer.renew()
@@ -175,7 +175,7 @@ def test_a_tensor_of_any_size_is_written_and_read(engine: EngineName, io_size: i
     else:
         assert torch.equal(torch.load(drive / "file", weights_only=True), writer.tensor)
     reader = transfers.make(job(engine, "read", io_size, validate=True), 0)
-    reader.lay_out(drive / "file")
+    reader.write(drive / "file")
     reader.renew()
     reader.move(drive / "file")
     assert reader.matches(drive / "file")
@@ -194,7 +194,7 @@ def test_the_old_file_format_of_torch_is_another(engine: EngineName, drive: Path
 def test_reads_that_nobody_validates_do_not_pile_up(engine: EngineName, drive: Path) -> None:
     size = 54_321
     transfer = transfers.make(job(engine, "read", size), 0)
-    transfer.lay_out(drive / "file")
+    transfer.write(drive / "file")
     for _ in range(2):
         transfer.move(drive / "file")
     alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == size]

@@ -80,3 +80,8 @@ def _at_least(least: int, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return int(text)
+
+
+def add_json_option(parser: argparse._ActionsContainer, purpose: str) -> None:
+    """Add ``--json [FILE]`` to a parser or a group of its options; without FILE the value is "-", which stands for stdout."""
+    parser.add_argument("--json", type=output_file_or_stdout, nargs="?", const="-", metavar="FILE", help=purpose)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from deepnvme.tune.render import deepspeed_logs, html_report, sweep_text
 from deepnvme.tune.search.space import read_sweep
-from deepnvme.tune.search.successive_halving import Progress
+from deepnvme.tune.search.successive_halving import SearchProgress
 from deepnvme.tune.search.tuner import Order, tune
 
-from .arguments import Parser, directory, output_directory, output_file, output_file_or_stdout, positive, size
+from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
 from .console import emit, one_line_errors, write_out
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.no_read and options.no_write:
+    if not (options.read or options.write):
         parser.error("--no_read and --no_write leave nothing to measure")
     if options.gds and not options.gpu:
         parser.error("--gds moves GPU memory: give --gpu, too")
@@ -36,16 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.output is not None:
             html_report.require_matplotlib()
         settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
-        order = Order(
-            folders=tuple(dict.fromkeys(options.nvme_dir)),
-            io_size=options.io_size,
-            read=not options.no_read,
-            write=not options.no_write,
-            settings=settings,
-            gpu=options.gpu,
-            gds=options.gds,
-            seconds=options.seconds * options.loops,
-        )
+        given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds")}
+        folders = tuple(dict.fromkeys(options.nvme_dir))
+        order = Order(folders=folders, settings=settings, seconds=options.seconds * options.loops, **given)
         if options.json != "-":
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
         with _progress_bar() as progress:
@@ -69,15 +62,10 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
-    add("--no_read", action="store_true", help="writes only")
-    add("--no_write", action="store_true", help="reads only")
-    add(
-        "--io_size",
-        type=size,
-        default=400 << 20,
-        metavar="BYTES",
-        help="of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)",
-    )
+    add("--no_read", dest="read", action="store_false", help="writes only")
+    add("--no_write", dest="write", action="store_false", help="reads only")
+    size_help = "of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)"
+    add("--io_size", type=size, default=400 << 20, metavar="BYTES", help=size_help)
     add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
     add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
     add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
@@ -85,40 +73,32 @@ def _parser() -> Parser:
     add("--seconds", type=positive, default=50, help="to aim for in each search (default: 50)")
     add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
-    add(
-        "--json",
-        type=output_file_or_stdout,
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write all as JSON: to FILE, or instead of the text to stdout",
-    )
+    add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")
     add("--verbose", action="store_true", help="all settings instead of the ten best")
     return parser
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress]:
+def _progress_bar() -> Iterator[SearchProgress]:
     """Show a progress bar on stderr if that is a terminal; otherwise print a line for each step."""
     if not sys.stderr.isatty():
         yield _each_step_once()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     # Drawn only between transfers: the CPU time of a thread that draws during one would be counted.
-    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
+        task = shown.add_task("", total=1.0)
 
         def show(share: float, step: str) -> None:
-            bar.update(task, completed=share, description=step, refresh=True)
+            shown.update(task, completed=share, description=step, refresh=True)
 
         yield show
 
 
-def _each_step_once() -> Progress:
+def _each_step_once() -> SearchProgress:
     """Return a function that prints each new step to stderr."""
     last = ""
 

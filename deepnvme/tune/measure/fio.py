@@ -1,8 +1,12 @@
-"""Runs fio, and parses its results."""
+"""Runs fio, parses its results, and compares them with those of a job of ours.
+
+Both move the same bytes with the same settings, and find the page cache in the same state.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .job import FioSample, Operation
+from deepnvme.memory.meminfo import meminfo
+from deepnvme.ops.op_builder import packages
+
+from .figures import Spread
+from .folder import Unsuitable, drop_pages
+from .job import FioComparison, Job, Observation, Operation, Sample, file_name
 
 
 class FioFailed(Exception):
@@ -91,7 +100,7 @@ def run(
     *,
     fallocate: Literal["native", "none"],
     fsync: bool = False,
-) -> FioSample:
+) -> Observation:
     """Let fio move all ranges at the same time, by O_DIRECT, and return its result. Blocks.
 
     An interrupt of this process ends fio's processes. Times are those that fio itself measured, without its start.
@@ -149,14 +158,14 @@ def _output(command: Sequence[str]) -> str:
     return output
 
 
-def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> FioSample:
+def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> Observation:
     """Return the values in fio's JSON report. Raises FioFailed if fio has not moved ``nbytes``."""
     (job,) = report["jobs"]  # --group_reporting combines all jobs into one
     moved = job[operation]
     if moved["io_bytes"] != nbytes:
         raise FioFailed(f"fio moved {moved['io_bytes']} bytes of {nbytes}")
     percentiles = moved["clat_ns"].get("percentile", {})
-    return FioSample(
+    return Observation(
         nbytes,
         # fio's clock has a resolution of a millisecond: a shorter job counts as one.
         max(moved["runtime"], 1) / 1000,
@@ -165,3 +174,84 @@ def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> FioSam
         percentiles.get("50.000000", 0) / 1e9,
         percentiles.get("99.000000", 0) / 1e9,
     )
+
+
+# A job of ours compared with fio's.
+
+
+def find_suitable(job: Job) -> str:
+    """Return the path of fio. Raises Unsuitable if it is not installed, or cannot do the same as the job."""
+    program = find()
+    if program is None:
+        raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
+    if job.engine != "aio_handle" or job.gpu:
+        raise Unsuitable("--compare fio: fio moves what aio_handle does in host memory; leave out --engine and --gpu")
+    if not all(can_move(piece, job.setting.block_size) for piece in _job_pieces(job, Path())):
+        raise Unsuitable("--compare fio: fio moves whole blocks only; give an --io_size that is a multiple of --block_size")
+    return program
+
+
+class FioComparisonRun:
+    """Repeats a job's transfer with fio, and compares the results.
+
+    Args:
+        job: The job; :func:`find_suitable` has accepted it.
+        program: Path of fio.
+        backend: The backend that our handle uses. fio uses io_uring if that does, otherwise libaio.
+        directories: The job's directory for each place.
+
+    Raises:
+        FioFailed: If fio fails; the methods raise it too.
+    """
+
+    def __init__(self, job: Job, program: str, backend: str | None, directories: Sequence[Path]) -> None:
+        self._job = job
+        self._version = version(program)
+        self._samples: list[Observation] = []
+        # fio reads the file that our job reads; if that has a file for each loop, the first loop's.
+        names = [file_name("read", index, 0) if job.operation == "read" else f"fio.{index}" for index in range(len(directories))]
+        self._paths = [directory / name for directory, name in zip(directories, names, strict=True)]
+        self._work = [piece for path in self._paths for piece in _job_pieces(job, path)]
+        ioengine = "io_uring" if backend == "io_uring" else "libaio"
+        ordinary = FioSettings(program, ioengine, job.setting.block_size, job.setting.queue_depth, huge_pages=False)
+        page = meminfo("Hugepagesize")
+        missing = huge_pages_needed(ordinary, len(self._work), page) - meminfo("HugePages_Free") if page else 0
+        huge = page > 0 and missing <= 0
+        self._settings = dataclasses.replace(ordinary, huge_pages=huge)
+        self._buffers = "huge pages, as ours are" if huge else "ordinary memory, which is slower than the huge pages of ours"
+        if missing > 0:
+            total = meminfo("HugePages_Total") + missing
+            self._buffers += f"; to give it some: {packages.as_root(f'sysctl vm.nr_hugepages={total}')}"
+
+    def loop(self) -> None:
+        """Make one transfer with fio. Blocks. The file's pages in the page cache are dropped first."""
+        job = self._job
+        if job.operation == "write" and job.different_files:
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+        drop_pages(self._paths)
+        fresh = job.operation == "write" and not self._paths[0].exists()
+        self._samples.append(
+            run(self._settings, job.operation, self._work, fallocate="native" if fresh else "none", fsync=job.fsync)
+        )
+
+    def comparison(self, ours: Sequence[Sample], first: int) -> FioComparison:
+        """Return fio's results compared with ours.
+
+        Args:
+            ours: Our samples, one for each loop of fio.
+            first: Number of the first loop that counts.
+        """
+        pairs = list(zip(ours, self._samples, strict=True))[first:]
+        return FioComparison(
+            version=self._version,
+            ioengine=self._settings.ioengine,
+            buffers=self._buffers,
+            samples=tuple(theirs for _, theirs in pairs),
+            ratio=Spread.of([mine.gb_per_second / theirs.gb_per_second for mine, theirs in pairs]),
+        )
+
+
+def _job_pieces(job: Job, path: Path) -> list[FioRange]:
+    """Return the ranges of one file that fio's jobs move, one for each of our workers."""
+    return pieces(path, job.io_size, job.setting.block_size, job.setting.intra_op_parallelism)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from deepnvme.config import AioConfig
 
@@ -96,6 +96,17 @@ class Paths:
     gds: int = 0
     """Bytes that went between drive and GPU memory, without host memory."""
 
+    @classmethod
+    def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Paths:
+        """Return the bytes that an engine moved between two snapshots of its statistics."""
+        names = ("bytes_zero_copy", "bytes_staged", "bytes_buffered", "bytes_gds")
+        return cls(*(after.get(name, 0) - before.get(name, 0) for name in names))
+
+    @property
+    def direct(self) -> int:
+        """Bytes that bypassed the page cache on their way from or to host memory, copied or not."""
+        return self.zero_copy + self.staged
+
     def __add__(self, other: Paths) -> Paths:
         return Paths(
             self.zero_copy + other.zero_copy, self.staged + other.staged, self.buffered + other.buffered, self.gds + other.gds
@@ -136,15 +147,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class FioSample:
-    """The values of one loop by fio, as fio itself measured them."""
+class Observation:
+    """The measured values of one transfer."""
 
     nbytes: int
     """Bytes moved."""
     seconds: float
     """Seconds that the transfer took."""
     cpu_seconds: float
-    """CPU time of fio's jobs."""
+    """CPU time of the process or processes meanwhile."""
     block_latency_p50: float
     """Median of the seconds from a block's submission to its completion."""
     block_latency_p99: float
@@ -166,8 +177,8 @@ class FioComparison:
     """fio's I/O engine, "io_uring" or "libaio"."""
     buffers: str
     """Kind of memory of fio's buffers, and how to give it huge pages if it has none."""
-    samples: tuple[FioSample, ...]
-    """The counted loops."""
+    samples: tuple[Observation, ...]
+    """The counted loops, by fio's own clocks."""
     ratio: Spread
     """Our rate divided by fio's, loop by loop."""
 

@@ -8,19 +8,16 @@ from collections.abc import Callable, Sequence
 from deepnvme.report.directory_probes import IN_MEMORY
 
 from .figures import merged
-from .fio_comparison import FioComparisonRun, find_suitable
+from .fio import FioComparisonRun, find_suitable
 from .folder import examine, settle, workspace
 from .job import Job, Measurement, Paths, Sample
 from .requirements import check_memory, check_space
 from .worker_processes import worker_processes
 
-Progress = Callable[[str], None]
-"""Called with a description of each step as it begins."""
-
 _INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it shares with no other
 
 
-def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
+def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Measurement:
     """Run a job and return its measurement. Blocks. An interrupt or an error leaves no file and no process behind.
 
     Files are made in a temporary directory in each folder. Before each loop, outside the measured time, the file's pages in the
@@ -48,8 +45,8 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
         workspaces = {folder: stack.enter_context(workspace(folder, "ds_io-")) for folder in facts}
         directories = [workspaces[place.folder] for place in job.places]
         members = stack.enter_context(worker_processes(job, directories))
-        described = members.described[0]
-        rival = FioComparisonRun(job, program, described.backend, directories) if program is not None else None
+        memory, backend = members.call("describe")[0]
+        rival = FioComparisonRun(job, program, backend, directories) if program is not None else None
         if job.operation == "read":
             progress("laying out files")
             members.call("lay_out")
@@ -69,8 +66,8 @@ def measure(job: Job, progress: Progress = lambda step: None) -> Measurement:
     return Measurement(
         job=job,
         folders=tuple(facts.values()),
-        backend=described.backend,
-        memory=described.memory,
+        backend=backend,
+        memory=memory,
         warmup=tuple(samples[:first]),
         samples=tuple(samples[first:]),
         fallbacks=fallbacks,

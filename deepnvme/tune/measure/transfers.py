@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deepnvme.config import AioConfig
 from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
@@ -15,7 +16,7 @@ from deepnvme.ops import load_async_io
 
 from .buffer import TransferBuffer, locked, random_bytes
 from .folder import Unsuitable
-from .job import EngineName, Job, Operation
+from .job import EngineName, Job
 
 if TYPE_CHECKING:
     import torch
@@ -23,27 +24,46 @@ if TYPE_CHECKING:
 _CHUNK = 64 << 20
 
 
-class Transfer(Protocol):
-    """A tensor, and a way to move it to or from files. All methods block."""
+class Transfer(abc.ABC):
+    """A tensor, and a way to write it to files and to read it. All methods block.
 
-    @property
-    def memory(self) -> str:
-        """Kind of memory that the tensor is in."""
+    Args:
+        job: What is to be measured.
+        tensor: The tensor, with bytes that :meth:`write` may write.
+        memory: Kind of memory that the tensor is in.
+    """
 
-    def lay_out(self, path: Path) -> None:
-        """Write a file that :meth:`move` can read."""
+    def __init__(self, job: Job, tensor: torch.Tensor, memory: str) -> None:
+        self._job = job
+        self.tensor = tensor
+        self.memory = memory
+
+    @abc.abstractmethod
+    def write(self, path: Path) -> None:
+        """Write all of the tensor to a file."""
+
+    @abc.abstractmethod
+    def read(self, path: Path) -> None:
+        """Read all of the tensor from a file that :meth:`write` has written."""
 
     def move(self, path: Path) -> None:
         """Read or write all of the tensor: the operation that is measured."""
+        if self._job.operation == "read":
+            self.read(path)
+        else:
+            self.write(path)
 
     def matches(self, path: Path) -> bool:
         """Return whether file and tensor have the same content."""
+        return _same(self.tensor, path)
 
     def renew(self) -> None:
         """Change the bytes that the next transfer replaces or writes, so that a transfer that does nothing is noticed."""
+        random_bytes(self.tensor)
 
     def stats(self) -> Mapping[str, Any] | None:
         """Return the engine's statistics; None if it has none."""
+        return None
 
 
 def make(job: Job, device_number: int) -> Transfer:
@@ -112,11 +132,10 @@ def gpu(number: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-class _Handle:
+class _Handle(Transfer):
     """Moves the tensor by one aio_handle or gds_handle, used in all loops."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
-        self._operation: Operation = job.operation
         self._handle = make_handle(job.setting)
         self._buffer = TransferBuffer(
             job.io_size,
@@ -126,22 +145,16 @@ class _Handle:
             hand_over=job.slow_bounce_buffer,
             by_accelerator=job.accelerator_pin_memory,
         )
-        self.memory = self._buffer.kind
+        super().__init__(job, self._buffer.tensor, self._buffer.kind)
 
-    def lay_out(self, path: Path) -> None:
-        self._handle.sync_pwrite(self._buffer.to_write(), str(path))
+    def write(self, path: Path) -> None:
+        self._handle.pwrite(self._buffer.to_write(), str(path), False, True)
+        self._handle.wait()
 
-    def move(self, path: Path) -> None:
-        if self._operation == "read":
-            self._handle.pread(self._buffer.to_read(), str(path), False, True)
-            self._handle.wait()
-            self._buffer.arrived()
-        else:
-            self._handle.pwrite(self._buffer.to_write(), str(path), False, True)
-            self._handle.wait()
-
-    def matches(self, path: Path) -> bool:
-        return _same(self._buffer.tensor, path)
+    def read(self, path: Path) -> None:
+        self._handle.pread(self._buffer.to_read(), str(path), False, True)
+        self._handle.wait()
+        self._buffer.arrived()
 
     def renew(self) -> None:
         self._buffer.renew()
@@ -151,81 +164,67 @@ class _Handle:
         return found
 
 
-class _Basic:
+class _Basic(Transfer):
     """Moves the tensor by the functions aio_read and aio_write, which make a handle for each call."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
+        setting = job.setting
         if device is not None:
             raise Unsuitable("--gpu: aio_basic moves host memory only; use --engine aio_handle")
-        if job.setting.backend != "auto":
+        if setting.backend != "auto":
             raise Unsuitable("--backend: aio_basic takes no backend; use --engine aio_handle")
-        if job.setting.intra_op_parallelism != 1:
+        if setting.intra_op_parallelism != 1:
             raise Unsuitable("--io_parallel: aio_basic has one worker; use --engine aio_handle")
         self._op = op()
-        self._move = self._op.aio_read if job.operation == "read" else self._op.aio_write
-        setting = job.setting
         self._arguments = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, False)
         buffer = TransferBuffer(job.io_size, self._op.aio_handle(), None, by_accelerator=job.accelerator_pin_memory)
-        self.tensor, self.memory = buffer.tensor, buffer.kind
+        super().__init__(job, buffer.tensor, buffer.kind)
 
-    def lay_out(self, path: Path) -> None:
+    def write(self, path: Path) -> None:
         self._op.aio_write(self.tensor, str(path), *self._arguments)
 
-    def move(self, path: Path) -> None:
-        self._move(self.tensor, str(path), *self._arguments)
-
-    def matches(self, path: Path) -> bool:
-        return _same(self.tensor, path)
-
-    def renew(self) -> None:
-        random_bytes(self.tensor)
-
-    def stats(self) -> None:
-        return None
+    def read(self, path: Path) -> None:
+        self._op.aio_read(self.tensor, str(path), *self._arguments)
 
 
-class _Torch:
+class _Torch(Transfer):
     """Moves the tensor by torch.save and torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
         import torch
 
-        self._torch = torch
-        self._job = job
-        self.tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))
-        self.memory = "ordinary memory" if device is None else str(device)
+        tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))
+        super().__init__(job, tensor, "ordinary memory" if device is None else str(device))
         self._loaded: torch.Tensor | None = None
 
-    def lay_out(self, path: Path) -> None:
+    def write(self, path: Path) -> None:
         self._save(path)
 
-    def move(self, path: Path) -> None:
-        if self._job.operation == "read":
-            loaded = self._load(path)
-            self._loaded = loaded if self._job.validate else None  # not kept otherwise: the next loop would need memory for two
-        else:
-            self._save(path)
+    def read(self, path: Path) -> None:
+        loaded = self._load(path)
+        self._loaded = loaded if self._job.validate else None  # not kept otherwise: the next loop would need memory for two
 
     def matches(self, path: Path) -> bool:
-        return self._torch.equal(self.tensor, self._load(path) if self._loaded is None else self._loaded)
+        return self.tensor.equal(self._load(path) if self._loaded is None else self._loaded)
 
     def renew(self) -> None:
         self._loaded = None  # torch.load allocates new memory each time
         if self._job.operation == "write":
-            random_bytes(self.tensor)
-
-    def stats(self) -> Mapping[str, Any] | None:
-        return None
+            super().renew()
 
     def _load(self, path: Path) -> torch.Tensor:
+        import torch
+
         try:
-            found: torch.Tensor = self._torch.load(path, map_location=self.tensor.device, weights_only=True)
+            found: torch.Tensor = torch.load(path, map_location=self.tensor.device, weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise ValueError(f"'{path}' holds no tensor that torch.load can read: {_first_line(error)}") from error
         return found
 
-    def _save(self, path: Path) -> None:
-        self._torch.save(self.tensor, path, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
+    def _save(self, file: Any) -> None:
+        import torch
+
+        torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
 
 
 class _TorchFast(_Torch):
@@ -238,19 +237,13 @@ class _TorchFast(_Torch):
         self._handle = make_handle(job.setting)
         self._buffer = locked(self._handle, job.fast_io_size)
 
+    def write(self, path: Path) -> None:
+        with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
+            self._save(file)
+
     def stats(self) -> Mapping[str, Any] | None:
         found: Mapping[str, Any] | None = self._handle.stats() if self._job.operation == "write" else None
         return found
-
-    def _save(self, path: Path) -> None:
-        with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
-            self._torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor in chunks, in host memory."""
-    for start in range(0, tensor.numel(), _CHUNK):
-        yield tensor[start : start + _CHUNK].cpu()
 
 
 def _same(tensor: torch.Tensor, path: Path) -> bool:
@@ -258,8 +251,9 @@ def _same(tensor: torch.Tensor, path: Path) -> bool:
     if path.stat().st_size != tensor.numel():
         return False
     with path.open("rb", buffering=0) as file:
-        for piece in _pieces(tensor):
-            with memory_of(piece) as view:
+        for start in range(0, tensor.numel(), _CHUNK):
+            part = tensor[start : start + _CHUNK].cpu()
+            with memory_of(part) as view:
                 if file.read(len(view)) != view:
                     return False
     return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.results import Figures, Result, Search, Striping
@@ -33,12 +34,14 @@ def three_digits(value: float) -> str:
 
 def search_charts(search: Search) -> list[Chart]:
     """Return all charts of a search that compare anything; none for a single setting."""
-    both = operations(search.results)
-    charts: list[Chart | None] = [heat_map(search, operation) for operation in both]
-    charts += [latency_chart(search, operation) for operation in both]
-    charts += [cpu_chart(search, operation) for operation in both]
-    charts += [workers_chart(search), backends_chart(search)]
-    return [chart for chart in charts if chart]
+    by_direction = itertools.product((heat_map, latency_chart, cpu_chart), operations(search.results))
+    charts = [draw(search, operation) for draw, operation in by_direction]
+    return [chart for chart in (*charts, workers_chart(search), backends_chart(search)) if chart]
+
+
+def striping_charts(striping: Striping) -> list[Chart]:
+    """Return a chart of the folders alone and together for each direction that was measured."""
+    return [_striping_chart(striping, operation) for operation in OPERATIONS if operation in striping.together]
 
 
 def heat_map(search: Search, operation: Operation) -> Chart | None:
@@ -58,22 +61,20 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
 
     x_label, y_label = "queue depth (blocks for each worker)", "block size (bytes)"
     axes = axes_for(height=0.5 + 0.33 * len(blocks), x_label=x_label, y_label=y_label, top=0.03)
-    for row, block in enumerate(blocks):
-        for column, depth in enumerate(depths):
-            speed = cells.get((block, depth))
+    for (row, block), (column, depth) in itertools.product(enumerate(blocks), enumerate(depths)):
+        speed, gap = cells.get((block, depth)), 0.03
+        area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
+        if speed is None:
+            area.set(facecolor="none", hatch="////")
+        else:
             # Shades of one colour, transparent at 0 GB/s rather than at the slowest: otherwise noise would look like a peak.
-            shade = 0.0 if speed is None else (speed / fastest) ** 1.5 if fastest else 1.0
-            gap = 0.03
-            area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
-            if speed is None:
-                area.set(facecolor="none", hatch="////")
-            else:
-                area.set(facecolor=COLOURS[operation], alpha=shade)
-                colour, weight = ("white" if shade > 0.85 else INK), ("bold" if (block, depth) == chosen else "normal")
-                axes.text(column, row, three_digits(speed), ha="center", va="center", color=colour, weight=weight)
-            axes.add_patch(area)
-            if (block, depth) == chosen:
-                axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2, zorder=3))
+            shade = (speed / fastest) ** 1.5 if fastest else 1.0
+            area.set(facecolor=COLOURS[operation], alpha=shade)
+            colour, weight = ("white" if shade > 0.85 else INK), ("bold" if (block, depth) == chosen else "normal")
+            axes.text(column, row, three_digits(speed), ha="center", va="center", color=colour, weight=weight)
+        axes.add_patch(area)
+        if (block, depth) == chosen:
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2, zorder=3))
     axes.set_xlim(-0.55, len(depths) - 0.45)
     axes.set_ylim(-0.55, len(blocks) - 0.45)
     axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
@@ -95,122 +96,101 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
 
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
     """Draw GB/s over the 99th percentile of a block's latency. Returns None if fewer than two settings have one."""
-    return _trade_off(
-        search,
-        operation,
-        cost=lambda figures: figures.latency_p99 * 1e3,
-        least=lambda figures: figures.latency_p50 * 1e3,
-        title=f"{operation.capitalize()} speed against latency",
-        x_label="latency of a block, 99th percentile (ms)",
-        note="Up and to the left is better. The line joins the settings that none beats in both; bars reach back to the median.",
-    )
+    points = [
+        _Point(result, figures.gb_per_second, figures.latency_p99 * 1e3, figures.latency_p50 * 1e3)
+        for result, figures in _measured(search, operation)
+    ]
+    return _trade_off(search, operation, points, "latency", "latency of a block, 99th percentile (ms)")
 
 
 def cpu_chart(search: Search, operation: Operation) -> Chart | None:
     """Draw GB/s over CPU time. Returns None if fewer than two settings took any that was measurable."""
-    return _trade_off(
-        search,
-        operation,
-        cost=lambda figures: figures.cpu_seconds_per_gb,
-        least=None,
-        title=f"{operation.capitalize()} speed against CPU time",
-        x_label="CPU time (s/GB)",
-        note="Up and to the left is better. The line joins the settings that none beats in both.",
-    )
+    measured = _measured(search, operation)
+    points = [_Point(result, figures.gb_per_second, figures.cpu_seconds_per_gb) for result, figures in measured]
+    return _trade_off(search, operation, points, "CPU time", "CPU time (s/GB)")
 
 
-def _trade_off(
-    search: Search,
-    operation: Operation,
-    cost: Callable[[Figures], float],
-    least: Callable[[Figures], float] | None,
-    title: str,
-    x_label: str,
-    note: str,
-) -> Chart | None:
+@dataclass(frozen=True)
+class _Point:
+    """A setting in a chart of speed over a cost."""
+
+    result: Result
+    speed: float
+    cost: float
+    median_cost: float | None = None
+    """For a bar from there to the point; None for no bar."""
+
+
+def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], cost: str, x_label: str) -> Chart | None:
     """Draw GB/s over a cost, with the settings that no other beats in both joined by a line."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     # The axis is logarithmic: a cost of 0, below the clock's resolution, cannot be drawn.
-    found = [(result, figures) for result, figures in _measured(search, operation) if cost(figures) > 0]
-    if len(found) < 2:
+    points = [point for point in points if point.cost > 0]
+    if len(points) < 2:
         return None
     axes = axes_for(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
     axes.grid(True)
     for backend, (colour, marker) in zip(_backends(search), itertools.cycle(_BACKEND_STYLES), strict=False):
-        points = [figures for result, figures in found if result.backend == backend]
-        axes.plot(
-            [cost(figures) for figures in points],
-            [figures.gb_per_second for figures in points],
-            linestyle="none",
-            marker=marker,
-            markersize=4,
-            color=colour,
-            alpha=0.55,
-            markeredgewidth=0,
-            label=backend,
-        )
-    frontier = _frontier(found, cost)
-    speeds = [figures.gb_per_second for _, figures in frontier]
-    axes.plot([cost(figures) for _, figures in frontier], speeds, color=MUTED, linewidth=1.1, zorder=2.5)
-    if least is not None:
-        starts = [least(figures) for _, figures in frontier]
-        axes.hlines(speeds, starts, [cost(figures) for _, figures in frontier], color=MUTED, linewidth=0.8)
-    best = [figures for result, figures in found if result == search.best]
-    axes.plot(
-        [cost(figures) for figures in best],
-        [figures.gb_per_second for figures in best],
-        linestyle="none",
-        marker="o",
-        markersize=9,
-        markerfacecolor="none",
-        markeredgecolor=INK,
-        markeredgewidth=1.6,
-        label="recommended",
-    )
-    lowest = min(min(cost(figures), least(figures) if least and least(figures) > 0 else math.inf) for _, figures in found)
-    highest = max(cost(figures) for _, figures in found)
+        mine = _coordinates(point for point in points if point.result.backend == backend)
+        axes.plot(*mine, marker, markersize=4, color=colour, alpha=0.55, markeredgewidth=0, label=backend)
+    frontier = _frontier(points)
+    costs, speeds = _coordinates(frontier)
+    axes.plot(costs, speeds, color=MUTED, linewidth=1.1, zorder=2.5)
+    bars = [point.median_cost for point in frontier if point.median_cost is not None]
+    if bars:
+        axes.hlines(speeds, bars, costs, color=MUTED, linewidth=0.8)
+    best = _coordinates(point for point in points if point.result == search.best)
+    (ring,) = axes.plot(*best, "o", markersize=9, markerfacecolor="none", markeredgewidth=1.6, label="recommended")
+    ring.set_markeredgecolor(INK)
     axes.set_xscale("log")
-    axes.set_xlim(lowest / 2.5, highest * 1.6)  # at least a factor of 4; ticks are at most 2.5 apart, so there is always one
+    # At least a factor of 4; ticks are at most 2.5 apart, so there is always one.
+    axes.set_xlim(min(point.median_cost or point.cost for point in points) / 2.5, max(point.cost for point in points) * 1.6)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    slowest, fastest = (limit(figures.gb_per_second for _, figures in found) for limit in (min, max))
-    axes.set_ylim(slowest - 0.05 * fastest, fastest * 1.08 or 1)
+    slowest, top = (limit(point.speed for point in points) for limit in (min, max))
+    axes.set_ylim(slowest - 0.05 * top, top * 1.08 or 1)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, handletextpad=0.1, columnspacing=1.2, borderaxespad=0.2)
-    _label_some(axes, frontier, cost)
-    ends = (frontier[0], frontier[-1])
-    first, last = (f"{_short(result)} with {three_digits(figures.gb_per_second)} GB/s" for result, figures in ends)
+    _label_some(axes, frontier)
+    cheapest, fastest = frontier[0], frontier[-1]
     return Chart(
-        title=title,
-        note=f"{note} Labels: block size/depth/workers.",
-        alt=f"Scatter of {operation} GB/s over {x_label} for {len(found)} settings. Cheapest on the frontier: {first} at "
-        f"{three_digits(cost(ends[0][1]))}; fastest: {last} at {three_digits(cost(ends[1][1]))}.",
+        title=f"{operation.capitalize()} speed against {cost}",
+        note="Up and to the left is better. The line joins the settings that none beats in both"
+        f"{'; bars reach back to the median' if bars else ''}. Labels: block size/depth/workers.",
+        alt=f"Scatter of {operation} GB/s over {x_label} for {len(points)} settings. Cheapest on the frontier: "
+        f"{_short(cheapest.result)} with {three_digits(cheapest.speed)} GB/s at {three_digits(cheapest.cost)}; fastest: "
+        f"{_short(fastest.result)} with {three_digits(fastest.speed)} GB/s at {three_digits(fastest.cost)}.",
         axes=axes,
     )
 
 
-def _frontier(found: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> list[tuple[Result, Figures]]:
-    """Return the results that are faster than all that cost less, cheapest first."""
-    frontier: list[tuple[Result, Figures]] = []
-    for result, figures in sorted(found, key=lambda each: (cost(each[1]), -each[1].gb_per_second)):
-        if not frontier or figures.gb_per_second > frontier[-1][1].gb_per_second:
-            frontier.append((result, figures))
+def _coordinates(points: Iterable[_Point]) -> tuple[list[float], list[float]]:
+    """Return the x and the y coordinates of points."""
+    listed = list(points)
+    return [point.cost for point in listed], [point.speed for point in listed]
+
+
+def _frontier(points: Sequence[_Point]) -> list[_Point]:
+    """Return the points that are faster than all that cost less, cheapest first."""
+    frontier: list[_Point] = []
+    for point in sorted(points, key=lambda each: (each.cost, -each.speed)):
+        if not frontier or point.speed > frontier[-1].speed:
+            frontier.append(point)
     return frontier
 
 
-def _label_some(axes: Axes, frontier: Sequence[tuple[Result, Figures]], cost: Callable[[Figures], float]) -> None:
+def _label_some(axes: Axes, frontier: Sequence[_Point]) -> None:
     """Label points of the frontier, both ends first, where labels do not overlap."""
-    low, high = (math.log(limit) for limit in axes.get_xlim())
-    bottom, top = axes.get_ylim()
+    to_shares = axes.transData - axes.transAxes
     taken: list[tuple[float, float]] = []
-    for result, figures in [frontier[-1], *frontier[:-1]]:
-        x, y = (math.log(cost(figures)) - low) / (high - low), (figures.gb_per_second - bottom) / (top - bottom)
+    for point in [frontier[-1], *frontier[:-1]]:
+        x, y = to_shares.transform((point.cost, point.speed))
         if all(abs(x - other_x) > 0.2 or abs(y - other_y) > 0.07 for other_x, other_y in taken):
             taken.append((x, y))
             axes.annotate(
-                _short(result),
-                (cost(figures), figures.gb_per_second),
+                _short(point.result),
+                (point.cost, point.speed),
                 xytext=(-4, 4),
                 textcoords="offset points",
                 ha="right",
@@ -221,27 +201,17 @@ def _label_some(axes: Axes, frontier: Sequence[tuple[Result, Figures]], cost: Ca
 
 def workers_chart(search: Search) -> Chart | None:
     """Draw GB/s of the best setting for each number of workers. Returns None if all settings have the same number."""
-    counts = sorted({result.setting.intra_op_parallelism for result in search.results})
-    return _bars(
-        search,
-        title="Scaling over workers",
-        x_label="workers",
-        groups={str(count): [each for each in search.results if each.setting.intra_op_parallelism == count] for count in counts},
-    )
+    return _bars(search, "Scaling over workers", "workers", lambda result: result.setting.intra_op_parallelism)
 
 
 def backends_chart(search: Search) -> Chart | None:
     """Draw GB/s of the best setting for each backend. Returns None if there is only one."""
-    return _bars(
-        search,
-        title="Backends compared",
-        x_label="backend",
-        groups={name: [each for each in search.results if each.backend == name] for name in _backends(search)},
-    )
+    return _bars(search, "Backends compared", "backend", lambda result: result.backend)
 
 
-def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Result]]) -> Chart | None:
+def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result], Any]) -> Chart | None:
     """Draw GB/s of the best setting in each group. Returns None if there is only one group."""
+    groups = sorted({group_of(result) for result in search.results})
     if len(groups) < 2:
         return None
     both = operations(search.results)
@@ -250,32 +220,24 @@ def _bars(search: Search, title: str, x_label: str, groups: dict[str, list[Resul
     width = 0.7 / len(both)
     said: list[str] = []
     for nth, operation in enumerate(both):
-        speeds = {
-            name: max(figures.gb_per_second for each in results if (figures := each.figures(operation)))
-            for name, results in groups.items()
-            if any(each.figures(operation) for each in results)
-        }
-        places = [list(groups).index(name) + (nth - (len(both) - 1) / 2) * width for name in speeds]
+        speeds = dict.fromkeys(groups, 0.0)
+        for result, figures in _measured(search, operation):
+            speeds[group_of(result)] = max(speeds[group_of(result)], figures.gb_per_second)
+        places = [place + (nth - (len(both) - 1) / 2) * width for place in range(len(groups))]
         bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[operation], label=operation)
         axes.bar_label(bars, labels=[three_digits(speed) for speed in speeds.values()], padding=2)
-        said += [f"{operation} with {name}: {three_digits(speed)} GB/s" for name, speed in speeds.items()]
-    axes.set_xticks(range(len(groups)), list(groups))
+        said += [f"{operation} with {group}: {three_digits(speed)} GB/s" for group, speed in speeds.items()]
+    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.tick_params(axis="x", length=0)
     axes.margins(y=0.12)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, handlelength=0.8, handleheight=0.8, borderaxespad=0.2)
-    return Chart(
-        title=title,
-        note="GB/s of the best setting of each.",
-        alt=f"Bar chart, {x_label}: {'; '.join(said)}.",
-        axes=axes,
-    )
+    alt = f"Bar chart, {x_label}: {'; '.join(said)}."
+    return Chart(title=title, note="GB/s of the best setting of each.", alt=alt, axes=axes)
 
 
-def striping_chart(striping: Striping, operation: Operation) -> Chart | None:
-    """Draw the speeds of folders alone and of all together. Returns None for a direction that was not asked for."""
-    if operation not in striping.together:
-        return None
+def _striping_chart(striping: Striping, operation: Operation) -> Chart:
+    """Draw the speeds of folders alone and of all together."""
     together = striping.together[operation]
     speeds = [(folder, rates[operation]) for folder, rates in striping.alone]
     total = sum(speed for _, speed in speeds)

@@ -63,6 +63,4 @@ def _block_size(size: int) -> str:
 def _lines(what: str, rate: float, nbytes: int) -> str:
     """Return the lines of a log that DeepSpeed's parser reads."""
     seconds, speed = nbytes / (rate * 1e9), rate * 1e9 / GIB
-    return "".join(
-        f"{name} {what} Latency = {seconds} sec\n{name} {what} Speed = {speed} GB/sec\n" for name in ("Task", "E2E")
-    )
+    return "".join(f"{name} {what} Latency = {seconds} sec\n{name} {what} Speed = {speed} GB/sec\n" for name in ("Task", "E2E"))

@@ -69,15 +69,7 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
         "cpu_seconds_per_gb": measurement.cpu_seconds_per_gb,
         "request_latency": dataclasses.asdict(measurement.request_latency),
         "block_latency": None if block is None else dataclasses.asdict(block),
-        "bytes": None
-        if paths is None
-        else {
-            "direct": paths.zero_copy + paths.staged,
-            "zero_copy": paths.zero_copy,
-            "staged": paths.staged,
-            "buffered": paths.buffered,
-            "gds": paths.gds,
-        },
+        "bytes": None if paths is None else {"direct": paths.direct, **dataclasses.asdict(paths)},
         "fallbacks": dict(measurement.fallbacks),
         "deepspeed": {
             "task_latency": measurement.task_seconds,
@@ -136,8 +128,8 @@ def _paths(measurement: Measurement) -> str:
         if measurement.job.engine.startswith("torch"):
             return "all buffered: torch goes through the page cache"
         return f"not counted: {measurement.job.engine} keeps no statistics"
-    total = max(paths.zero_copy + paths.staged + paths.buffered + paths.gds, 1)
-    parts = [f"direct {_share(paths.zero_copy + paths.staged, total)}"]
+    total = max(paths.direct + paths.buffered + paths.gds, 1)
+    parts = [f"direct {_share(paths.direct, total)}"]
     parts += [f"of them staged through a copy {_share(paths.staged, total)}"] if paths.staged else []
     parts += [f"buffered by the page cache {_share(paths.buffered, total)}"]
     parts += [f"GPUDirect {_share(paths.gds, total)}"] if measurement.job.setting.use_gds else []

@@ -75,14 +75,9 @@ def _search_document(search: Search) -> dict[str, Any]:
 
 
 def _result_document(result: Result) -> dict[str, Any]:
-    return {
-        **result.setting.model_dump(),
-        "backend": result.backend,
-        "read": None if result.read is None else dataclasses.asdict(result.read),
-        "write": None if result.write is None else dataclasses.asdict(result.write),
-        "rounds": result.rounds,
-        "in_flight_bytes": result.setting.in_flight_bytes,
-    }
+    document = dataclasses.asdict(result)
+    setting = document.pop("setting").model_dump()
+    return {**setting, **document, "in_flight_bytes": result.setting.in_flight_bytes}
 
 
 def _striping_document(striping: Striping) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,26 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
     Raises:
         Unsuitable: If the file cannot be read or has a wrong content; the message has one line.
     """
-    lists = _read(path)
-    keys = list(lists)
+    try:
+        return _combinations(_read(path), use_gds)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unsuitable(f"--sweep_config '{path}' is no JSON: {error}") from error
+    except OSError as error:
+        raise Unsuitable(f"--sweep_config '{path}': {error.strerror}") from error
+    except ValueError as error:
+        names = {field: option for option, (field, _, _) in _OPTIONS.items()}
+        raise Unsuitable(f"--sweep_config '{path}': {bad_setting(error, names)}") from error
+
+
+def _combinations(lists: Mapping[str, Sequence[Any]], use_gds: bool) -> list[AioConfig]:
+    """Return all combinations of the values that are listed for fields of AioConfig. Raises ValueError."""
     settings: dict[AioConfig, None] = {}  # a dictionary: no duplicates, in order
     for values in itertools.product(*lists.values()):
-        options = dict(zip(keys, values, strict=True))
+        options = dict(zip(lists, values, strict=True))
         # This engine always overlaps, so that both values are the same setting: False only if the file lists nothing else.
         if "overlap_events" in options:
             options["overlap_events"] = True in lists["overlap_events"]
-        try:
-            settings[AioConfig(use_gds=use_gds, **options)] = None
-        except ValueError as error:
-            raise Unsuitable(f"--sweep_config '{path}': {bad_setting(error, _FILE_NAMES)}") from error
+        settings[AioConfig(use_gds=use_gds, **options)] = None
     return list(settings)
 
 
@@ -86,80 +94,50 @@ def bad_setting(error: ValueError, names: Mapping[str, str]) -> str:
     return f"{names.get(name, name)}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
 
 
-def _number(value: Any) -> int:
-    """Return a JSON value that has to be a whole number. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"must be a whole number, got {value!r}")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    """Return a JSON value that has to be true or false. Raises ValueError."""
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, got {value!r}")
-    return value
-
-
-def _bytes(value: Any) -> int:
-    """Return the bytes of a JSON value that has to be a size, a number or a text. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"must be a size such as 1048576 or '1M', got {value!r}")
-    return parse_size(value)
-
-
-def _name(value: Any) -> str:
-    """Return a JSON value that has to be a text. Raises ValueError."""
-    if not isinstance(value, str):
-        raise ValueError(f"must be a name, got {value!r}")
-    return value
-
-
-_OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "block_size": ("block_size", _bytes),
-    "queue_depth": ("queue_depth", _number),
-    "sequential_requests": ("overlap_events", lambda value: not _flag(value)),
-    "single_submit": ("single_submit", _flag),
-    "io_parallel": ("intra_op_parallelism", _number),
-    "backend": ("backend", _name),
+_OPTIONS: Mapping[str, tuple[str, tuple[type, ...], str]] = {
+    "block_size": ("block_size", (int, str), "a size such as 1048576 or '1M'"),
+    "queue_depth": ("queue_depth", (int,), "a whole number"),
+    "sequential_requests": ("overlap_events", (bool,), "true or false"),
+    "single_submit": ("single_submit", (bool,), "true or false"),
+    "io_parallel": ("intra_op_parallelism", (int,), "a whole number"),
+    "backend": ("backend", (str,), "a name"),
 }
-_FILE_NAMES = {"intra_op_parallelism": "io_parallel", "overlap_events": "sequential_requests"}
+"""For each option of a sweep file: the field of AioConfig, the types of its values, and these types in words."""
 
 
-class _Twice(Exception):
-    """Raised for a key that is twice in a JSON object: json would keep only the last."""
+def _read(path: Path) -> dict[str, list[Any]]:
+    """Return the values that a sweep file lists for each field of AioConfig. Raises OSError, ValueError or RecursionError."""
+    document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    if not isinstance(document, dict) or not document:
+        raise ValueError("must be a JSON object that maps options to lists of values")
+    lists: dict[str, list[Any]] = {}
+    for option, values in document.items():
+        if option not in _OPTIONS:
+            raise ValueError(f"unknown option {option!r}; known are {', '.join(_OPTIONS)}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{option}: must be a list of values, got {json.dumps(values)}")
+        try:
+            lists[_OPTIONS[option][0]] = [_parse(option, value) for value in values]
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from error
+    return lists
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary. Raises _Twice for a repeated key."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dictionary. Raises ValueError for a repeated key, of which json would keep only the last."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Twice(key)
+            raise ValueError(f"{key!r} is there twice; give one list with all values")
         found[key] = value
     return found
 
 
-def _read(path: Path) -> dict[str, list[Any]]:
-    """Return the values that a sweep file lists for each field of AioConfig. Raises Unsuitable."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except OSError as error:
-        raise Unsuitable(f"--sweep_config '{path}': {error.strerror}") from error
-    except _Twice as error:
-        raise Unsuitable(f"--sweep_config '{path}': {error.args[0]!r} is there twice; give one list with all values") from error
-    except (ValueError, RecursionError) as error:
-        raise Unsuitable(f"--sweep_config '{path}' is no JSON: {error}") from error
-    if not isinstance(document, dict) or not document:
-        raise Unsuitable(f"--sweep_config '{path}': must be a JSON object that maps options to lists of values")
-    lists: dict[str, list[Any]] = {}
-    for name, values in document.items():
-        if name not in _OPTIONS:
-            raise Unsuitable(f"--sweep_config '{path}': unknown option {name!r}; known are {', '.join(_OPTIONS)}")
-        if not isinstance(values, list) or not values:
-            raise Unsuitable(f"--sweep_config '{path}': {name}: must be a list of values, got {json.dumps(values)}")
-        field, parse = _OPTIONS[name]
-        try:
-            lists[field] = [parse(value) for value in values]
-        except ValueError as error:
-            raise Unsuitable(f"--sweep_config '{path}': {name}: {error}") from error
-    return lists
+def _parse(option: str, value: Any) -> Any:
+    """Return a JSON value of an option as the value of its field. Raises ValueError if it has a wrong type."""
+    _, types, wanted = _OPTIONS[option]
+    if type(value) not in types:  # not isinstance: True is an int
+        raise ValueError(f"must be {wanted}, got {value!r}")
+    if option == "block_size":
+        return parse_size(value)
+    return not value if option == "sequential_requests" else value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.measure.job import Observation, Operation
 
 from .results import TABLE
 
@@ -34,22 +34,6 @@ _CPU_STEP, _CPU_SHARE = 0.003, 0.15
 # A transfer has at least the bytes that are moved in this many seconds; but for a slow drive no fewer than the first number, and
 # for a fast one no more than the second, which fills its queues.
 _SHORTEST_SECONDS, _SHORTEST_BYTES = 0.02, (4 << 20, 16 << 20)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """The measured values of one transfer."""
-
-    nbytes: int
-    """Bytes moved."""
-    seconds: float
-    """Seconds that it took."""
-    cpu_seconds: float
-    """CPU time of the process meanwhile."""
-    latency_p50: float
-    """Median of the seconds that a block took."""
-    latency_p99: float
-    """99th percentile of the same."""
 
 
 Measure = Callable[[AioConfig, Operation, int], Observation]
@@ -113,7 +97,7 @@ def rounds(settings: int) -> list[int]:
     return counts
 
 
-Progress = Callable[[float, str], None]
+SearchProgress = Callable[[float, str], None]
 """Called with the share of the search that is done, and a description of the current step."""
 
 
@@ -123,7 +107,7 @@ def search(
     measure: Measure,
     io_size: int,
     seconds: float,
-    progress: Progress = lambda share, step: None,
+    progress: SearchProgress = lambda share, step: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Find the setting that moves a byte in each of the directions in the least time. Blocks.
@@ -260,7 +244,7 @@ class _Bench:
         return _pace(racing, self.clock() - begin)
 
 
-def _part(progress: Progress, number: int, counts: Sequence[int]) -> Callable[[float], None]:
+def _part(progress: SearchProgress, number: int, counts: Sequence[int]) -> Callable[[float], None]:
     """Return a function that reports the share of one round as progress of the whole search."""
     step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
     return lambda share: progress((number + share) / len(counts), step)

@@ -14,12 +14,9 @@ from typing import Any
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.buffer import TransferBuffer
-from deepnvme.tune.measure.counters import cpu_seconds, latency_between
-from deepnvme.tune.measure.figures import Percentiles, merged
+from deepnvme.tune.measure.figures import Percentiles, latency_between, merged
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, settle, workspace
-from deepnvme.tune.measure.job import Operation
-
-from .successive_halving import Observation
+from deepnvme.tune.measure.job import Observation, Operation
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
@@ -115,7 +112,7 @@ class TrialBench:
         offset = self._offset if self._offset + max(sizes.values()) <= self._io_size else 0
         self._offset = offset + max(sizes.values()) // _MIB * _MIB
         drop_pages(self._paths[index] for index in shares)
-        cpu, start = cpu_seconds(), time.perf_counter()
+        cpu, start = time.process_time(), time.perf_counter()
         for index, handle in handles.items():
             buffer, path = self._buffers[index], str(self._paths[index])
             if operation == "read":
@@ -126,7 +123,7 @@ class TrialBench:
             handle.wait()
             if operation == "read":
                 self._buffers[index].arrived(sizes[index])
-        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         if operation == "write":
             self.bytes_written += sum(sizes.values())
         pairs = zip(handles.values(), before, strict=True)

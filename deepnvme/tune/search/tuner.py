@@ -14,13 +14,13 @@ from deepnvme.config import AioConfig
 from deepnvme.report.directory_probes import IN_MEMORY
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import FolderFacts, examine
-from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.measure.requirements import check_memory, check_space
 from deepnvme.tune.search.trials import Shares, TrialBench
 
 from .results import Figures, Result, Search, Striping, Tuning
 from .space import default_space
-from .successive_halving import Candidate, Outcome, Progress, cpu_seconds_per_gb, search
+from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, search
 
 _STRIPING_PASSES = 5
 
@@ -49,11 +49,10 @@ class Order:
     @property
     def operations(self) -> list[Operation]:
         """The directions to measure."""
-        wanted: list[tuple[Operation, bool]] = [("read", self.read), ("write", self.write)]
-        return [operation for operation, yes in wanted if yes]
+        return [operation for operation in OPERATIONS if (self.read if operation == "read" else self.write)]
 
 
-def tune(order: Order, progress: Progress = lambda share, step: None) -> Tuning:
+def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> Tuning:
     """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
     There is one search for each folder and, if there are several, one for all together. An interrupt (KeyboardInterrupt) ends the
@@ -123,7 +122,7 @@ def _groups(folders: int) -> list[tuple[int, ...]]:
     return alone if folders == 1 else [*alone, tuple(range(folders))]
 
 
-def _part(progress: Progress, number: int, count: int, paths: Sequence[str]) -> Progress:
+def _part(progress: SearchProgress, number: int, count: int, paths: Sequence[str]) -> SearchProgress:
     """Return a function that reports the progress of one search as progress of the whole run."""
     where = " + ".join(paths)
     return lambda share, step: progress((number + share) / count, f"{where}: {step}")
@@ -157,7 +156,7 @@ def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: 
     for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
         deal = _shares(groups[number], searches[:-1])
         observed = rig.move(deal, found.best.setting, operation, order.io_size)
-        rates.setdefault((number, operation), []).append(observed.nbytes / observed.seconds / 1e9)
+        rates.setdefault((number, operation), []).append(observed.gb_per_second)
 
     def found_by(number: int) -> dict[Operation, float]:
         return {operation: statistics.median(rates[number, operation]) for operation in order.operations}
@@ -193,8 +192,8 @@ def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
         return Figures(
             gb_per_second=_rate(candidate, last, operation) * scale,
             cpu_seconds_per_gb=cpu_seconds_per_gb(found),
-            latency_p50=statistics.median(each.latency_p50 for each in found),
-            latency_p99=statistics.median(each.latency_p99 for each in found),
+            latency_p50=statistics.median(each.block_latency_p50 for each in found),
+            latency_p99=statistics.median(each.block_latency_p99 for each in found),
         )
 
     name = candidate.setting.backend
@@ -203,4 +202,4 @@ def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
 
 def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
     """Return the median rate of a candidate in a round, in 10^9 bytes per second."""
-    return statistics.median(each.nbytes / each.seconds / 1e9 for each in candidate.rounds[number][operation])
+    return statistics.median(each.gb_per_second for each in candidate.rounds[number][operation])
