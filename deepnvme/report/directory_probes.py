@@ -11,7 +11,6 @@ import re
 import shlex
 import struct
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,39 +133,43 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
     if mount is not None and mount.filesystem in _WITHOUT_FILES:
         outcome = f"not tried: {mount.filesystem} holds no files to store in"
         return DirectIO(None, outcome, f"{mount.filesystem} is the kernel's: choose a directory on a drive")
+    when = ""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".deepnvme-report-", dir=directory)
-    except OSError as error:
-        return _not_possible(error, directory, mount)
-    try:
-        os.close(descriptor)
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
-        except OSError as error:
-            return _refused("at open", error, directory)
-        try:
-            return _transfer(descriptor, directory)
-        finally:
             os.close(descriptor)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+            when = "at open"
+            descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+            try:
+                when = "at the first transfer"
+                return _transfer(descriptor)
+            finally:
+                os.close(descriptor)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    except OSError as error:
+        return _failed(when, error, directory, mount)
 
 
-def _not_possible(error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
-    """Return the result if no file could be made."""
+def _failed(when: str, error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
+    """Return the result if the trial failed.
+
+    Args:
+        when: The step that failed; empty if no file could be made.
+        error: Why.
+        directory: Where it was tried.
+        mount: The mount that the directory is on; None if unknown.
+    """
     if error.errno in _NO_SPACE:
-        return _full(error, directory)
-    remedy = "choose a directory that you can write"
-    if error.errno == errno.EROFS and mount is not None:
-        remedy = f"{packages.as_root(f'mount -o remount,rw {shlex.quote(mount.point)}')}, or choose another directory"
-    return DirectIO(None, f"not tried: {_name(error)}", f"no file can be made there: {remedy}")
-
-
-def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
-    """Return the result if opening with O_DIRECT, or a transfer, failed."""
-    if error.errno in _NO_SPACE:
-        return _full(error, directory)
+        place = shlex.quote(str(directory))
+        look = "quota -s" if error.errno == errno.EDQUOT else f"df -h {place}; df -i {place}"
+        return DirectIO(None, "unknown", f"no room for a page to try with ({_name(error)}): make room; what there is: {look}")
+    if not when:
+        remedy = "choose a directory that you can write"
+        if error.errno == errno.EROFS and mount is not None:
+            remedy = f"{packages.as_root(f'mount -o remount,rw {shlex.quote(mount.point)}')}, or choose another directory"
+        return DirectIO(None, f"not tried: {_name(error)}", f"no file can be made there: {remedy}")
     if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
         problem = f"O_DIRECT is refused {when} with {_name(error)}, transfers are buffered: choose another filesystem"
         return DirectIO(False, "does not work", problem)
@@ -174,23 +177,13 @@ def _refused(when: str, error: OSError, directory: Path) -> DirectIO:
     return DirectIO(None, "unknown", problem)
 
 
-def _full(error: OSError, directory: Path) -> DirectIO:
-    """Return the result if there was no space for the trial."""
-    place = shlex.quote(str(directory))
-    look = "quota -s" if error.errno == errno.EDQUOT else f"df -h {place}; df -i {place}"
-    return DirectIO(None, "unknown", f"no room for a page to try with ({_name(error)}): make room; what there is: {look}")
-
-
-def _transfer(descriptor: int, directory: Path) -> DirectIO:
+def _transfer(descriptor: int) -> DirectIO:
     """Write a page and read it back through a descriptor opened with O_DIRECT."""
-    with _pages(2) as memory:
+    with mmap.mmap(-1, 2 * PAGE) as memory:  # page-aligned, as direct I/O needs it; bytes objects are not
         memory[:PAGE] = os.urandom(PAGE)
-        try:
-            with memoryview(memory) as view, view[:PAGE] as first, view[PAGE:] as second:
-                written = os.pwrite(descriptor, first, 0)
-                got = os.preadv(descriptor, [second], 0)
-        except OSError as error:
-            return _refused("at the first transfer", error, directory)
+        with memoryview(memory) as view, view[:PAGE] as first, view[PAGE:] as second:
+            written = os.pwrite(descriptor, first, 0)
+            got = os.preadv(descriptor, [second], 0)
         if written != PAGE or got != PAGE or memory[:PAGE] != memory[PAGE:]:
             problem = f"direct I/O moved {written} and {got} bytes of {PAGE}, or other ones: do not use this filesystem"
             return DirectIO(False, "does not work", problem)
@@ -227,13 +220,6 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
 
     offset = next((size for size in (512, 1024, 2048) if accepted(0, size)), PAGE)
     return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), PAGE), offset
-
-
-@contextlib.contextmanager
-def _pages(count: int) -> Iterator[mmap.mmap]:
-    """Return page-aligned memory, as direct I/O needs it; bytes objects are not aligned."""
-    with mmap.mmap(-1, count * PAGE) as memory:
-        yield memory
 
 
 def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
@@ -277,7 +263,7 @@ def _space(directory: Path) -> list[Fact]:
     few = total > 0 and free < 1 << 30  # a filesystem of the kernel's own, such as proc, has size 0
     problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
     return [
-        Fact("free space", free, human_size(free), "WARNING" if few else "", (problem,) if few else (), "free_bytes"),
+        Fact.checked("free space", free, human_size(free), problem if few else "", "free_bytes"),
         Fact("size", total, human_size(total), named="total_bytes"),
     ]
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme.ops.op_builder import GDSBuilder
 from deepnvme.version import __version__
 
 from . import directory_probes, machine_probes
@@ -35,7 +36,7 @@ _RULE = "-" * (_OP_WIDTH + _INSTALLED_WIDTH + len("op name") + len("installed"))
 
 @dataclass(frozen=True)
 class Report:
-    """All findings of :func:`gather`."""
+    """All that :func:`gather` found out about a machine, section by section."""
 
     ninja: Fact
     """Path of ninja, which compiling ops requires."""
@@ -65,7 +66,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     """
     if directory is not None and not os.fspath(directory):
         raise ValueError("it is empty")
-    gds = machine_probes.gds_probe()
+    gds = GDSBuilder().probe()
     backends, selected = machine_probes.backends()
     return Report(
         directory=None if directory is None else directory_probes.examine(Path(directory), gds),
@@ -79,7 +80,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
 
 
 def render(report: Report, *, operators: bool = True, explanations: bool = True, colour: bool = False) -> str:
-    """Return the report as text.
+    """Return the report as the text that ``ds_report`` prints.
 
     Args:
         report: What :func:`gather` returned.
@@ -184,18 +185,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reason = getattr(error, "strerror", None) or error
         parser.exit(2, f"ds_report: --path {options.path!r} cannot be examined: {reason}\n")
     shown = {"operators": not options.hide_operator_status, "explanations": not options.hide_errors_and_warnings}
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    text = as_json(report, **shown) if options.json else render(report, **shown, colour=colour)
+    colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    emit(as_json(report, **shown) if options.json else render(report, **shown, colour=colour))
+
+
+def emit(text: str) -> None:
+    """Print a text to stdout; characters that its encoding lacks are escaped.
+
+    Does nothing if stdout was closed from the start, or nobody reads the pipe any more. Raises other OSErrors.
+    """
+    if sys.stdout is None:  # closed before the start: ds_report >&-
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # for example in "ds_report | head"
+    except OSError as error:
+        # Flushing the rest of the buffer at exit would fail again, and change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # for example "ds_report | head"
+            raise
 
 
 def _dotted(name: str, width: int) -> str:
     return f"{name} {'.' * (width - len(name))}"
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,8 @@ from typing import Literal
 
 Status = Literal["", "OKAY", "YES", "NO", "WARNING", "FAIL"]
 """Judgement of a finding; empty if there is nothing to judge."""
+Value = str | int | float | bool | None
+"""Value of a finding; None if it is unknown or absent."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Fact:
 
     name: str
     """Name in the text."""
-    value: str | int | float | bool | None
+    value: Value
     """The value; sizes in bytes. None if it is unknown or absent."""
     text: str = ""
     """The value as printed, if that is not ``str(value)``."""
@@ -27,6 +29,11 @@ class Fact:
     named: str = ""
     """The key in JSON, if that is not the name in snake_case."""
 
+    @classmethod
+    def checked(cls, name: str, value: Value, text: str = "", problem: str = "", named: str = "") -> Fact:
+        """Return a finding with a warning if there is a problem, and without judgement if ``problem`` is empty."""
+        return cls(name, value, text, "WARNING", (problem,), named) if problem else cls(name, value, text, named=named)
+
     @property
     def key(self) -> str:
         """Key in JSON, for programs. It stays the same from version to version."""
@@ -34,7 +41,7 @@ class Fact:
 
     @property
     def shown(self) -> str:
-        """The value as printed."""
+        """The text of the value as it is printed."""
         return self.text or ("none" if self.value is None else str(self.value))
 
 

@@ -12,12 +12,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, jit, packages, toolchain
+from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
 from deepnvme.ops.op_builder.async_io import Backend
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe, Torch, installed_torch
 from deepnvme.version import __version__
 
-from .facts import Fact, Status, human_size
+from .facts import Fact, Value, human_size
 
 _SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
 _SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
@@ -80,7 +80,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
     """Return the paths and versions of torch, this package, compilers, CUDA and cuFile.
 
     Args:
-        gds: What :func:`gds_probe` returned.
+        gds: What GPU-direct storage requires, and what of it there is.
     """
     torch = installed_torch()
     facts = []
@@ -106,19 +106,19 @@ def environment(gds: GdsProbe) -> list[Fact]:
 
 def system() -> list[Fact]:
     """Return the facts about kernel, processors and limits that matter to I/O."""
-    return [
-        Fact("kernel", f"{platform.system()} {platform.release()}"),
-        *_cpu(),
-        *_aio_events(),
-        _memory_lock(),
-        _huge_pages(),
-        _shared_memory(),
-    ]
-
-
-def gds_probe() -> GdsProbe:
-    """Look for what GPU-direct storage requires: CUDA, cuFile and the nvidia-fs driver."""
-    return GDSBuilder().probe()
+    facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu()]
+    for name, key, probe in (
+        ("aio-nr, events in use", "aio_nr", _aio_events_used),
+        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events_allowed),
+        ("memlock limit", "memlock_bytes", _memory_lock),
+        ("transparent huge pages", "", _huge_pages),
+        ("shared memory (/dev/shm) size", "shared_memory_bytes", _shared_memory),
+    ):
+        # What is unknown has no status: outside of Linux nothing can be done about it.
+        unknown = (None, f"unknown on {platform.system()} {platform.release()}", "")
+        value, text, problem = (probe() if sys.platform == "linux" else None) or unknown
+        facts.append(Fact.checked(name, value, text, problem, key))
+    return facts
 
 
 def _op(builder: OpBuilder) -> Op:
@@ -212,6 +212,7 @@ def _compiled_with() -> Fact:
 
 
 def _compiler() -> Fact:
+    """Return the C++ compiler that compiles ops, and its version."""
     found = toolchain.find()
     if isinstance(found, toolchain.Toolchain):
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
@@ -229,13 +230,13 @@ def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> F
     if found.path is None or found.problem:
         return Fact(name, None, problems=(found.problem,))  # no status: only the gds op needs it
     text = found.version or "version unknown"
-    return Fact(
-        name, found.version if in_brief else found.path, text if in_brief else f"{text}, {found.path}",
-        "WARNING" if note else "", (note,) if note else (),
-    )  # fmt: skip
+    if in_brief:
+        return Fact.checked(name, found.version, text, note)
+    return Fact.checked(name, found.path, f"{text}, {found.path}", note)
 
 
 def _cpu() -> list[Fact]:
+    """Return the model of the processor, and how many processors this process may use."""
     text = _read(Path("/proc/cpuinfo")) or ""
     model = re.search(r"^(?:model name|Model|cpu model|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -243,32 +244,28 @@ def _cpu() -> list[Fact]:
     return [Fact("CPU", name), Fact("CPUs usable", usable, named="usable_cpus")]
 
 
-def _aio_events() -> list[Fact]:
-    """Return how many events of the kernel's asynchronous I/O are in use, and how many are allowed."""
-    names = ("aio-nr, events in use", "aio_nr"), ("aio-max-nr, events allowed", "aio_max_nr")
-    used, allowed = (_read(_AIO_LIMITS / place) for place in ("aio-nr", "aio-max-nr"))
+# Probes of Linux: each returns a value, its text where that is another than str(value), and what is wrong with it, with the
+# remedy; None if the value cannot be found out.
+
+
+def _aio_events_used() -> tuple[Value, str, str] | None:
+    """Probe how many events of the kernel's asynchronous I/O are in use."""
+    used = _read(_AIO_LIMITS / "aio-nr")
+    return None if used is None else (int(used), "", "")
+
+
+def _aio_events_allowed() -> tuple[Value, str, str] | None:
+    """Probe how many events of the kernel's asynchronous I/O are allowed; few of them left is a problem."""
+    used, allowed = (_read(_AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
-        return [_unknown(name, key) for name, key in names]
+        return None
     left = int(allowed) - int(used)
-    status: Status = "WARNING" if left < _FEW_AIO_EVENTS else ""
-    remedy = packages.as_root("sysctl -w fs.aio-max-nr=1048576")
-    problems = (f"only {left} more events for the libaio backend: {remedy}",) if status else ()
-    return [
-        Fact(names[0][0], int(used), named=names[0][1]),
-        Fact(names[1][0], int(allowed), status=status, problems=problems, named=names[1][1]),
-    ]
+    problem = f"only {left} more events for the libaio backend: {packages.as_root('sysctl -w fs.aio-max-nr=1048576')}"
+    return int(allowed), "", problem if left < _FEW_AIO_EVENTS else ""
 
 
-def _unknown(name: str, key: str) -> Fact:
-    """Return a fact that this system does not provide. It has no status: outside of Linux nothing can be done about it."""
-    return Fact(name, None, f"unknown on {platform.system()} {platform.release()}", named=key)
-
-
-def _memory_lock() -> Fact:
-    """Return the limit of locked memory, with a warning if it is small and applies to this process."""
-    name, key = "memlock limit", "memlock_bytes"
-    if sys.platform != "linux":
-        return _unknown(name, key)
+def _memory_lock() -> tuple[Value, str, str]:
+    """Probe the limit of locked memory; it is a problem if it is small and applies to this process."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -276,50 +273,40 @@ def _memory_lock() -> Fact:
     text, value = "unlimited" if unlimited else human_size(soft), None if unlimited else soft
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
-        return Fact(name, value, f"{text} (not applied: this process has CAP_IPC_LOCK)", named=key)
+        return value, f"{text} (not applied: this process has CAP_IPC_LOCK)", ""
     if unlimited or soft >= _SMALL_MEMLOCK:
-        return Fact(name, value, text, named=key)
-    unprivileged = hard == resource.RLIM_INFINITY or hard >= _SMALL_MEMLOCK
-    remedy = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else f"ulimit -l {hard // 1024}"
-    if not unprivileged:
-        remedy = (
-            f'echo "* - memlock unlimited" | {packages.as_root("tee /etc/security/limits.d/memlock.conf")}, then log in again '
-            "(docker run --ulimit memlock=-1)"
-        )
-    problem = f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
-    return Fact(name, value, text, "WARNING", (problem,), key)
+        return value, text, ""
+    if hard == resource.RLIM_INFINITY:
+        remedy = "ulimit -l unlimited"
+    elif hard >= _SMALL_MEMLOCK:
+        remedy = f"ulimit -l {hard // 1024}"
+    else:
+        write = packages.as_root("tee /etc/security/limits.d/memlock.conf")
+        remedy = f'echo "* - memlock unlimited" | {write}, then log in again (docker run --ulimit memlock=-1)'
+    return value, text, f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
 
 
-def _huge_pages() -> Fact:
-    name = "transparent huge pages"
+def _huge_pages() -> tuple[Value, str, str]:
+    """Probe when the kernel uses huge pages; never is a problem."""
     text = _read(_HUGE_PAGES)
-    if text is None and sys.platform != "linux":
-        return _unknown(name, "")
     if text is None:
-        problem = f"{_HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
-        return Fact(name, None, "unknown", "WARNING", (problem,))
+        return None, "unknown", f"{_HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
     chosen = re.search(r"\[(\w+)\]", text)
     value = chosen[1] if chosen else text
-    if value == "never":
-        problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {_HUGE_PAGES}')}"
-        return Fact(name, value, status="WARNING", problems=(problem,))
-    return Fact(name, value)
+    problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {_HUGE_PAGES}')}"
+    return value, "", problem if value == "never" else ""
 
 
-def _shared_memory() -> Fact:
-    name, key = "shared memory (/dev/shm) size", "shared_memory_bytes"
-    if sys.platform != "linux":
-        return _unknown(name, key)
+def _shared_memory() -> tuple[Value, str, str]:
+    """Probe the size of /dev/shm; a small one is a problem."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError as error:
-        problem = f"/dev/shm cannot be examined ({error}): {packages.as_root('mount -t tmpfs tmpfs /dev/shm')}"
-        return Fact(name, None, "UNKNOWN", "WARNING", (problem,), key)
+        remedy = packages.as_root("mount -t tmpfs tmpfs /dev/shm")
+        return None, "UNKNOWN", f"/dev/shm cannot be examined ({error}): {remedy}"
     size = status.f_frsize * status.f_blocks
-    if size < _SMALL_SHARED_MEMORY:
-        problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
-        return Fact(name, size, human_size(size), "WARNING", (problem,), key)
-    return Fact(name, size, human_size(size), named=key)
+    problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
+    return size, human_size(size), problem if size < _SMALL_SHARED_MEMORY else ""
 
 
 def _read(path: Path) -> str | None:

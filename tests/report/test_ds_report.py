@@ -169,7 +169,7 @@ def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_mac
     assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
     assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
     assert facts["libaio"].value != "compiled out"
-    assert machine_probes._compiled_with().value == "ahead of time, libaio"
+    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_compiled_with"] == "ahead of time, libaio"
 
 
 def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
@@ -249,10 +249,15 @@ def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
     assert document(TORCH_EXTENSIONS_DIR="/proc/nowhere")["ops"]["async_io"]["compatible"]
 
 
+def of_the_system(key: str) -> Fact:
+    """The fact with that key in JSON."""
+    return next(fact for fact in machine_probes.system() if fact.key == key)
+
+
 def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypatch: pytest.MonkeyPatch) -> None:
     small = os.statvfs_result((4096, 4096, 16384, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr("os.statvfs", lambda path: small)
-    fact = machine_probes._shared_memory()
+    fact = of_the_system("shared_memory_bytes")
     assert (fact.value, fact.status) == (64 << 20, "WARNING")
     assert "--shm-size='1gb'" in fact.problems[0]
 
@@ -262,14 +267,14 @@ def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Pat
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
     monkeypatch.setattr(machine_probes, "_AIO_LIMITS", tmp_path)
-    in_use, allowed = machine_probes._aio_events()
+    in_use, allowed = of_the_system("aio_nr"), of_the_system("aio_max_nr")
     assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "enabled").write_text("always madvise [never]\n")
     monkeypatch.setattr(machine_probes, "_HUGE_PAGES", tmp_path / "enabled")
-    fact = machine_probes._huge_pages()
+    fact = of_the_system("transparent_huge_pages")
     assert (fact.value, fact.status) == ("never", "WARNING")
     assert "echo madvise" in fact.problems[0]
 
@@ -328,8 +333,8 @@ def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
 
 def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    fact = machine_probes._memory_lock()
-    assert (fact.key, fact.value, fact.status) == ("memlock_bytes", None, "")
+    fact = of_the_system("memlock_bytes")
+    assert (fact.value, fact.status) == (None, "")
     assert fact.shown.startswith("unlimited")
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.tune.cli import console, io
+from deepnvme.report import ds_report
+from deepnvme.tune.cli import io
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.job import Job
 from deepnvme.version import __version__
@@ -346,7 +347,7 @@ def test_what_becomes_of_the_text_is_no_traceback(
 
 def test_stdout_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it after >&-
-    console.emit("unheard")
+    ds_report.emit("unheard")
 
 
 @pytest.mark.parametrize("program", [SCRIPT, MODULE])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.fio import FioFailed
 from deepnvme.tune.measure.folder import Unsuitable
 
@@ -36,9 +36,13 @@ def one_line_errors(program: str) -> Iterator[None]:
             yield
         except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            sys.exit(_say(program, lines[0], 1))
+            status, message = 1, lines[0]
         except KeyboardInterrupt:
-            sys.exit(_say(program, "interrupted; its files are removed", 130))
+            status, message = 130, "interrupted; its files are removed"
+        else:
+            return
+        print(f"{program}: {message}", file=sys.stderr)
+        sys.exit(status)
 
 
 @contextlib.contextmanager
@@ -66,12 +70,6 @@ def _one_interrupt() -> Iterator[None]:
                 signal.signal(number, before[number])
 
 
-def _say(program: str, message: str, status: int) -> int:
-    """Print a message to stderr, and return ``status``."""
-    print(f"{program}: {message}", file=sys.stderr)
-    return status
-
-
 def write_out(text: str, path: str) -> None:
     """Write a text and a line feed to a file, or to stdout if ``path`` is "-". Raises OSError, which names the file."""
     if path == "-":
@@ -82,20 +80,3 @@ def write_out(text: str, path: str) -> None:
             file.write(text + "\n")
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error  # the error of a write does not name the file
-
-
-def emit(text: str) -> None:
-    """Print a text to stdout; characters that its encoding lacks are escaped.
-
-    Does nothing if stdout was closed from the start, or nobody reads the pipe any more. Raises other OSErrors.
-    """
-    if sys.stdout is None:  # closed before the start: ds_io ... >&-
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        # Flushing the rest of the buffer at exit would fail again, and change the exit status.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # for example "ds_io ... | head"
-            raise

@@ -17,13 +17,14 @@ from typing import get_args
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
+from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.job import EngineName, Job, Place
 from deepnvme.tune.measure.measuring import measure
 from deepnvme.tune.render import io_text
 from deepnvme.tune.search.space import bad_setting
 
 from .arguments import Parser, add_json_option, directory, natural, positive, size
-from .console import emit, one_line_errors, write_out
+from .console import one_line_errors, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,14 +50,8 @@ def _parser() -> Parser:
     parser = Parser("ds_io", "Measure what a drive gives a tensor.")
     where = parser.add_argument_group("where").add_argument
     where("--folder", type=directory, metavar="DIR", help="a directory on the drive, for every process")
-    where(
-        "--folder_to_device_mapping",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DIR:GPU",
-        help="a process for each: its directory, and the GPU that holds its tensor (which counts with --gpu only)",
-    )
+    mapping = "a process for each: its directory, and the GPU that holds its tensor (which counts with --gpu only)"
+    where("--folder_to_device_mapping", nargs="+", action="extend", default=[], metavar="DIR:GPU", help=mapping)
     what = parser.add_argument_group("what").add_argument
     what("--io_size", type=size, required=True, metavar="BYTES", help="of each process's tensor; K, M, G are powers of 1024")
     what("--read", dest="operation", action="store_const", const="read", default="write", help="read; else write")

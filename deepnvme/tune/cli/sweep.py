@@ -8,17 +8,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from deepnvme.report.ds_report import emit
 from deepnvme.tune.render import deepspeed_logs, html_report, sweep_text
 from deepnvme.tune.search.space import read_sweep
 from deepnvme.tune.search.successive_halving import SearchProgress
 from deepnvme.tune.search.tuner import Order, tune
 
 from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
-from .console import emit, one_line_errors, write_out
+from .console import one_line_errors, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the ``ds_nvme_tune`` command.
+    """Run the ``ds_nvme_tune`` command, and print or write what it found.
 
     Exits with status 2 if the arguments are wrong, 1 if tuning fails, and 130 if it was interrupted, after printing the results
     so far.
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Parser:
+    """Return the parser. Some of its results have the names of the fields of Order that they become."""
     parser = Parser("ds_nvme_tune", "Find the best settings for a drive; about a minute for one folder.")
     add = parser.add_argument
     add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
@@ -100,12 +102,11 @@ def _progress_bar() -> Iterator[SearchProgress]:
 
 def _each_step_once() -> SearchProgress:
     """Return a function that prints each new step to stderr."""
-    last = ""
+    printed: set[str] = set()
 
     def show(share: float, step: str) -> None:
-        nonlocal last
-        if step != last:
+        if step not in printed:
             print(f"  {100 * share:3.0f} % {step}", file=sys.stderr, flush=True)
-            last = step
+            printed.add(step)
 
     return show
