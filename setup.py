@@ -43,7 +43,10 @@ MAPPED = {"deepnvme.ops.op_builder": "op_builder", "deepnvme.ops.csrc": "csrc"}
 setup(
     packages=[*find_packages(include=["deepnvme", "deepnvme.*"], exclude=[f"{name}*" for name in MAPPED]), *MAPPED],
     package_dir=MAPPED,
-    package_data={"deepnvme": ["py.typed", "**/*.pyi", "tune/render/report.html"], "deepnvme.ops.csrc": ["**/*.cpp", "**/*.h"]},
+    package_data={
+        "deepnvme": ["py.typed", "**/*.pyi", "**/*.html", "**/*.mplstyle"],
+        "deepnvme.ops.csrc": ["**/*.cpp", "**/*.h"],
+    },
     include_package_data=False,
     scripts=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "bin").iterdir()),
     ext_modules=extensions(),

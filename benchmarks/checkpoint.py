@@ -37,7 +37,7 @@ from harness.workloads import ContenderFailed
 import deepnvme
 from deepnvme.tune.cli.arguments import positive
 from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.requirements import check_memory
+from deepnvme.tune.measure.folder import check_memory
 
 MIB = 1 << 20
 PARTS = ("save", "load", "background", "memory", "small", "recycling", "parallel")

@@ -27,8 +27,7 @@ from harness.workloads import Workload
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.folder import Unsuitable
-from deepnvme.tune.measure.requirements import check_memory
+from deepnvme.tune.measure.folder import Unsuitable, check_memory
 
 MIB = 1 << 20
 HOST = ("host", "pinned")

@@ -28,7 +28,7 @@ from harness.workloads import ContenderFailed
 
 from deepnvme.tune.cli.arguments import positive
 from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.requirements import check_memory
+from deepnvme.tune.measure.folder import check_memory
 
 MIB = 1 << 20
 RING = 3

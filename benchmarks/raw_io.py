@@ -28,7 +28,7 @@ from harness.workloads import Contender, Memory, Operation, Workload
 
 from deepnvme.tune.cli.arguments import positive, size
 from deepnvme.tune.measure.fio import find, version
-from deepnvme.tune.measure.requirements import check_memory
+from deepnvme.tune.measure.folder import check_memory
 
 MIB = 1 << 20
 KIB = 1 << 10

@@ -34,8 +34,7 @@ from harness.workloads import ContenderFailed
 from deepnvme.streaming import WeightStore
 from deepnvme.tune.cli.arguments import positive
 from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import sync
-from deepnvme.tune.measure.requirements import check_memory
+from deepnvme.tune.measure.folder import check_memory, sync
 
 MIB = 1 << 20
 PARTS = ("forward", "generate", "identity", "memory", "build")

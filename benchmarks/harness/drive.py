@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deepnvme.tune.measure.folder import Unsuitable, examine
-from deepnvme.tune.measure.requirements import check_space
+from deepnvme.tune.measure.folder import Unsuitable, check_space, examine
 from harness import pattern
 
 

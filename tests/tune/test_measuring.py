@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure import measuring, requirements, transfers, worker_processes
+from deepnvme.tune.measure import folder, measuring, transfers, worker_processes
 from deepnvme.tune.measure.folder import Unsuitable, workspace
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
@@ -88,7 +88,7 @@ def test_a_folder_too_small_is_told_before_anything_is_written(small_disk: Disk,
 def test_tensors_larger_than_memory_are_told_before_they_are_made(
     drive: Path, monkeypatch: pytest.MonkeyPatch, available: int, wanted: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(requirements, "meminfo", {"MemAvailable": available}.get)
+    monkeypatch.setattr(folder, "meminfo", {"MemAvailable": available}.get)
     with pytest.raises(Unsuitable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
         measure(job(drive, wanted.pop("operation", "write"), **wanted))
 
@@ -96,7 +96,7 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
 @pytest.mark.root
 @pytest.mark.usefixtures("no_transfer")
 def test_files_in_memory_take_memory_too(tmpfs: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
+    monkeypatch.setattr(folder, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
     with pytest.raises(Unsuitable, match=f"{10 * MIB} bytes of memory are needed"):
         measure(job(tmpfs.path, "write", io_size=5 * MIB))
 

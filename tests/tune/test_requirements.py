@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.tune.measure import requirements
-from deepnvme.tune.measure.folder import Unsuitable
-from deepnvme.tune.measure.requirements import check_memory, check_space
+from deepnvme.tune.measure import folder
+from deepnvme.tune.measure.folder import Unsuitable, check_memory, check_space
 
 from ..support.disks import Disk
 
@@ -34,7 +33,7 @@ def test_a_drive_that_is_too_small_is_named_with_the_remedy(drive: Path) -> None
 
 
 def test_all_of_the_memory_is_enough_and_a_byte_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "meminfo", {"MemAvailable": 1000}.get)
+    monkeypatch.setattr(folder, "meminfo", {"MemAvailable": 1000}.get)
     check_memory(1000)
     with pytest.raises(Unsuitable, match=r"^1001 bytes of memory are needed, 1000 are available; give less$"):
         check_memory(1001, "give less")

@@ -1,4 +1,4 @@
-"""The rig of a search: what its transfers go to."""
+"""The bench of a search: what its transfers go to."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Recording:
 
 
 def test_every_setting_that_a_handle_can_be_made_with_is_usable(drive: Path) -> None:
-    with TrialBench([drive], MIB, False, False, lambda step: None) as rig:
-        usable, refused = rig.usable([AioConfig(), AioConfig(backend="threads", queue_depth=8)])
+    with TrialBench([drive], MIB, False, False, lambda step: None) as bench:
+        usable, refused = bench.usable([AioConfig(), AioConfig(backend="threads", queue_depth=8)])
         assert (len(usable), refused) == (2, {})
     assert list(drive.iterdir()) == []
 
@@ -46,17 +46,17 @@ def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Pat
             raise Unsuitable("no events left")
         return make(setting)
 
-    with TrialBench([drive], MIB, False, False, lambda step: None) as rig:
+    with TrialBench([drive], MIB, False, False, lambda step: None) as bench:
         monkeypatch.setattr(transfers, "make_handle", make_the_second_time)
-        usable, refused = rig.usable([AioConfig(queue_depth=16), AioConfig(queue_depth=8)])
+        usable, refused = bench.usable([AioConfig(queue_depth=16), AioConfig(queue_depth=8)])
     assert (len(usable), refused) == (2, {})
 
 
 def test_transfers_walk_through_the_file_and_begin_anew_at_its_end(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, offsets = transfers.make_handle, []
-    with TrialBench([drive], 8 * MIB, False, False, lambda step: None) as rig:
+    with TrialBench([drive], 8 * MIB, False, False, lambda step: None) as bench:
         monkeypatch.setattr(transfers, "make_handle", lambda setting: Recording(make(setting), offsets))
         for _ in range(4):
-            rig.move(ALONE, AioConfig(), "read", 3 * MIB)
-        rig.move(ALONE, AioConfig(), "read", 8 * MIB)
+            bench.move(ALONE, AioConfig(), "read", 3 * MIB)
+        bench.move(ALONE, AioConfig(), "read", 8 * MIB)
     assert [offset // MIB for offset in offsets] == [0, 3, 0, 3, 0]

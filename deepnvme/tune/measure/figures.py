@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +48,7 @@ def latency_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Percentiles of latencies, in seconds."""
+    """Percentiles of latencies in seconds, up to the longest, and how many there were."""
 
     p50: float
     """The median."""
@@ -83,15 +85,12 @@ class Percentiles:
 
     @classmethod
     def _of(cls, counts: Mapping[float, int]) -> Percentiles:
+        """Return the percentiles of times in seconds, each with the number of times that it was measured."""
         total = sum(counts.values())
         if total == 0:
             raise ValueError("percentiles of nothing")
-        wanted = [0.5, 0.9, 0.99, 0.999, 1.0]
-        found: list[float] = []
-        seen = 0
-        for value in sorted(counts):
-            seen += counts[value]
-            while len(found) < len(wanted) and seen >= wanted[len(found)] * total:
-                found.append(value)
-        p50, p90, p99, p999, longest = found
+        values = sorted(counts)
+        seen = list(itertools.accumulate(counts[value] for value in values))
+        shares = (0.5, 0.9, 0.99, 0.999, 1.0)
+        p50, p90, p99, p999, longest = (values[bisect.bisect_left(seen, share * total)] for share in shares)
         return cls(p50, p90, p99, p999, longest, total)

@@ -1,4 +1,7 @@
-"""Examines a folder to be measured, makes a temporary directory in it, and brings files and device into a defined state."""
+"""What a measurement needs of a folder and this machine: it examines them, and checks that space and memory suffice.
+
+It also makes a temporary directory in the folder, and brings files and device into a defined state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme.memory.meminfo import meminfo
 from deepnvme.report import directory_probes
 
 
@@ -37,15 +41,10 @@ class FolderFacts:
 
 def examine(folder: Path) -> FolderFacts:
     """Return the facts about a folder; makes small files in it and removes them. Raises Unsuitable if it cannot be written to."""
-    try:
-        if not folder.is_dir():
-            folder.stat()
-            raise Unsuitable(f"'{folder}' is not a directory")
-        descriptor, name = tempfile.mkstemp(prefix=".deepnvme-", dir=folder)
-        os.close(descriptor)
-        os.unlink(name)
-    except OSError as error:
-        raise Unsuitable(f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write") from error
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise Unsuitable(f"'{folder}' is not a directory")
+    with workspace(folder, ".deepnvme-"):
+        pass  # it can be written to
     mount = directory_probes.mount_of(folder)
     filesystem = mount.filesystem if mount else "unknown filesystem"
     direct = directory_probes.try_direct_io(folder, mount)
@@ -61,6 +60,38 @@ def examine(folder: Path) -> FolderFacts:
         label=label,
         device_number=folder.stat().st_dev,
     )
+
+
+def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller --io_size or another folder") -> None:
+    """Raise Unsuitable if a filesystem has not enough free space for all folders on it.
+
+    Args:
+        needs: Pairs of a folder and the bytes needed in it; a folder may come several times.
+        remedy: What the user can do, for the message.
+    """
+    wanted: dict[int, int] = {}
+    folders: dict[int, Path] = {}
+    for folder, nbytes in needs:
+        device = folder.stat().st_dev
+        wanted[device] = wanted.get(device, 0) + nbytes
+        folders.setdefault(device, folder)
+    for device, nbytes in wanted.items():
+        status = os.statvfs(folders[device])
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes:
+            raise Unsuitable(f"'{folders[device]}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
+
+
+def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
+    """Raise Unsuitable if less than ``nbytes`` of memory is available: the kernel would kill a process.
+
+    Args:
+        nbytes: Bytes of host memory needed.
+        remedy: What the user can do, for the message.
+    """
+    available = meminfo("MemAvailable")
+    if nbytes > available:
+        raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +110,7 @@ class Paths:
         return self.zero_copy + self.staged
 
     def __add__(self, other: Paths) -> Paths:
-        return Paths(
-            self.zero_copy + other.zero_copy, self.staged + other.staged, self.buffered + other.buffered, self.gds + other.gds
-        )
+        return Paths(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,6 @@ class Sample:
         """10^9 bytes per second, until the last process had ended."""
         return self.nbytes / self.seconds / 1e9
 
-    @property
-    def cpu_seconds_per_gb(self) -> float:
-        """CPU seconds per 10^9 bytes."""
-        return self.cpu_seconds / (self.nbytes / 1e9)
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -163,7 +158,7 @@ class Observation:
 
     @property
     def gb_per_second(self) -> float:
-        """10^9 bytes per second."""
+        """Speed of the transfer in 10^9 bytes per second."""
         return self.nbytes / self.seconds / 1e9
 
 

@@ -9,9 +9,8 @@ from deepnvme.report.directory_probes import IN_MEMORY
 
 from .figures import merged
 from .fio import FioComparisonRun, find_suitable
-from .folder import examine, settle, workspace
+from .folder import check_memory, check_space, examine, settle, workspace
 from .job import Job, Measurement, Paths, Sample
-from .requirements import check_memory, check_space
 from .worker_processes import worker_processes
 
 _INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it shares with no other

@@ -79,12 +79,8 @@ def make(job: Job, device_number: int) -> Transfer:
         OSError: From the op; RuntimeError likewise.
     """
     device = gpu(device_number) if job.gpu else None
-    engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]] = {
-        "aio_handle": _Handle,
-        "aio_basic": _Basic,
-        "torch_io": _Torch,
-        "torch_fastio": _TorchFast,
-    }
+    engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]]
+    engines = {"aio_handle": _Handle, "aio_basic": _Basic, "torch_io": _Torch, "torch_fastio": _TorchFast}
     return engines[job.engine](job, device)
 
 
@@ -108,28 +104,20 @@ def make_handle(setting: AioConfig) -> Any:
         raise Unsuitable(_first_line(error)) from error
 
 
-def gpu_of_folder(index: int) -> torch.device:
-    """Return the GPU for folder number ``index``: GPUs are assigned in turn. Raises Unsuitable if there is none."""
-    return gpu(index % max(_gpus(), 1))
+def gpu(number: int, in_turn: bool = False) -> torch.device:
+    """Return GPU ``number``; with ``in_turn``, numbers beyond the last GPU begin again with the first.
 
-
-def _gpus() -> int:
-    """Return the number of GPUs that PyTorch sees."""
+    Raises:
+        Unsuitable: If there is no such GPU.
+    """
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def gpu(number: int) -> torch.device:
-    """Return GPU ``number``. Raises Unsuitable if there is no such GPU."""
-    import torch
-
-    count = _gpus()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise Unsuitable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
-    if number >= count:
+    if number >= count and not in_turn:
         raise Unsuitable(f"--gpu: there is no device {number}, PyTorch sees {count}")
-    return torch.device("cuda", number)
+    return torch.device("cuda", number % count)
 
 
 class _Handle(Transfer):
@@ -160,8 +148,7 @@ class _Handle(Transfer):
         self._buffer.renew()
 
     def stats(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._handle.stats()
-        return found
+        return dict(self._handle.stats())
 
 
 class _Basic(Transfer):
@@ -213,6 +200,7 @@ class _Torch(Transfer):
             super().renew()
 
     def _load(self, path: Path) -> torch.Tensor:
+        """Return the tensor in a file. Raises ValueError if there is none that torch.load can read."""
         import torch
 
         try:
@@ -242,8 +230,7 @@ class _TorchFast(_Torch):
             self._save(file)
 
     def stats(self) -> Mapping[str, Any] | None:
-        found: Mapping[str, Any] | None = self._handle.stats() if self._job.operation == "write" else None
-        return found
+        return dict(self._handle.stats()) if self._job.operation == "write" else None
 
 
 def _same(tensor: torch.Tensor, path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import signal
 import time
@@ -226,17 +227,12 @@ def serve(job: Job, index: int, directory: Path, wait: Callable[[], object], con
         wait: As for :class:`Member`.
         connection: To the process that controls the job.
     """
-    member: Member | None = None
-
-    def start() -> None:
-        nonlocal member
-        member = Member(job, index, directory, wait)
-
     with contextlib.suppress(EOFError, ConnectionError), connection:
-        connection.send(_reply(start))
-        while member is not None:
+        made = _reply(Member, job, index, directory, wait)
+        connection.send(dataclasses.replace(made, result=None))
+        while made.result is not None:
             method, arguments = connection.recv()
-            connection.send(_reply(getattr(member, method), *arguments))
+            connection.send(_reply(getattr(made.result, method), *arguments))
 
 
 def _reply(call: Callable[..., Any], *arguments: object) -> Reply:

@@ -22,11 +22,6 @@ COLOURS: dict[Operation, str] = {"read": "#2f6fed", "write": "#c8501e"}
 _BACKEND_STYLES = (("#0d9488", "o"), ("#8b5cf6", "s"), ("#d97706", "^"), ("#db2777", "D"))
 
 
-def operations(results: Sequence[Result]) -> list[Operation]:
-    """Return the directions for which any of the results has values."""
-    return [operation for operation in OPERATIONS if any(result.figures(operation) for result in results)]
-
-
 def three_digits(value: float) -> str:
     """Return a positive number with three significant digits, without an exponent: "0.0123", "6.90", "1234"; "0" for others."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
@@ -34,7 +29,7 @@ def three_digits(value: float) -> str:
 
 def search_charts(search: Search) -> list[Chart]:
     """Return all charts of a search that compare anything; none for a single setting."""
-    by_direction = itertools.product((heat_map, latency_chart, cpu_chart), operations(search.results))
+    by_direction = itertools.product((heat_map, latency_chart, cpu_chart), search.best.operations)
     charts = [draw(search, operation) for draw, operation in by_direction]
     return [chart for chart in (*charts, workers_chart(search), backends_chart(search)) if chart]
 
@@ -131,7 +126,8 @@ def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], c
         return None
     axes = axes_for(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
     axes.grid(True)
-    for backend, (colour, marker) in zip(_backends(search), itertools.cycle(_BACKEND_STYLES), strict=False):
+    backends = sorted({result.backend for result in search.results})
+    for backend, (colour, marker) in zip(backends, itertools.cycle(_BACKEND_STYLES), strict=False):
         mine = _coordinates(point for point in points if point.result.backend == backend)
         axes.plot(*mine, marker, markersize=4, color=colour, alpha=0.55, markeredgewidth=0, label=backend)
     frontier = _frontier(points)
@@ -214,7 +210,7 @@ def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result],
     groups = sorted({group_of(result) for result in search.results})
     if len(groups) < 2:
         return None
-    both = operations(search.results)
+    both = search.best.operations
     axes = axes_for(height=2.8, x_label=x_label, y_label="speed (GB/s)")
     axes.grid(True, axis="y")
     width = 0.7 / len(both)
@@ -274,10 +270,6 @@ def _middle_out(text: str, length: int) -> str:
 def _measured(search: Search, operation: Operation) -> list[tuple[Result, Figures]]:
     """Return the results that have values of a direction, with these values."""
     return [(result, figures) for result in search.results if (figures := result.figures(operation))]
-
-
-def _backends(search: Search) -> list[str]:
-    return sorted({result.backend for result in search.results})
 
 
 def _short(result: Result) -> str:

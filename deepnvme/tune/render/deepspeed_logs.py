@@ -42,17 +42,10 @@ def write(tuning: Tuning, directory: Path) -> None:
 def _name(operation: Operation, result: Result, folders: int) -> str:
     """Return DeepSpeed's file name for the log of a setting."""
     setting = result.setting
-    return "_".join(
-        (
-            operation,
-            "single" if setting.single_submit else "block",
-            "overlap" if setting.overlap_events else "sequential",
-            f"ftd{folders}",
-            f"d{setting.queue_depth}",
-            f"bs{_block_size(setting.block_size)}",
-            f"p{setting.intra_op_parallelism}.txt",
-        )
-    )
+    submission = "single" if setting.single_submit else "block"
+    order = "overlap" if setting.overlap_events else "sequential"
+    size = f"d{setting.queue_depth}_bs{_block_size(setting.block_size)}_p{setting.intra_op_parallelism}"
+    return f"{operation}_{submission}_{order}_ftd{folders}_{size}.txt"
 
 
 def _block_size(size: int) -> str:

@@ -36,13 +36,12 @@ def render_html(tuning: Tuning) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"size": size_text, "three_digits": three_digits, "duration": _duration}
+    environment.filters |= {"size": size_text, "three_digits": three_digits}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     with picture.style():
         document = template.render(
             tuning=tuning,
             block=json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=2),
-            operations=charts.operations,
             search_charts=charts.search_charts,
             striping_charts=charts.striping_charts,
             svg=picture.svg,
@@ -51,9 +50,3 @@ def render_html(tuning: Tuning) -> str:
         )
     # Bytes of a file name that are not UTF-8 are shown as escapes.
     return document.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") + "\n"
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds as text, from a minute on with minutes."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{three_digits(seconds)} s"

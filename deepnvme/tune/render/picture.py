@@ -10,13 +10,17 @@ import io
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
-"""Placeholders for colours of the page, light or dark: :func:`svg` replaces them by CSS variables, ``--ink`` and so on."""
+"""Placeholders for colours of the page, light or dark: :func:`svg` replaces them by CSS variables, ``--ink`` and so on.
+
+``charts.mplstyle`` has them, too.
+"""
 _PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 
 _WIDTH = 5.0
@@ -41,31 +45,7 @@ def style() -> AbstractContextManager[None]:
     """Return a context with our matplotlib style, independent of the user's matplotlibrc. Charts are drawn and saved in it."""
     import matplotlib.style
 
-    ours: dict[str, object] = {
-        "svg.fonttype": "none",  # text stays text: sharp, small, and found by the browser's search
-        "svg.hashsalt": "deepnvme",  # the same results give the same file
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "font.sans-serif": ["DejaVu Sans"],  # only for measuring text: the page sets fonts; a list would be written to each text
-        "font.size": 9,
-        "text.color": INK,
-        "text.parse_math": False,  # a folder's name may contain dollar signs
-        "axes.labelcolor": MUTED,
-        "axes.edgecolor": RULE,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": RULE,
-        "grid.linewidth": 0.6,
-        "xtick.color": RULE,
-        "ytick.color": RULE,
-        "xtick.labelcolor": MUTED,
-        "ytick.labelcolor": MUTED,
-        "legend.frameon": False,
-        "legend.labelcolor": MUTED,
-        "hatch.color": RULE,
-        "hatch.linewidth": 0.8,
-    }
+    ours = Path(__file__).with_name("charts.mplstyle")
     return cast("AbstractContextManager[None]", matplotlib.style.context(["default", ours]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,6 +76,7 @@ def _search_document(search: Search) -> dict[str, Any]:
 
 
 def _result_document(result: Result) -> dict[str, Any]:
+    """Return a result as one JSON object, with the fields of its setting beside its own."""
     document = dataclasses.asdict(result)
     setting = document.pop("setting").model_dump()
     return {**setting, **document, "in_flight_bytes": result.setting.in_flight_bytes}
@@ -119,18 +121,13 @@ def _table(results: Sequence[Result], best: Result) -> str:
     for name in ("block", "depth", "workers"):
         table.add_column(name, justify="right")
     table.add_column("backend")
-    operations = [operation for operation in OPERATIONS if best.figures(operation) is not None]
-    for operation in operations:
-        table.add_column(f"{operation}\nGB/s", justify="right")
-    for operation in operations:
-        table.add_column(f"{operation}\nCPU s/GB", justify="right")
-    for operation in operations:
-        table.add_column(f"{operation} p99\nms a block", justify="right")
-    table.add_column("in flight", justify="right")
-    table.add_column("rounds", justify="right")
+    units = ("\nGB/s", "\nCPU s/GB", " p99\nms a block")
+    measured = [f"{operation}{unit}" for unit, operation in itertools.product(units, best.operations)]
+    for name in (*measured, "in flight", "rounds"):
+        table.add_column(name, justify="right")
     for result in results:
         setting = result.setting
-        figures = [each for operation in operations if (each := result.figures(operation)) is not None]
+        figures = [each for operation in best.operations if (each := result.figures(operation)) is not None]
         table.add_row(
             "*" if result == best else "",
             size_text(setting.block_size),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.folder import FolderFacts
-from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.measure.job import OPERATIONS, Operation
 
 TABLE = 10
 """Number of results that are shown. One round of the search measures that many, so that they can be compared."""
@@ -45,6 +45,11 @@ class Result:
     def figures(self, operation: Operation) -> Figures | None:
         """Return the values of one direction; None if it was not asked for."""
         return self.read if operation == "read" else self.write
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The directions that were measured, which have values."""
+        return [operation for operation in OPERATIONS if self.figures(operation) is not None]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from deepnvme.engine import Backend
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.sizes import parse_size
 
-_KIB = 1 << 10
-_BLOCK_SIZES = tuple(size * _KIB for size in (128, 256, 512, 1024, 2048, 4096, 8192))
+_BLOCK_SIZES = tuple(kib << 10 for kib in (128, 256, 512, 1024, 2048, 4096, 8192))
 _QUEUE_DEPTHS = (4, 8, 16, 32, 64, 128)
 _WORKERS = (1, 2, 4, 8)
 

@@ -74,7 +74,7 @@ def cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of :func:`search`."""
+    """The result of :func:`search`: the settings in their order, and the recommended one."""
 
     ranked: tuple[Candidate, ...]
     """Best first; those that reached the last round come before those that left earlier."""

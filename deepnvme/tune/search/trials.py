@@ -55,7 +55,7 @@ class TrialBench:
             self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
             self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
             # A GPU for each folder, as DeepSpeed maps them; if there are fewer GPUs, in turn.
-            devices = [transfers.gpu_of_folder(index) if self._gpu else None for index in range(len(self._folders))]
+            devices = [transfers.gpu(index, in_turn=True) if self._gpu else None for index in range(len(self._folders))]
             self._buffers = [TransferBuffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
             for path, buffer in zip(self._paths, self._buffers, strict=True):
                 self._progress(f"{path.parent.parent}: laying out a file")

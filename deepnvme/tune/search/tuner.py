@@ -13,9 +13,8 @@ from pathlib import Path
 from deepnvme.config import AioConfig
 from deepnvme.report.directory_probes import IN_MEMORY
 from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.folder import FolderFacts, examine
+from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, examine
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.measure.requirements import check_memory, check_space
 from deepnvme.tune.search.trials import Shares, TrialBench
 
 from .results import Figures, Result, Search, Striping, Tuning
@@ -48,7 +47,7 @@ class Order:
 
     @property
     def operations(self) -> list[Operation]:
-        """The directions to measure."""
+        """The directions to measure, reads before writes."""
         return [operation for operation in OPERATIONS if (self.read if operation == "read" else self.write)]
 
 
@@ -74,33 +73,33 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     offered, backend = _offered(order)
     begin = time.monotonic()
     groups = _groups(len(facts))
-    rig = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
+    bench = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
     refused: dict[str, str] = {}
     searches: list[Search] = []
     striping = None
     complete = False
     try:
-        with rig:
-            settings, refused = rig.usable(offered)
+        with bench:
+            settings, refused = bench.usable(offered)
             for number, group in enumerate(groups):
                 started = time.monotonic()
-                measure = functools.partial(rig.move, _shares(group, searches))
+                measure = functools.partial(bench.move, _shares(group, searches))
                 part = _part(progress, number, len(groups), [facts[index].path for index in group])
                 outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
                 searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
                 if not outcome.complete:
                     break
             if len(searches) == len(groups) > 1 and searches[-1].complete:
-                striping = _striping(rig, order, searches, facts)
+                striping = _striping(bench, order, searches, facts)
             complete = searches[-1].complete
-    except KeyboardInterrupt:  # may also come while the rig removes its files, when all has been measured
+    except KeyboardInterrupt:  # may also come while the bench removes its files, when all has been measured
         if not searches:
             raise
     return Tuning(
         io_size=order.io_size,
         searches=tuple(searches),
         striping=striping,
-        bytes_written=rig.bytes_written,
+        bytes_written=bench.bytes_written,
         seconds=time.monotonic() - begin,
         complete=complete,
         refused=refused,
@@ -145,7 +144,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 # Striping.
 
 
-def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+def _striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
     """Measure each folder with its own best setting, and all together with theirs.
 
     They take turns, so that a drive that is slow for a while is slow in all measurements.
@@ -155,7 +154,7 @@ def _striping(rig: TrialBench, order: Order, searches: Sequence[Search], facts: 
     rates: dict[tuple[int, Operation], list[float]] = {}
     for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
         deal = _shares(groups[number], searches[:-1])
-        observed = rig.move(deal, found.best.setting, operation, order.io_size)
+        observed = bench.move(deal, found.best.setting, operation, order.io_size)
         rates.setdefault((number, operation), []).append(observed.gb_per_second)
 
     def found_by(number: int) -> dict[Operation, float]:
