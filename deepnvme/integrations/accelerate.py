@@ -74,12 +74,9 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
         raise ImportError(f"{error}: there is nothing to enable; pip install 'deepnvme[transformers]'") from error
     with _changing:
         if not _originals:
-            for name in ("disk_offload", "dispatch_model"):
-                _originals[name] = getattr(accelerate.big_modeling, name)
+            _originals.update((name, getattr(accelerate.big_modeling, name)) for name in _OURS)
         _enabled = _Options(memory_budget, prefetch)
-        for module, name, ours in _places():
-            if getattr(module, name, None) is _originals[name]:
-                setattr(module, name, ours)
+        _replace(_originals, _OURS)
 
 
 def disable() -> None:
@@ -87,9 +84,7 @@ def disable() -> None:
     global _enabled
     with _changing:
         _enabled = None
-        for module, name, ours in _places():
-            if getattr(module, name, None) is ours:
-                setattr(module, name, _originals[name])
+        _replace(_OURS, _originals)
 
 
 def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = None, *arguments: Any, **options: Any) -> nn.Module:
@@ -359,8 +354,14 @@ def _is_there(weight: torch.Tensor) -> bool:
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
 
 
-def _places() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (module, name, replacement) for each imported module that has one of the replaced functions by name."""
-    ours: dict[str, Callable[..., Any]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
-    modules = ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate")
-    return [(sys.modules[module], name, ours[name]) for module in modules if module in sys.modules for name in ours]
+_OURS: dict[str, Callable[..., Any]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
+"""The functions that replace accelerate's own, by name."""
+
+
+def _replace(functions: Mapping[str, Callable[..., Any]], others: Mapping[str, Callable[..., Any]]) -> None:
+    """Set the other function of the same name wherever an imported module has one of these functions."""
+    for path in ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate"):
+        module = sys.modules.get(path)
+        for name, function in functions.items():
+            if getattr(module, name, None) is function:
+                setattr(module, name, others[name])

@@ -294,7 +294,7 @@ class OptimizerSwapper:
         with self._timers.measure(self.SWAP_IN_TIMER):
             if info.turn <= self._cache.turn:
                 self._decide_what_stays()
-            self._cache.turn = info.turn
+            self._cache.begin_turn(info.turn, len(self._order))
             info.restore(self.optimizer.state)
             info.swap_in(self._last_gradients(info))
             self._read_ahead(info, async_parameter)
@@ -321,7 +321,7 @@ class OptimizerSwapper:
         if info is None:
             return
         with self._timers.measure(self.SWAP_OUT_TIMER):
-            info.adopt(self._state(info), self.is_swappable_tensor)
+            self._adopt_states(info)
             info.swap_out(write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
@@ -347,7 +347,7 @@ class OptimizerSwapper:
         if info is None:
             return
         if write_opt_state:
-            info.adopt(self._state(info), self.is_swappable_tensor)
+            self._adopt_states(info)
         info.swap_out(write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
@@ -403,20 +403,29 @@ class OptimizerSwapper:
                 info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, turn)
                 self.swap_params_info[key] = info
                 self._order.append(info)
-                self._cache.turns = len(self._order)
-                self._cache.turn = turn
+                self._cache.begin_turn(turn, len(self._order))
                 info.initialize(functools.partial(fill, number))
         except BaseException:
             for info in self._order[known:]:
                 info.forget()
                 del self.swap_params_info[self.parameter_id(info.parameter)]
             del self._order[known:]
-            self._cache.turns = max(known, 1)
+            self._cache.begin_turn(max(known - 1, 0), max(known, 1))
             raise
 
     def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(info.parameter, {})
         return state
+
+    def _adopt_states(self, info: OptimizerStateSwapInfo) -> None:
+        """Update the sub-group to the optimizer's present states. Only dense CPU tensors can be swapped."""
+        state = self._state(info)
+        dense = {
+            name: value
+            for name, value in state.items()
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"
+        }
+        info.adopt(state, [name for name, value in dense.items() if self.is_swappable_tensor(value)])
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
         info = self.swap_params_info.get(self.parameter_id(parameter))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,21 +78,17 @@ class SavedStates:
             raise OSError(errno.EIO, "is damaged, or not of this package", path) from error
 
 
+@dataclass(eq=False)
 class SwappedTensor:
-    """A tensor with memory only while it is swapped in. Otherwise it is empty, as with DeepSpeed.
+    """A tensor with memory only while it is swapped in. Otherwise it is empty, as with DeepSpeed."""
 
-    Args:
-        tensor: The tensor.
-        shape: Its shape when it is swapped in.
-        stride: Its strides when it is swapped in, in elements.
-        tile: The memory and the file of its bytes.
-    """
-
-    def __init__(self, tensor: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], tile: Tile) -> None:
-        self.tensor = tensor
-        self.shape = shape
-        self.stride = stride
-        self.tile = tile
+    tensor: torch.Tensor
+    shape: torch.Size
+    """Its shape when it is swapped in."""
+    stride: tuple[int, ...]
+    """Its strides when it is swapped in, in elements."""
+    tile: Tile
+    """The memory and the file of its bytes."""
 
     def memory(self) -> torch.Tensor:
         """Return the tile's memory as a tensor of this shape, stride and dtype. Raises RuntimeError if it is not in memory."""
@@ -190,7 +186,7 @@ class OptimizerStateSwapInfo:
         flat tensor). Raises OutOfBuffers if there is not enough memory.
         """
         wanted = self.tiles() + [self.gradient] * self.has_gradients()
-        self._cache.acquire(tile for tile in wanted if not tile.users)  # an interrupted call may have acquired them
+        self._cache.acquire([tile for tile in wanted if not tile.users])  # an interrupted call may have acquired them
         if not self.has_gradients():
             self._cache.create(self.gradient)
         memory = self._gradient_memory()
@@ -281,22 +277,22 @@ class OptimizerStateSwapInfo:
 
     # The optimizer's states, which ``state`` has by name
 
-    def adopt(self, state: dict[str, Any], is_swappable: Callable[[torch.Tensor], bool]) -> None:
+    def adopt(self, state: dict[str, Any], swappable: Collection[str]) -> None:
         """Update the tiles to the current tensors of the parameter and its states, before these are taken out of memory.
 
         Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are dropped.
 
         Args:
             state: The optimizer's states of the parameter.
-            is_swappable: Whether a tensor is large enough to be swapped.
+            swappable: Names of the states that are large enough to be swapped.
 
         Raises:
             OSError: From an earlier write. Nothing is changed then.
             OutOfBuffers: If there is not enough memory. Nothing is changed then.
         """
-        changed = {name for name, value in state.items() if not (self._is_swapped(name, value) and self.states[name].in_place())}
-        copies = {name: self._copied(state[name]) for name in changed if _can_be(state[name]) and is_swappable(state[name])}
-        new = {name: self._new_state(name, state[name]) for name in state if name in copies}
+        changed = [name for name, value in state.items() if not (self._is_swapped(name, value) and self.states[name].in_place())]
+        copies = {name: self._copied(state[name]) for name in changed if name in swappable}
+        new = {name: self._new_state(name, state[name]) for name in copies}
         try:
             for swapped in new.values():
                 self._cache.create(swapped.tile)
@@ -405,8 +401,3 @@ class OptimizerStateSwapInfo:
 
     def _saved_path(self) -> str:
         return os.path.join(self._folder, f"{self.param_id}.states.pt")
-
-
-def _can_be(value: Any) -> bool:
-    """Return whether a value is a dense CPU tensor, the only kind that can be swapped."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"

@@ -63,14 +63,16 @@ class TileCache(BlockCache):
 
     def __init__(self, engine: TransferEngine, pool: BufferPool, limit: int) -> None:
         memory = PooledMemory(pool, limit, self._shortage)
-        super().__init__(
-            _Files(engine), memory, self._turns_until, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead"
-        )
+        super().__init__(_Files(engine), memory, self._turns_until, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
         """The place of the sub-group in use, or used last, in the order of a step."""
         self.turns = 1
         """Number of sub-groups."""
+
+    def begin_turn(self, turn: int, turns: int) -> None:
+        """Set which sub-group is in use from now on, and how many there are."""
+        self.turn, self.turns = turn, turns
 
     def overwrite(self, tile: Tile, content: torch.Tensor, offset: int) -> None:
         """Write a part of a tile that is not in memory to its file. ``offset``: bytes. Blocks. Raises OSError."""
