@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import overload
 
 import torch
@@ -47,12 +48,8 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch
     wanted = sum(each.numel() for each in tensors)
     if flat.dim() != 1 or flat.numel() != wanted:
         raise ValueError(f"unflatten needs a 1-D tensor of {wanted} elements, got shape {tuple(flat.shape)}")
-    views = []
-    start = 0
-    for each in tensors:
-        views.append(flat.narrow(0, start, each.numel()).view(each.shape))
-        start += each.numel()
-    return views
+    starts = accumulate((each.numel() for each in tensors), initial=0)
+    return [flat.narrow(0, start, each.numel()).view(each.shape) for start, each in zip(starts, tensors, strict=False)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,26 +7,23 @@ from collections.abc import Sequence
 
 import torch
 
-from deepnvme.engine import Future
+from deepnvme.engine import Future, without_python
 
 from .tile_cache import TransferEngine
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
 """A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None."""
-_Reading = tuple[Future, torch.Tensor, torch.Tensor]
 
 
-def read_partitions(
-    engine: TransferEngine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
-) -> None:
+def read_partitions(engine: TransferEngine, partitions: Sequence[PartitionInfo], target: torch.Tensor) -> None:
     """Fill a flat tensor with partitions, one after the other, converted to its dtype. Blocks.
+
+    A file is read into the end of the memory that its values will have, since they take no more bytes there.
 
     Args:
         engine: Reads the files.
         partitions: Partitions in order.
-        buffers: One-dimensional tensors of the files' dtype to read into. A partition that fits into none of them is read into
-            new memory.
-        target: One dimension, any dtype.
+        target: One dimension, and a dtype of at least the size of the partitions'.
 
     Raises:
         ValueError: If ``target`` does not have as many elements as all partitions.
@@ -35,35 +32,21 @@ def read_partitions(
     numels = [numel for _, numel, _ in partitions]
     if sum(numels) != target.numel():
         raise ValueError(f"the partitions have {sum(numels)} elements in all, the parameter {target.numel()}")
-    free = list(buffers)
-    reading: deque[_Reading] = deque()
-    start = 0
+    paths, places = [], []
+    for (tensor, numel, path), part in zip(partitions, torch.split(target, numels), strict=True):
+        if path is None:
+            part.copy_(tensor.detach().reshape(-1))
+        else:
+            paths.append(path)
+            places.append((part.view(tensor.dtype)[-numel:], part))
+    reading: deque[Future] = deque()
     try:
-        for tensor, numel, path in partitions:
-            part = target[start : start + numel]
-            start += numel
-            if path is None:
-                part.copy_(tensor.detach().reshape(-1))
-                continue
-            if reading and not any(buffer.numel() >= numel for buffer in free):
-                _convert(reading)
-                free = list(buffers)
-            fits = next((index for index, buffer in enumerate(free) if buffer.numel() >= numel), None)
-            if fits is None:
-                staging = torch.empty(numel, dtype=tensor.dtype, device="cpu")
-            else:
-                staging, free[fits] = free[fits][:numel], free[fits][numel:]
-            reading.append((engine.read(staging, path), staging, part))
-        _convert(reading)
+        # One call in C, so that Ctrl-C cannot come between starting a read and noting it.
+        reading.extend(map(without_python(engine.read), [values for values, _ in places], paths))
+        for values, part in places:
+            reading[0].result()
+            part.copy_(values.clone())  # a copy, because the two overlap
+            reading.popleft()
     finally:
-        for future, _, _ in reading:  # after an error: wait, because the caller may reuse the buffers
+        for future in reading:  # after an error: wait, because the caller may reuse the memory
             future.exception()
-
-
-def _convert(reading: deque[_Reading]) -> None:
-    """Wait for all reads, and copy what was read to the target."""
-    while reading:
-        future, staging, part = reading[0]
-        future.result()
-        part.copy_(staging)
-        reading.popleft()
