@@ -53,17 +53,13 @@ def _shared(own: Any) -> Any:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         try:
             result = own(self, *arguments, **named)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             ranks = _ranks_of_this_process()
-            if ranks is not None:
+            if ranks is not None and isinstance(error, OSError):
                 ranks.tell(error)
+            elif ranks is not None and (failure := ranks.failure()) is not None:
+                raise failure from error
             raise
-        except RuntimeError as error:
-            ranks = _ranks_of_this_process()
-            failure = None if ranks is None else ranks.failure()
-            if failure is None:
-                raise
-            raise failure from error
         if own.__name__ == "__init__":
             _ranks_of_this_process()  # starts the thread that watches for failures
         return result

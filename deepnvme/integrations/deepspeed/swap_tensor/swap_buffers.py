@@ -18,6 +18,9 @@ from .environment import describe
 if TYPE_CHECKING:
     import torch
 
+    Parts = tuple[torch.Tensor, torch.Tensor]
+    """A tensor's part of a buffer, and the elements in it that count."""
+
 
 def swap_in_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], swap_paths: Iterable[str]) -> None:
     """Start reading each file into its buffer. ``swap_handle.wait()`` waits for all reads, and raises their errors.
@@ -90,9 +93,7 @@ class SwapBuffer:
         self.num_elem = 0
         self._places: list[_Place] = []
 
-    def insert_tensor(
-        self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def insert_tensor(self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0) -> Parts:
         """Copy a tensor of any shape into the buffer; return its swap tensor and its compute tensor.
 
         Arguments and errors are those of :meth:`allocate_tensor`.
@@ -101,9 +102,7 @@ class SwapBuffer:
         compute_tensor.detach().copy_(tensor.detach().reshape(-1))
         return swap_tensor, compute_tensor
 
-    def allocate_tensor(
-        self, swap_path: str | None, numel: int, aligned_numel: int, file_offset: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_tensor(self, swap_path: str | None, numel: int, aligned_numel: int, file_offset: int = 0) -> Parts:
         """Reserve the next part of the buffer for a tensor.
 
         Args:
@@ -202,9 +201,7 @@ class SwapBufferPool:
         for buffer in self.buffers:
             buffer.reset()
 
-    def allocate_tensor(
-        self, numel: int, swap_path: str | None, aligned_numel: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    def allocate_tensor(self, numel: int, swap_path: str | None, aligned_numel: int) -> Parts | tuple[None, None]:
         """Reserve a part of the current buffer, or of the next one with room: see :meth:`SwapBuffer.allocate_tensor`.
 
         Returns (None, None) if no buffer has room.
@@ -213,9 +210,7 @@ class SwapBufferPool:
             return None, None
         return self.buffers[self.current_index].allocate_tensor(swap_path, numel, aligned_numel)
 
-    def insert_tensor(
-        self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    def insert_tensor(self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int) -> Parts | tuple[None, None]:
         """Copy a tensor into the current buffer, or the next one with room: see :meth:`SwapBuffer.insert_tensor`.
 
         Returns (None, None) if no buffer has room.
