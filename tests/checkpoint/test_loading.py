@@ -27,7 +27,8 @@ import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, storage_placement, verify
 from deepnvme.checkpoint.formats.contents import contents, is_plain
 
-from ..support.archives import flip, place_of, rezipped
+from ..support.archives import place_of, rezipped
+from ..support.files import flip
 from ..support.objects import OBJECTS, SAFE, assert_same, tensors_of
 
 

@@ -18,7 +18,8 @@ from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.memory.pool import BufferPool
 from deepnvme.safetensors import save_file, save_sharded
 
-from ..support.archives import flip, place_of, rezipped
+from ..support.archives import place_of, rezipped
+from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.objects import OBJECTS
 

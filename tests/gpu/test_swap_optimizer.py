@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..support.training import ADAM, copied, failing, optimizer_in, same_bits
+from ..support.engines import failing
+from ..support.training import ADAM, copied, optimizer_in, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +111,7 @@ def test_a_step_that_fails_is_undone_on_the_device(device: torch.device, drive: 
         for step in range(4):
             backward(model, step)
             reference.look()
-            with failing(optimizer, ("read", "write")[step % 2], step) as engine:
+            with failing(("read", "write")[step % 2], step) as engine:
                 try:
                     optimizer.step()
                 except OSError:

@@ -15,13 +15,13 @@ from deepnvme.offload.gradients import OPEN
 from deepnvme.swap import BufferPool
 
 from ..support import training
+from ..support.engines import failing
 from ..support.training import (
     ADAM,
     assert_same,
     assert_same_state,
     backward,
-    failing,
-    give_gradients,
+        give_gradients,
     in_memory,
     parameters,
     snapshot,
@@ -146,7 +146,7 @@ def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
             torch.nn.utils.clip_grad_norm_(plain, 2.0)
             optimizer.clip_grad_norm_(2.0)
             before = snapshot(params)
-            with failing(optimizer, ("read", "write")[step % 2], number) as engine:
+            with failing(("read", "write")[step % 2], number) as engine:
                 error: OSError | None = None
                 try:
                     optimizer.step()
@@ -172,7 +172,7 @@ def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: s
     plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     reference = torch.optim.AdamW(plain, **ADAM)
     with optimizer_in(drive, params) as optimizer:
-        with failing(optimizer, "write", 1):
+        with failing("write", 1):
             backward(params, 0)
             if during == "clipping":
                 with pytest.raises(OSError, match="a gradient is lost with it"):

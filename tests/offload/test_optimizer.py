@@ -22,6 +22,7 @@ from deepnvme.offload.partition import ELEMENTWISE
 from deepnvme.offload.sub_group import SubGroup
 from deepnvme.swap import BufferPool, OutOfBuffers
 
+from ..support.engines import failing
 from ..support.interpreters import Interpreters
 from ..support.torch_versions import ALONE
 from ..support.training import (
@@ -32,7 +33,6 @@ from ..support.training import (
     assert_same,
     assert_same_state,
     copied,
-    failing,
     give_gradients,
     in_memory,
     optimizer_in,
@@ -699,7 +699,7 @@ def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, 
             for each in (plain, params):
                 give_gradients(each, step, missing=lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
             if step == 3:
-                with failing(optimizer, "write", 2), contextlib.suppress(OSError):
+                with failing("write", 2), contextlib.suppress(OSError):
                     before = snapshot(params)
                     optimizer.step()
                 if optimizer.steps == 3:
@@ -729,7 +729,7 @@ def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None
             other = copied(reference.state_dict())
             for state in other["state"].values():
                 state["exp_avg"] += 1
-            with failing(optimizer, "write", number) as engine, contextlib.suppress(OSError):
+            with failing("write", number) as engine, contextlib.suppress(OSError):
                 optimizer.load_state_dict(other)
             if not engine.failed:
                 break
@@ -898,7 +898,7 @@ def test_what_an_undone_step_has_moved_is_wear_and_not_the_next_steps(drive: Pat
             give_gradients(params, step)
             optimizer.step()
         usual = optimizer.report()
-        with failing(optimizer, "write", 5), pytest.raises(OSError, match="as after step 3"):
+        with failing("write", 5), pytest.raises(OSError, match="as after step 3"):
             optimizer.step()
         optimizer.measure_limits(1 << 20)
         optimizer.load_state_dict(optimizer.state_dict())

@@ -25,6 +25,7 @@ from deepnvme.store.tensor_store import CorruptTensor
 from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..support.disks import MIB, Disk, loop_disk
+from ..support.engines import failing
 from ..support.interpreters import Interpreters
 from ..support.interrupts import interrupt_at
 from ..support.training import (
@@ -38,7 +39,6 @@ from ..support.training import (
     assert_same_state,
     backward,
     copied,
-    failing,
     give_gradients,
     in_memory,
     optimizer_in,
@@ -64,7 +64,7 @@ def test_whichever_transfer_fails_leaves_the_step_before(pair: Pair, before: int
     number = 0
     while True:
         pair.give_gradients()
-        with failing(pair.optimizer, operation, number) as engine:
+        with failing(operation, number) as engine:
             try:
                 pair.optimizer.step()
             except OSError as caught:
@@ -85,8 +85,8 @@ def fail_and_do_not_undo(pair: Pair) -> None:
     pair.give_gradients()
     last = 3 if isinstance(pair.reference, InMemory) else 7  # blocks, or blocks and images of parameters
     with (
-        failing(pair.optimizer, "write", last),
-        failing(pair.optimizer, "read", 1, 1000),
+        failing("write", last),
+        failing("read", 1, 1000),
         pytest.raises(OSError, match=f"step {pair.steps + 1} could not be undone yet") as caught,
     ):
         pair.optimizer.step()
@@ -118,7 +118,7 @@ def test_a_step_that_could_not_be_undone_is_undone_by_the_next_call(pair: Pair, 
     for before in (2, 0, 1):  # steps since it last happened
         pair.step(before)
         fail_and_do_not_undo(pair)
-        with failing(pair.optimizer, "read", 0, 1000):
+        with failing("read", 0, 1000):
             is_refused(pair, lambda: CALLS[call](pair.optimizer))
         CALLS[call](pair.optimizer)
         if call == "add_param_group":
@@ -141,7 +141,7 @@ def test_an_undoing_that_fails_again_and_again_is_finished_in_the_end(pair: Pair
     pair.step(2)
     fail_and_do_not_undo(pair)
     for first in range(reads):
-        with failing(pair.optimizer, "read", first % 4, 1 + first % 2), contextlib.suppress(OSError):
+        with failing("read", first % 4, 1 + first % 2), contextlib.suppress(OSError):
             pair.optimizer.state_dict()
     assert_same_state(pair.optimizer.state_dict(), pair.reference.state_dict())
     assert_same(pair.params, pair.plain)
@@ -155,7 +155,7 @@ def test_an_undoing_that_fails_again_and_again_is_finished_in_the_end(pair: Pair
 def test_close_undoes_a_step_first_and_closes_nothing_where_it_cannot(pair: Pair, drive: Path) -> None:
     pair.step(2)
     fail_and_do_not_undo(pair)
-    with failing(pair.optimizer, "read", 0, 1000):
+    with failing("read", 0, 1000):
         is_refused(pair, pair.optimizer.close)
         with pytest.raises(FloatingPointError), pair.optimizer:  # which another error would hide
             raise FloatingPointError("of the training")
@@ -173,12 +173,12 @@ def test_errors_that_were_raised_are_not_raised_again_by_close(drive: Path, opti
         backward(params, 0)
         optimizer.step()
         optimizer.zero_grad()
-        with failing(optimizer, "read", 0, 1000), pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
+        with failing("read", 0, 1000), pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
             backward(params, 1)
             optimizer.step()
         if "offload_gradients" in options:
             optimizer.zero_grad()
-            with failing(optimizer, "write", 0, 1000):
+            with failing("write", 0, 1000):
                 backward(params, 1)
             optimizer.zero_grad()
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_mends_what_can_never_be_read_again(pair: Pair, model_first
     states, weights, at = copied(pair.optimizer.state_dict()), snapshot(pair.params), pair.steps
     pair.step(2)
     fail_and_do_not_undo(pair)
-    with failing(pair.optimizer, "read", 0, 1000):
+    with failing("read", 0, 1000):
         if model_first:
             load_model()
             pair.optimizer.load_state_dict(states)

@@ -20,7 +20,8 @@ import deepnvme
 
 from ..faults.torture.interruption import Interruption
 from ..faults.torture.parts.interrupts_optimizer import TORCH, World, check_after, interrupt_at
-from ..support.training import assert_same, assert_same_state, failing
+from ..support.engines import failing
+from ..support.training import assert_same, assert_same_state
 
 PACKAGE = Path(deepnvme.__file__).parent
 OURS = {path for path in (PACKAGE / "offload").glob("*.py") if path.stem not in ("__init__", "distributed")}
@@ -136,13 +137,13 @@ def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
     skip = all_but("offload/step", "_interrupts")
     places = Places(skip)
     world.backward()
-    with failing(world.optimizer, "write", 2), pytest.raises(OSError, match="as after step 2"), places:
+    with failing("write", 2), pytest.raises(OSError, match="as after step 2"), places:
         world.optimizer.step()
     numbers = [number for number, (_, _, name) in enumerate(places.found, 1) if name in ("_undo", "defer_interrupts")][-60::5]
     assert len(numbers) == 12
     undone = 0
     for number in numbers:
-        with failing(world.optimizer, "write", 2), contextlib.suppress(OSError):
+        with failing("write", 2), contextlib.suppress(OSError):
             undone += bool(interrupt_at(number, skip)(world.optimizer.step).where)
         assert world.optimizer.steps == world.backwards - 1
         if number % 2:

@@ -14,7 +14,8 @@ import torch
 from deepnvme.swap import BufferPool
 
 from ..support import training
-from ..support.training import ADAM, assert_same, assert_same_state, backward, copied, failing, in_memory, parameters, snapshot
+from ..support.engines import failing
+from ..support.training import ADAM, assert_same, assert_same_state, backward, copied, in_memory, parameters, snapshot
 from ..support.training import FULL_SHAPES as SHAPES
 
 optimizer_in = functools.partial(training.optimizer_in, step_in_backward=True, **ADAM)
@@ -132,7 +133,7 @@ def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operatio
         step = 2
         while True:
             error: OSError | None = None
-            with failing(optimizer, operation, number) as engine:
+            with failing(operation, number) as engine:
                 try:
                     backward(params, step)
                     optimizer.step()

@@ -33,7 +33,7 @@ from deepnvme.store.tensor_store import CorruptTensor, TensorStore
 from deepnvme.swap import CorruptManifest
 
 from ..faults.torture.interruption import interrupted
-from ..support.failed_transfer import FailedTransfer
+from ..support.engines import FailedTransfer
 from ..support.memory import numbered
 
 MIB = 1 << 20

@@ -22,9 +22,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, arriving, stream
 from deepnvme.streaming.weights.quantization import dequantize, dequantize_over, quantize
 
+from ..support.engines import transfers_through
+from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.models import WIDTH, Calls, blocks_of, entangled, stack
 
@@ -35,6 +38,7 @@ class World:
     """A model in memory, and one of the same weights that is streamed."""
 
     def __init__(self, model: nn.Module, directory: Path) -> None:
+        self.directory = directory
         self.memory = model
         self.streamed = copy.deepcopy(model)
         self.store = WeightStore.build(model, directory, blocks=blocks_of(model))
@@ -113,25 +117,17 @@ def test_a_drive_that_fails_is_told_of_and_the_next_call_works_when_it_is_mended
 def test_a_drive_that_fails_in_the_midst_of_a_read(world: World, faulty: Any, backends: list[str]) -> None:
     with world.stream(memory_budget=4096):
         world.check(ORDER)
-        tensors = world.store._tensors
-        sound, tensors._engine = tensors._engine, faulty(backends[0], error=errno.EIO, error_every=1)
-        try:
-            with pytest.raises(OSError, match=re.escape(str(world.store._where))) as raised:
+        with transfers_through(faulty(backends[0], error=errno.EIO, error_every=1)):
+            with pytest.raises(OSError, match=re.escape(str(world.directory))) as raised:
                 world.check(ORDER)
             assert raised.value.errno == errno.EIO
-        finally:
-            tensors._engine = sound
         world.check(ORDER)
 
 
 def test_what_is_corrupt_is_named_and_nothing_is_computed_with_it(world: World) -> None:
-    place = world.store._tensors._catalog.entries["extent/parts.3"].newest.parts[0]
-    path = world.store._tensors._paths[place.file]
-    with open(path, "r+b") as file:
-        file.seek(place.offset + 5)
-        byte = file.read(1)
-        file.seek(place.offset + 5)
-        file.write(bytes([byte[0] ^ 1]))
+    values = bytes(world.memory.parts[3].weight.detach().numpy().view("uint8"))
+    path = world.directory / DATA_NAME
+    flip(path, path.read_bytes().index(values) + 5)
     with world.stream():
         for _ in range(2):
             with pytest.raises(CorruptExtent, match=r"'parts\.3' .* expected CRC-32"):

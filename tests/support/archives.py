@@ -1,4 +1,4 @@
-"""Archives as torch.save writes them: compared, damaged, packed again."""
+"""Archives as torch.save writes them: compared, and packed again."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ def place_of(path: Path, record: str) -> int:
         header = next(entry.header for entry in entries(file) if entry.name.endswith(record))
         file.seek(header)
         return data_of(file.read(30), header)
-
-
-def flip(path: Path, at: int) -> None:
-    """Change one bit."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, folder: str | None = None) -> None:

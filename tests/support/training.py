@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import torch
 
 import deepnvme
 from deepnvme.offload.sub_group import MASTER
-
-from .failed_transfer import FailedTransfer
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))
@@ -195,44 +191,3 @@ class Pair:
         self.optimizer.step()
         self.steps += 1
         self.check()
-
-
-class FailingEngine:
-    """An engine whose transfers fail with EIO, those named by how many came before, when they are asked how they ended."""
-
-    def __init__(self, engine: Any, operation: str, first: int, count: int = 1) -> None:
-        self._engine, self._operation, self._left, self._count = engine, operation, first, count
-        self.failed = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def read(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
-        return self._transfer("read", tensor, file, offset)
-
-    def write(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
-        return self._transfer("write", tensor, file, offset)
-
-    def _transfer(self, operation: str, tensor: torch.Tensor, file: Any, offset: int) -> Any:
-        if operation == self._operation:
-            self._left -= 1
-            if -self._count <= self._left < 0:
-                self.failed += 1
-                if operation == "write":  # torn: something else is where it was to be
-                    self._engine.write(torch.zeros_like(tensor), file, offset).result()
-                else:
-                    tensor.view(-1).view(torch.uint8).zero_()
-                return FailedTransfer(OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive"))
-        return getattr(self._engine, operation)(tensor, file, offset)
-
-
-@contextlib.contextmanager
-def failing(optimizer: Any, operation: str, first: int, count: int = 1) -> Iterator[FailingEngine]:
-    """Its transfers of this kind fail from the ``first`` on."""
-    store = optimizer._store
-    engine = store._engine
-    store._engine = FailingEngine(engine, operation, first, count)
-    try:
-        yield store._engine
-    finally:
-        store._engine = engine

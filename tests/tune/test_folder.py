@@ -15,7 +15,7 @@ import pytest
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
 
 from ..support.disks import Disk
-from ..support.page_cache import cached
+from ..support.files import cached
 
 
 @pytest.fixture

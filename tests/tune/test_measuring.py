@@ -22,7 +22,7 @@ from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
 
 from ..support.disks import Disk
-from ..support.page_cache import cached
+from ..support.files import cached
 
 MIB = 1 << 20
 ENGINES = get_args(EngineName)

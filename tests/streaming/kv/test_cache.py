@@ -19,7 +19,7 @@ import torch
 from tests.faults.torture.interruption import interrupted
 
 from ...support.disks import MIB, Disk
-from ...support.failed_transfer import FailedTransfer
+from ...support.engines import FailedTransfer
 from .states import states
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")

@@ -6,7 +6,6 @@ import errno
 import importlib.util
 import random as randoms
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from deepnvme.streaming import streaming_of
 from deepnvme.swap import TensorStore
 
+from ....support.engines import transfers_through
 from .. import Leaked, Wrong, streams
 
 SHORT, SECONDS = 6, 90
@@ -62,11 +62,8 @@ def attack(random: randoms.Random, directory: Path) -> None:
 def _with_faults(random: randoms.Random, model: nn.Module, wanted: torch.Tensor, folder: Path) -> None:
     from accelerate.hooks import remove_hook_from_submodules
 
-    found: Any = streaming_of(model)
     error = random.choice([errno.EIO, errno.ENODEV])
-    tensors = found._store._tensors
-    sound, tensors._engine = tensors._engine, streams.faulty_engine(random, error)
-    try:
+    with transfers_through(streams.faulty_engine(random, error)):
         for _ in range(random.randint(1, 4)):
             try:
                 streams.check_output(model, wanted)
@@ -76,8 +73,6 @@ def _with_faults(random: randoms.Random, model: nn.Module, wanted: torch.Tensor,
             except OSError as raised:
                 if raised.errno != error or not str(raised.filename).startswith(str(folder)):
                     raise Wrong(f"{raised!r} with filename {raised.filename!r} was raised for errno {error}") from raised
-    finally:
-        tensors._engine = sound
     streams.check_output(model, wanted)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ....support.engines import transfers_through
 from .. import Wrong, streams
 
 SHORT, SECONDS = 5, 90
@@ -55,9 +56,7 @@ def _with_faults(
     random: randoms.Random, model: Any, prompt: torch.Tensor, cache: Any, expected: torch.Tensor, directory: Path
 ) -> None:
     error = random.choice([errno.EIO, errno.ENOSPC])
-    tensors = cache._drive._store
-    sound, tensors._engine = tensors._engine, streams.faulty_engine(random, error)
-    try:
+    with transfers_through(streams.faulty_engine(random, error)):
         for _ in range(random.randint(1, 3)):
             try:
                 if not torch.equal(_generated(model, prompt, cache), expected):
@@ -67,8 +66,6 @@ def _with_faults(
                     raise Wrong(f"{raised!r} with filename {raised.filename!r} was raised for errno {error}") from raised
                 _check_refusal(model, prompt, cache, raised)
             cache.reset()
-    finally:
-        tensors._engine = sound
 
 
 def _check_refusal(model: Any, prompt: torch.Tensor, cache: Any, first: OSError) -> None:

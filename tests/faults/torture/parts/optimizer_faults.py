@@ -7,11 +7,8 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
-import torch
-
-from ....support.failed_transfer import FailedTransfer
+from ....support.engines import FailingDrive
 from ....support.training import assert_same, copied
 from .. import Wrong
 from .interrupts_optimizer import World, doubled, some_world
@@ -23,32 +20,12 @@ GONE = "run backward again"
 
 
 class FaultyDrive:
-    """An engine that fails a share of its transfers: some at once, some when they are asked how they ended."""
+    """Fails a share of the transfers: some at once, some when they are asked how they ended."""
 
-    def __init__(self, engine: Any, random: Random) -> None:
-        self._engine, self._random = engine, random
+    def __init__(self, random: Random) -> None:
+        self._random = random
         self.rate = {"read": 0.0, "write": 0.0}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def read(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
-        return self._transfer("read", tensor, file, offset)
-
-    def write(self, tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
-        return self._transfer("write", tensor, file, offset)
-
-    def _transfer(self, operation: str, tensor: torch.Tensor, file: Any, offset: int) -> Any:
-        if self._random.random() >= self.rate[operation]:
-            return getattr(self._engine, operation)(tensor, file, offset)
-        error = OSError(errno.EIO, f"{operation} of {tensor.nbytes} bytes at offset {offset}", "drive")
-        if self._random.random() < 0.2:
-            raise error
-        if operation == "write":  # torn
-            self._engine.write(torch.zeros_like(tensor), file, offset).result()
-        else:
-            tensor.view(-1).view(torch.uint8).zero_()
-        return FailedTransfer(error)
+        self.transfers = FailingDrive(lambda operation: random.random() < self.rate[operation], lambda: random.random() < 0.2)
 
     def heal(self) -> None:
         """From now on all is well."""
@@ -75,13 +52,6 @@ def failure(operation: Callable[[], object]) -> str | None:
             raise
         return said
     return None
-
-
-def faulty(world: World, random: Random) -> FaultyDrive:
-    """Put it below the world's optimizer."""
-    store = world.optimizer._store
-    store._engine = drive = FaultyDrive(store._engine, random)  # type: ignore[assignment]
-    return drive
 
 
 def step(world: World, drive: FaultyDrive, random: Random) -> None:
@@ -113,8 +83,12 @@ def step(world: World, drive: FaultyDrive, random: Random) -> None:
 
 
 def attack(random: Random, directory: Path) -> None:
-    world = some_world(random, directory)
-    drive = faulty(world, random)
+    world, drive = some_world(random, directory), FaultyDrive(random)
+    with drive.transfers:
+        _train(world, drive, random)
+
+
+def _train(world: World, drive: FaultyDrive, random: Random) -> None:
     for _ in range(6):
         if random.random() < 0.7:
             drive.fail()

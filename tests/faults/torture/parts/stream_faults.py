@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepnvme.streaming import WeightStore, stream
 
+from ....support.engines import transfers_through
 from .. import Wrong, streams
 
 SHORT, SECONDS = 12, 60
@@ -28,18 +29,14 @@ def attack(random: randoms.Random, directory: Path) -> None:
         with stream(model, store, prefetch=random.randint(0, 3), memory_budget=budget) as streaming:
             for _ in range(random.randint(0, 2)):
                 streams.check_output(model, wanted)
-            tensors = store._tensors
             error = random.choice(_ERRORS)
-            sound, tensors._engine = tensors._engine, streams.faulty_engine(random, error)
             told: list[OSError] = []
-            try:
+            with transfers_through(streams.faulty_engine(random, error)):
                 for _ in range(random.randint(1, 12)):
                     try:
                         streams.check_output(model, wanted)
                     except OSError as raised:
                         told.append(raised)  # with its traceback
-            finally:
-                tensors._engine = sound
             if len(set(map(id, told))) != len(told) or len(told) > 4:
                 raise Wrong(f"{len(told)} errors were raised, of at most 4 faults")
             for each in told:

@@ -16,7 +16,7 @@ import deepnvme
 from deepnvme.swap import buffer_pool
 
 from ....integrations.deepspeed.swap_tensor.stage3 import Training
-from ....support.failed_transfer import FailedTransfer
+from ....support.engines import FailedTransfer
 from .. import Leaked, Wrong
 from ..interruption import interrupted
 

@@ -15,7 +15,7 @@ import deepnvme
 from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
 from deepnvme.swap import BufferPool
 
-from ....support.failed_transfer import FailedTransfer
+from ....support.engines import FailedTransfer
 
 NUMEL = 300_001  # 1.2 MB in fp32, and no multiple of anything: large enough to be swapped
 GROUPS = 5

@@ -10,7 +10,7 @@ import torch
 
 from deepnvme.integrations.deepspeed.swap_tensor.fp16_partitions import read_partitions
 
-from ....support.failed_transfer import FailedTransfer
+from ....support.engines import FailedTransfer
 
 
 class Slow:

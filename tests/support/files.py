@@ -1,10 +1,22 @@
-"""What the page cache holds of a file."""
+"""What tests do to files, and see of them."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of the byte at this offset, on the drive."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def cached(path: Path) -> bool:
