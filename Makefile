@@ -1,5 +1,6 @@
 # make demo       set up, look at this machine, store a model's state on its drive and read it back
-# make test       set up, run the tests
+# make check      the inner loop: lint, types and the tests that are not slow, in about three minutes on two cores
+# make test       set up, run all tests
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; a warning is an error
@@ -22,12 +23,15 @@ SEED ?= 1
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-deepspeed lint docs sanitize torture gpu-check clean
+.PHONY: demo check test test-deepspeed lint docs sanitize torture gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(VENV)/bin/ds_report
 	$(python) examples/quickstart.py
+
+check: lint
+	$(python) -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs -n 2 --dist loadfile

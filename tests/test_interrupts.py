@@ -181,6 +181,7 @@ def test_other_threads_hold_nothing_back() -> None:
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for its vote."""
     votes: list[bool] = []

@@ -20,6 +20,8 @@ import pytest
 
 from .op_builder.conftest import REPOSITORY, STANDIN
 
+pytestmark = pytest.mark.slow
+
 ENGINE = '#include "value.h"\n' + STANDIN
 
 # Prints where the builder and the op come from, and what the op's value is. Without importing the rest of the package.

@@ -12,6 +12,8 @@ from harness import checkpoints
 from harness.free_memory import FreeMemory
 from harness.workloads import ContenderFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

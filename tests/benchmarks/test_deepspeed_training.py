@@ -17,6 +17,8 @@ import pytest
 from deepspeed_training import ALONE, CONTENDERS, OP, SWAPPERS
 from harness.turns import Turns
 
+pytestmark = pytest.mark.slow
+
 DEEPSPEED_TRAINING = Path(__file__).resolve().parents[2] / "benchmarks" / "deepspeed_training.py"
 
 

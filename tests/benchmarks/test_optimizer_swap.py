@@ -17,6 +17,8 @@ import torch
 from harness import identity
 from harness.in_memory import InMemory
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZER_SWAP = Path(__file__).resolve().parents[2] / "benchmarks" / "optimizer_swap.py"
 
 

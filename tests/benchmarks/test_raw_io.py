@@ -21,6 +21,8 @@ from harness import footprints, interleave
 
 from deepnvme.tune.measure.folder import examine
 
+pytestmark = pytest.mark.slow
+
 RAW_IO = Path(__file__).resolve().parents[2] / "benchmarks" / "raw_io.py"
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")

@@ -11,6 +11,8 @@ import streaming
 from harness.streaming_worker import StreamingWorker
 from harness.workloads import ContenderFailed
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="needs transformers, to make a Llama: pip install transformers")
 
 

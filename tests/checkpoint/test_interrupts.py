@@ -40,6 +40,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in interrupts_save.KINDS if kind is not interrupts_save.Streamed])
 def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type[interrupts_save.Saves]) -> None:
     """While the traceback lives, as in a notebook, which keeps the last one."""

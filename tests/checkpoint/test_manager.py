@@ -107,6 +107,7 @@ def test_one_that_cannot_be_removed_is_told_with_what_is_saved(
     assert_whole(manager, [1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "asynchronous"), [(1, False), (2, True), (3, False)])
 def test_killed_at_any_moment_enough_are_whole(drive: Path, interpreters: Any, keep: int, asynchronous: bool) -> None:
     chance, begun = random.Random(keep), 0

@@ -103,6 +103,7 @@ def gloo() -> None:
         pytest.skip("needs torch.distributed with gloo")
 
 
+@pytest.mark.slow
 def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, interpreters: Interpreters) -> None:
     run(
         2,
@@ -232,6 +233,7 @@ def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interprete
     )
 
 
+@pytest.mark.slow
 def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpreters: Interpreters) -> None:
     run(
         3,

@@ -58,6 +58,7 @@ def assert_old(path: Path) -> None:
 class TestKills:
     KILLS = 200
 
+    @pytest.mark.slow
     def test_at_any_moment_there_is_one_whole_file(self, drive: Path, interpreters: Interpreters) -> None:
         printed = interpreters.run(f"""
             import deepnvme, random, signal, time

@@ -48,6 +48,7 @@ class TestProblems:
         flip(path, place_of(path, "data.pkl") + 60)
         assert any(problem.startswith("the pickle") for problem in verify(path).problems)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
     def test_in_a_compressed_file(self, path: Path, record: str, said: str) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED)
@@ -55,6 +56,7 @@ class TestProblems:
         (problem,) = verify(path).problems
         assert problem.startswith(f"{said}: ")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("field", "at"), [(b"PK\1\2", 6), ("\xe9".encode(), 0)], ids=["its version", "a name"])
     def test_in_the_headers_of_a_compressed_file(self, path: Path, field: bytes, at: int) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED, folder="\xe9")
@@ -81,6 +83,7 @@ class TestProblems:
             f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
         )
 
+    @pytest.mark.slow
     def test_in_deflated_files(self, path: Path) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED)
         assert verify(path).ok

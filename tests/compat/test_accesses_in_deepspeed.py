@@ -73,7 +73,7 @@ WRONG_IN_SILENCE: dict[str, dict[str, Any]] = {
 }
 """DeepSpeed's own pipelined swapper has let masters go that still look at its buffers, and so at other masters by now."""
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _cases(names: dict[str, dict[str, Any]], worlds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,8 @@ import pytest
 
 from .running import interpreter, run
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     f"{saved}-{loaded}-stage-{stage}": {"saved_by": saved, "loaded_by": loaded, "stage": stage}
     for stage in (0, 2, 3)

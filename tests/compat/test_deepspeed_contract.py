@@ -17,6 +17,8 @@ from deepnvme import AioConfig
 
 from ..support.interpreters import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 # DeepSpeed's spelling, which nobody passes by name
 MISSPELT = {"example_tenosr": "example_tensor"}
 

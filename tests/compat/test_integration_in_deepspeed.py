@@ -15,7 +15,7 @@ from ..support.disks import MIB, memory_disk
 from ..support.interpreters import REPOSITORY
 from .running import environment, interpreter, reserved_port, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ZERO3 = "tests.compat.zero3_program"
 
 

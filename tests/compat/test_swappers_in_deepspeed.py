@@ -58,7 +58,7 @@ def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
     return dict(zip(cases, results, strict=True))
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("name", COMPARED)

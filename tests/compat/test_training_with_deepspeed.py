@@ -23,7 +23,7 @@ WIDE_ENOUGH = {1: 768, 2: 1024}
 UNALIGNED = 1088
 """A layer's weights begin in the middle of a sector of their sub-group."""
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 Results = dict[str, list[Any]]
 
 

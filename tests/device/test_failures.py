@@ -179,6 +179,7 @@ def test_a_copy_that_cannot_be_waited_for_is_over_before_its_memory_serves_again
     assert [(drive / str(index)).read_bytes() for index in (1, 2, 3)] == contents[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [*AT_SUBMISSION, *ON_THE_WAY, "cuCtxGetCurrent", "cuMemcpyHtoDAsync later", "cuMemcpyDtoHAsync later"]
 )

@@ -146,6 +146,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(world=worlds(), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_from_a_device_comes_back_to_it(io_dir: Path, world: dict[str, Any], seed: int, request: Any) -> None:
@@ -722,6 +723,7 @@ def test_a_libcufile_that_is_too_old_is_named_with_what_is_needed(program: Progr
     assert reason == "cuFile 1.7 is installed and 1.8 is needed: pip install --upgrade nvidia-cufile"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["cuFileGetVersion", "cuFileSetParameterBool"])
 def test_a_libcufile_that_lacks_a_function_is_named_with_what_is_needed(program: Program, tmp_path: Path, function: str) -> None:
     library = compile_stand_in("libcufile.so.0", tmp_path, f"-D{function}=renamed")

@@ -42,12 +42,14 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", MAKERS)
 def test_leaving_the_interpreter_writes_everything(interpreters: Any, drive: Path, maker: str) -> None:
     interpreters.run(WRITES + f"write = {MAKERS[maker]}\nwrite_all(write, {str(drive)!r})").check()
     assert expected(drive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 2)"])
 def test_however_the_interpreter_is_left_everything_is_written(interpreters: Any, drive: Path, leave: str) -> None:
     interpreters.run(WRITES + f"write = deepnvme.Engine().write\nwrite_all(write, {str(drive)!r})\n{leave}")

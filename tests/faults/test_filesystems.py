@@ -16,7 +16,7 @@ import deepnvme
 from ..support.disks import MIB, Disk, loop_disk, memory_disk
 from ..support.memory import Surrounded, page_aligned, pattern, zeros
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 # file system, sector size, options of mkfs
 KINDS = {

@@ -59,6 +59,7 @@ def test_what_the_system_puts_off_is_tried_again(faulty: Faulty, backend: Any, d
     assert engine.stats()["failed_requests"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
 def test_what_the_system_puts_off_for_ever_is_an_error_in_the_end(faulty: Faulty, backend: Any, drive: Path, error: int) -> None:
     engine = faulty(backend, error_every=1, error=error)
@@ -73,6 +74,7 @@ def test_a_full_backend_is_offered_the_rest_later(faulty: Faulty, backend: Any, 
     round_trip(engine, drive / "file", 1, 777)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queue_depth", [1, 32])
 def test_a_backend_that_is_full_for_ever_is_an_error_in_the_end(interpreters: Any, drive: Path, queue_depth: int) -> None:
     """In an interpreter of its own, which can be killed if it hangs."""

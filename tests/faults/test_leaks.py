@@ -46,6 +46,7 @@ def assert_nothing_is_kept(times: int, work: Callable[[], object]) -> None:
     assert {**after, "mappings": 0} == {**before, "mappings": 0}
 
 
+@pytest.mark.slow
 def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any) -> None:
     tensor = Surrounded(bytes(100 * KIB), 1).tensor  # staged, so that the staging is there to be leaked
 

@@ -10,6 +10,8 @@ import pytest
 
 from .torture.parts.machines import MACHINES, requires
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, tempfile
 from pathlib import Path

@@ -14,6 +14,8 @@ import deepnvme
 from ..support.disks import MIB, loop_disk
 from ..support.memory import page_aligned
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def throwaway(drive: Path) -> Iterator[Path]:

@@ -18,6 +18,8 @@ from .torture.one_part import part_named
 from .torture.parts import power_cuts
 from .torture.running import all_parts, run_part
 
+pytestmark = pytest.mark.slow
+
 SEED = 1
 
 

@@ -106,6 +106,7 @@ def points(pool: BufferPool, operation: Callable[[BufferPool], None]) -> Iterato
         yield interruption, KeyboardInterrupt()  # it was lost in a finalizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 def test_nothing_stays_in_use(operation: Callable[[BufferPool], None]) -> None:
     pool = BufferPool(10 * PAGE)

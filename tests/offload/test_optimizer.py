@@ -112,6 +112,7 @@ def test_whatever_the_default_device(offload_gradients: bool, drive: Path) -> No
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["Adam", "fused AdamW", "Adadelta", "Adagrad", "NAdam", "Rprop", "fused SGD"])
 def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: int, drive: Path) -> None:
@@ -130,6 +131,7 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
 def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
     name: str, drive: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,6 +297,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_ba
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dram_budget", BUDGETS)
 def test_losses_and_weights_are_the_same_with_any_budget(dram_budget: int, drive: Path) -> None:
     model, offloaded = models()
@@ -334,6 +337,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of torch 2.6 itself
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -406,6 +410,7 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(drive: Path) -> None:
         assert len(optimizer.state_dict()["state"]) == len(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1024.0, 1e38])
 def test_a_grad_scaler(scale: float, drive: Path) -> None:
     """Of which the second overflows at first, and skips steps."""
@@ -456,6 +461,7 @@ def test_clipped_gradients(max_norm: float, norm_type: float, drive: Path) -> No
         assert_same(offloaded.parameters(), model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload_gradients": True}], ids=str)
 def test_a_closure_is_called_once_and_its_loss_returned(options: dict[str, bool], drive: Path) -> None:
     model, offloaded = models()
@@ -532,6 +538,7 @@ def test_hooks_of_all_optimizers_are_called_once_a_step_too(drive: Path) -> None
 # States, saved and loaded.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dram_budget", BUDGETS)
 def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int, drive: Path) -> None:
     """Its tensors are mapped from files, and untouched pages of those would show what is written there later."""
@@ -752,6 +759,7 @@ def test_between_backward_and_step_there_is_no_state_to_save(drive: Path) -> Non
         optimizer.load_state_dict(states)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(
         f"""

@@ -462,6 +462,7 @@ INTERRUPTED = [
 
 
 # One that comes in a callback of the garbage collector is Python's to report.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("precision", "options"), INTERRUPTED)
 def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
@@ -500,6 +501,7 @@ def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision:
     assert undone > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "options"), INTERRUPTED[:2])
 def test_ctrl_c_at_any_time_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
     """At those too at which no line of the package begins: while it waits, and in torch."""
@@ -749,6 +751,7 @@ def checked_sparse_tensors() -> Iterator[None]:
 # Directories, memory, processes.
 
 
+@pytest.mark.slow
 def test_another_process_in_the_directory_is_refused_and_told_whose_it_is(drive: Path, interpreters: Interpreters) -> None:
     with Pair(drive).optimizer:
         said = interpreters.run(
@@ -800,6 +803,7 @@ def test_a_group_is_added_if_what_others_have_not_leased_suffices(drive: Path, o
         assert_same(pair.params, pair.plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
 def test_the_smallest_budget_that_is_taken_is_enough(drive: Path, precision: str, options: dict[str, Any]) -> None:
@@ -821,6 +825,7 @@ def test_the_smallest_budget_that_is_taken_is_enough(drive: Path, precision: str
         pair.check()
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader_leave_the_optimizer_alone(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(
         f"""
@@ -862,6 +867,7 @@ def test_workers_of_a_data_loader_leave_the_optimizer_alone(drive: Path, interpr
     ).check()
 
 
+@pytest.mark.slow
 def test_what_a_child_does_with_its_parents_optimizer_says_so(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(
         f"""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ..support.interpreters import Interpreters
 from ..support.torch_versions import fsdp_on_cpu
 from ..support.two_ranks import run_two
+
+pytestmark = pytest.mark.slow
 
 
 @fsdp_on_cpu

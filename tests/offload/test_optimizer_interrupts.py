@@ -23,6 +23,8 @@ from ..faults.torture.parts.interrupts_optimizer import TORCH, World, check_afte
 from ..support.engines import failing
 from ..support.training import assert_same, assert_same_state
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(deepnvme.__file__).parent
 OURS = {path for path in (PACKAGE / "offload").glob("*.py") if path.stem not in ("__init__", "distributed")}
 NOT_OURS = (

@@ -218,6 +218,7 @@ int main(int, char** argv) {
 """
 
 
+@pytest.mark.slow
 def test_without_either_library_the_engine_is_built_and_moves_bytes(
     hide_header: Callable[[str], Path], compiler: str, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def plant(hostile: Path, root: Path, owner: int | None = ATTACKER) -> Path:
     return library
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [VICTIM, 0])
 def test_a_library_that_another_user_put_into_a_shared_directory_is_not_loaded(
     run_as: As, shared: Path, hostile: Path, victim: int
@@ -122,6 +123,7 @@ def _linked_softly(library: Path, drive: Path) -> None:
     library.symlink_to(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -151,6 +153,7 @@ def test_a_library_that_others_could_have_written_is_built_again(
     assert run_as(VICTIM, **place) == ("1", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["extensions", "extensions/deepnvme", "extensions/deepnvme/standin_op"])
 @pytest.mark.parametrize("mode", [0o775, 0o777])
 def test_nothing_is_kept_below_a_directory_that_others_can_write_to(
@@ -197,6 +200,7 @@ def test_links_in_a_circle_are_an_error(standin: StandinBuilder, tmp_path: Path,
         standin.load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_whatever_the_umask_others_can_write_nothing_of_a_build(standin: StandinBuilder, cache: Path, umask: int) -> None:
     before = os.umask(umask)

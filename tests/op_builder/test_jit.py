@@ -120,6 +120,7 @@ def test_ninja_is_found_without_being_on_the_path(monkeypatch: pytest.MonkeyPatc
     assert os.access(found, os.X_OK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not a library", None])
 def test_a_damaged_module_in_the_cache_is_reported_and_built_again(
     standin: StandinBuilder, elsewhere: Elsewhere, cache: Path, damage: bytes | None
@@ -298,6 +299,7 @@ def test_without_a_compiler_the_newest_build_of_these_sources_is_loaded(elsewher
     assert finish(elsewhere(PATH="/nowhere")) == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["other sources", "damage", "made for one processor"])
 def test_without_a_compiler_a_build_that_may_not_do_is_not_loaded(
     elsewhere: Elsewhere, standin: StandinBuilder, cache: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +335,7 @@ def test_a_changed_source_is_built_again(standin: StandinBuilder, elsewhere: Els
     assert len(published(cache)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["CFLAGS", "CXXFLAGS", "CPPFLAGS"])
 def test_compiler_flags_of_the_environment_reach_the_compiler_and_make_another_build(
     elsewhere: Elsewhere, cache: Path, variable: str

@@ -23,6 +23,8 @@ from deepnvme.swap import BufferPool, TensorStore
 
 from ..faults.torture.interruption import Interruption
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, torch.Tensor]
 COUNT = 12
 

@@ -1005,6 +1005,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_point_leaves_the_last_commit(drive, interpreters):
     """A process is killed at random points of putting and committing; what is opened then is one commit, whole."""
     random.seed(5)

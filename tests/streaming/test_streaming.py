@@ -831,6 +831,7 @@ with WeightStore.open({directory!r}) as store, torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefetch", "budget"), [(0, 0), (2, 0), (2, 4 * 16 << 20)])
 def test_memory_beyond_the_budget(drive: Path, interpreters: Interpreters, prefetch: int, budget: int) -> None:
     """The ring, and little more, of 16 blocks of 16 MiB."""

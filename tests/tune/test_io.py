@@ -326,6 +326,7 @@ def test_a_backend_that_was_insisted_on_is_used(ds_io: Command, drive: Path, bac
     assert json.loads(ran.out)["backend"] == backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("stdout", "status", "said"), [
     ("a pipe that nobody reads", 0, ""),
@@ -350,6 +351,7 @@ def test_stdout_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_
     ds_report.emit("unheard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [SCRIPT, MODULE])
 def test_it_runs_as_a_script_and_as_a_module(program: tuple[str, ...], drive: Path) -> None:
     ended = subprocess.run(
@@ -410,6 +412,7 @@ def endless(drive: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 INTERRUPTED = (130, "", "ds_io: interrupted; its files are removed\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "times"), [("SIGINT", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("SIGINT", 3)])
 def test_an_interrupt_ends_it_and_removes_its_files(interpreters: Any, drive: Path, number: str, times: int) -> None:
     child = interpreters.start(f"""
@@ -425,6 +428,7 @@ def test_an_interrupt_ends_it_and_removes_its_files(interpreters: Any, drive: Pa
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_of_its_processes(
     endless: Callable[..., subprocess.Popen[str]], drive: Path, number: signal.Signals

@@ -111,6 +111,7 @@ def test_one_unsuitable_folder_of_two_is_enough(drive: Path) -> None:
 # -- what moves wrong bytes, or fails ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [0, 2])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("engine", ENGINES)
@@ -275,6 +276,7 @@ def test_validation_takes_no_time_of_the_transfer(monkeypatch: pytest.MonkeyPatc
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_process_has_a_folder_and_its_bytes_count(drive: Path) -> None:
     places = tuple(Place(drive / name, 0) for name in ("one", "other"))
     for place in places:
@@ -289,6 +291,7 @@ def test_each_process_has_a_folder_and_its_bytes_count(drive: Path) -> None:
     assert [list(place.folder.iterdir()) for place in places] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_waits_for_the_other_keeps_nobody(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killers: list[threading.Timer] = []
 
@@ -306,6 +309,7 @@ def test_a_process_killed_while_it_waits_for_the_other_keeps_nobody(drive: Path,
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["it fails", "it is dead already"])
 def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     loops = 0

@@ -184,6 +184,7 @@ def interrupted(interpreters: Interpreters, number: int, step: str, *arguments: 
     return Ran(ended.returncode, ended.stdout, ended.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_prints_what_was_measured_and_removes_the_files(
     interpreters: Interpreters, drive: Path, many: Path, number: int
@@ -197,6 +198,7 @@ def test_an_interrupt_prints_what_was_measured_and_removes_the_files(
     assert not [*drive.iterdir()]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_anything_was_measured_is_one_line(interpreters: Interpreters, drive: Path, few: Path) -> None:
     step = "laying out a file"
     ran = interrupted(interpreters, signal.SIGINT, step, "--nvme_dir", drive, "--io_size", "512M", "--sweep_config", few)

@@ -127,6 +127,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FUNCTIONS)
 def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreters) -> None:
     """A functools.partial takes what it calls: either of these ended the process, without a word."""
@@ -217,6 +218,7 @@ def test_metadata_without_places_are_refused(path: Path) -> None:
     assert error.filename == str(path)
 
 
+@pytest.mark.slow
 def test_any_damage_is_told(path: Path) -> None:
     dcp.save({"a": torch.ones(3), "b": {"c": 1}}, storage_writer=FileSystemWriter(path.parent), **ALONE)
     whole = path.read_bytes()

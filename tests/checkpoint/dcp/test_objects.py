@@ -138,6 +138,7 @@ def test_an_item_that_takes_too_much_is_refused(drive: Path) -> None:
         load(drive)
 
 
+@pytest.mark.slow
 def test_a_tensor_whose_pickle_takes_too_much_is_refused(drive: Path, interpreters: Interpreters) -> None:
     """It ended the process: torch's weights_only has a limit for nothing, and hashing tuples in tuples recurses in C."""
     save(drive, 1)

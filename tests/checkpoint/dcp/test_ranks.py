@@ -10,6 +10,8 @@ from ...support.interpreters import Interpreters
 from ...support.torch_versions import fsdp_on_cpu, needs_torch
 from ...support.two_ranks import run_two
 
+pytestmark = pytest.mark.slow
+
 
 @fsdp_on_cpu
 def test_models_and_optimizers_are_saved_and_loaded_by_either_and_cut_anew(drive: Path, interpreters: Interpreters) -> None:

@@ -36,6 +36,7 @@ class TestHostilePickles:
         finally:
             tracemalloc.stop()
 
+    @pytest.mark.slow
     def test_a_storages_size_that_is_no_number(self) -> None:
         stream = pickled(torch.ones(3), pickle, 2).stream
         with pytest.raises(TypeError):

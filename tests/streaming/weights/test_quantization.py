@@ -111,6 +111,7 @@ def scheme(request: pytest.FixtureRequest) -> Scheme:
 # -- what is refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 5, 15, 16, 130, 199])
@@ -342,6 +343,7 @@ def test_a_weight_of_16_bits_becomes_a_half_or_a_quarter(name: Scheme, share: fl
 # -- processors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_processor_of_which_nothing_is_known_does_the_same(

@@ -66,6 +66,7 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) 
     opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_locked(
     drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool

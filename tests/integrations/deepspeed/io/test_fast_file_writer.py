@@ -349,6 +349,7 @@ def storages() -> list[tuple[torch.UntypedStorage, torch.dtype]]:
     return [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double_buffer", [True, False])
 @pytest.mark.parametrize("save_size", [True, False])
 @pytest.mark.parametrize("writers", [1, 2, 3, 64])

@@ -568,6 +568,7 @@ def test_timers_run_as_deepspeeds_do(drive: Path) -> None:
     assert not any(timer.running for timer in timers.values())
 
 
+@pytest.mark.slow
 def test_files_have_every_value_when_the_program_ends(drive: Path, interpreters: Interpreters) -> None:
     program = f"""
     from pathlib import Path
@@ -582,6 +583,7 @@ def test_files_have_every_value_when_the_program_ends(drive: Path, interpreters:
         assert torch.equal(torch.from_file(str(path), size=NUMEL), wanted)
 
 
+@pytest.mark.slow
 def test_a_program_ends_in_silence_when_its_folder_is_gone(drive: Path, interpreters: Interpreters) -> None:
     program = f"""
     import shutil

@@ -31,6 +31,7 @@ def engine() -> FlakyEngine:
     return FlakyEngine()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True], ids=["later", "at-once"])
 @pytest.mark.parametrize("buffer_count", [4, 12])
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -171,6 +172,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FOREIGN)
 def test_states_of_somebody_else_are_refused_within_limits(tmp_path: Path, how: str) -> None:
     path = tmp_path / "0_1.states.pt"
@@ -302,6 +304,7 @@ def test_parameters_that_could_not_be_read_can_be_initialized_again(drive: Path,
         training.swapper.release_swap_buffers(parameter)
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_the_files_alone(drive: Path, interpreters: Interpreters) -> None:
     program = f"""
     import os, sys
