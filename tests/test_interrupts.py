@@ -209,6 +209,7 @@ def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypa
     optimizer.close()
 
 
+@pytest.mark.slow
 def test_a_step_of_what_stays_in_memory_is_made_or_undone_whatever_signal_comes(drive: Path) -> None:
     """What is stepped in memory has no second copy."""
     params, plain = parameters(), parameters()

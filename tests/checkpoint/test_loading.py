@@ -120,6 +120,7 @@ class TestPicklesThatTakeTooMuch:
         (problem,) = verify(path).problems
         assert why in problem
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("numbers", [list(range(10**6)), [[]] * 10**6, [None] * 10**6], ids=["int", "same", "none"])
     def test_long_lists_are_loaded(self, path: Path, numbers: list[Any]) -> None:
         torch.save({"numbers": numbers}, path)

@@ -186,6 +186,7 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
     )
 
 
+@pytest.mark.slow
 def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interpreters: Interpreters) -> None:
     run(
         3,

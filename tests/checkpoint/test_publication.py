@@ -166,9 +166,9 @@ class TestRefusals:
     def test_a_read_only_directory(self, path: Path, interpreters: Interpreters) -> None:
         path.parent.chmod(0o555)
         program = f"""
+            import deepnvme.checkpoint  # whose modules another user may not read
             if os.geteuid() == 0:
                 os.setgid(65534); os.setuid(65534)
-            import deepnvme
             try:
                 deepnvme.save([1], {str(path)!r})
             except PermissionError as error:

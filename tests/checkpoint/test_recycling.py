@@ -86,10 +86,10 @@ def test_one_that_may_not_be_written_to_is_removed(old: Path, interpreters: Inte
     old.chmod(0o444)
     old.parent.chmod(0o777)
     program = f"""
-        if os.geteuid() == 0:
-            os.setgid(65534); os.setuid(65534)
         import pathlib, deepnvme
         from deepnvme.checkpoint.publication import Publication
+        if os.geteuid() == 0:
+            os.setgid(65534); os.setuid(65534)
         old = pathlib.Path({str(old)!r})
         with Publication(old.parent / "new", 5, deepnvme.Engine(), recycle=old) as new:
             new.publish()

@@ -168,6 +168,7 @@ class TestCorruptFiles:
         assert len(_entries(_Json(Counted(text)), 0)) == 3000
         assert Counted.copied < 512 * 3000 + 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("header", "match"),
         [

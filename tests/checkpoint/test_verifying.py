@@ -179,6 +179,7 @@ class TestCommand:
         assert said.out.splitlines()[0] == f"{path}: 1 wrong (4 storages, 12000136 bytes, 3 with a checksum)"
         assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("module", [["deepnvme.checkpoint.verify"], ["deepnvme", "verify"]], ids=" ".join)
     def test_it_is_a_module(self, path: Path, module: list[str]) -> None:
         done = subprocess.run([sys.executable, "-W", "error", "-m", *module, path], capture_output=True, text=True)

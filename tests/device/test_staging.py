@@ -16,6 +16,7 @@ MIB = 1 << 20
 MOST = 16 * MIB  # of staging, for each worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_large_tensor_takes_no_more_than_the_staging(interpreters: Any, libcuda: Path, drive: Path, threads: int) -> None:
     interpreters.run(f"""

@@ -67,6 +67,7 @@ os._exit(0)  # and nothing after
     assert expected(drive)
 
 
+@pytest.mark.slow
 def test_an_engine_caught_in_a_cycle_is_ended_at_exit(interpreters: Any, drive: Path) -> None:
     interpreters.run(WRITES + f"""
 class Owner:
@@ -78,6 +79,7 @@ write_all(owner.engine.write, {str(drive)!r})
     assert expected(drive)
 
 
+@pytest.mark.slow
 def test_a_thread_still_waiting_does_not_keep_the_interpreter(interpreters: Any, drive: Path) -> None:
     interpreters.run(WRITES + f"""
 import threading

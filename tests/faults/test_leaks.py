@@ -57,6 +57,7 @@ def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any) -> No
     assert_nothing_is_kept(100, work)
 
 
+@pytest.mark.slow
 def test_engines_that_are_dropped_leave_nothing_behind(drive: Path, backend: Any) -> None:
     tensor = page_aligned(bytes(100 * KIB))
 
@@ -158,6 +159,7 @@ def test_memory_does_not_grow_with_the_requests_that_have_been(drive: Path) -> N
         assert resident() - before < 2000  # KiB: 0.2 a request would be a leak of each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_staging_takes_no_more_than_its_share(interpreters: Any, drive: Path, threads: int) -> None:
     """A misaligned tensor of 256 MiB, depth 128 and 1 MiB blocks: 64 MiB of staging in all, as is promised."""

@@ -135,6 +135,7 @@ def test_a_step_that_could_not_be_undone_is_undone_by_the_next_call(pair: Pair, 
     pair.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", range(0, 9, 2))
 def test_an_undoing_that_fails_again_and_again_is_finished_in_the_end(pair: Pair, reads: int) -> None:
     """Each try has other reads fail."""
@@ -785,6 +786,7 @@ def test_what_others_have_leased_of_the_budget_is_said_before_training(drive: Pa
         pair.step(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
 def test_a_group_is_added_if_what_others_have_not_leased_suffices(drive: Path, options: dict[str, Any]) -> None:
     """What the optimizer itself has leased is no other's."""

@@ -216,6 +216,7 @@ def test_nothing_is_lacking_where_torch_knows_cuda_and_cufile_is_there(
     assert GDSBuilder().lacking() == []
 
 
+@pytest.mark.slow
 def test_what_it_lacks_is_no_obstacle_to_compiling(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip builds where there is no torch; headers and libraries of CUDA are not needed."""
     monkeypatch.setenv("CXX", compiler)

@@ -141,6 +141,7 @@ def test_a_module_that_does_not_import_is_built_once_more_and_then_the_error_is_
         standin.load()
 
 
+@pytest.mark.slow
 def test_a_missing_record_counts_as_damage(standin: StandinBuilder, elsewhere: Elsewhere, cache: Path) -> None:
     finish(elsewhere())
     published(cache)[0].with_name("build.json").unlink()
@@ -292,6 +293,7 @@ def test_a_module_in_a_cache_that_became_read_only_is_still_loaded(elsewhere: El
 # Where nothing can be compiled any more
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_newest_build_of_these_sources_is_loaded(elsewhere: Elsewhere, standin: StandinBuilder) -> None:
     finish(elsewhere())
     time.sleep(0.02)  # more than a clock tick, by which files' times differ
@@ -328,6 +330,7 @@ def test_the_build_that_would_be_loaded_is_known_without_loading_it(
 # What a build depends on
 
 
+@pytest.mark.slow
 def test_a_changed_source_is_built_again(standin: StandinBuilder, elsewhere: Elsewhere, cache: Path) -> None:
     assert finish(elsewhere()) == "1"
     standin.files[0].write_text(STANDIN.replace("STANDIN_VALUE 1", "STANDIN_VALUE 2"))
@@ -352,6 +355,7 @@ def test_linker_flags_of_the_environment_reach_the_linker(standin: StandinBuilde
         standin.load()
 
 
+@pytest.mark.slow
 def test_another_compiler_makes_another_build(elsewhere: Elsewhere, command: Command, compiler: str, cache: Path) -> None:
     assert finish(elsewhere()) == "1"
     assert finish(elsewhere(CXX=str(command("other-c++", f'exec {compiler} "$@" -DSTANDIN_VALUE=3')))) == "3"

@@ -159,6 +159,7 @@ def test_a_matplotlib_that_is_there_is_accepted() -> None:
 # The document
 
 
+@pytest.mark.slow
 @needs_matplotlib
 def test_nothing_outside_the_document_is_referred_to() -> None:
     source = rendered(two_folders())
@@ -192,6 +193,7 @@ def test_the_document_stays_below_a_megabyte() -> None:
     assert len(rendered(two_folders()).encode()) < 1_000_000
 
 
+@pytest.mark.slow
 @needs_matplotlib
 def test_the_users_own_style_and_matplotlibs_state_are_left_alone_and_the_document_is_the_same_each_time(
     monkeypatch: pytest.MonkeyPatch,

@@ -445,6 +445,7 @@ def test_an_interrupt_ends_all_of_its_processes(
     wait_for(lambda: session_of(process.pid) == [])  # multiprocessing's own tracker ends after the rest
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_processes_start_is_one_line(endless: Callable[..., subprocess.Popen[str]], drive: Path) -> None:
     process = endless("--multi_process", "2")
     wait_for(lambda: len(session_of(process.pid)) >= 3)

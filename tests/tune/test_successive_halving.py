@@ -149,6 +149,7 @@ def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variation", "runs", "misses_allowed"),
     # Of forty other seeds 0, 7 and 12 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by 15 %

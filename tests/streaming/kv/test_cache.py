@@ -196,6 +196,7 @@ class Failing:
         return own(*arguments)
 
 
+@pytest.mark.slow
 def test_any_transfer_that_fails_is_told_of_once_and_no_token_is_wrong(
     llama: Any, cache: OffloadedCache, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

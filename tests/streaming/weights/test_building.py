@@ -25,6 +25,7 @@ def state(layers: int = 4, nbytes: int = 4096) -> dict[str, torch.Tensor]:
     return {f"layers.{index}.weight": torch.full((nbytes // 4,), float(index)) for index in range(layers)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shards", "pt", "converted"])
 def test_it_takes_the_memory_of_a_few_extents(drive, interpreters, kind):
     """96 MiB in 24 extents, of which four are in memory at a time, and 8 MiB of staging."""

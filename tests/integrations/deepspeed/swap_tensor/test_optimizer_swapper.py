@@ -183,6 +183,7 @@ def test_files_have_every_value_once_the_folder_is_asked_for(drive: Path) -> Non
     training.assert_same_as_in_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [adamw, Factored])
 def test_a_copy_of_the_folder_is_a_checkpoint_also_for_a_swapper_that_has_no_states_yet(drive: Path, make_optimizer: Any) -> None:
     training = Training(drive / "one", make_optimizer=make_optimizer)
