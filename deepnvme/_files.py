@@ -1,5 +1,5 @@
-"""Errors that name their file, and reading small files that are not trusted: an unpacked archive can contain links, devices and
-FIFOs too.
+"""Errors that name their file, names flushed to stable storage, and reading small files that are not trusted: an unpacked archive
+can contain links, devices and FIFOs too.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
+
+from deepnvme._interrupts import defer_interrupts
 
 
 @contextlib.contextmanager
@@ -46,6 +49,19 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         if status.st_size > most:
             raise UnfitFile(f"it has {status.st_size} bytes, and may have {most}")
         return file.read(status.st_size)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
+    try:
+        with defer_interrupts():  # no object would close the descriptor after a Ctrl-C
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def _open(path: str, flags: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from deepnvme._files import sync_directory
 from deepnvme.memory.pool import BufferPool
 
 from ._shared_engine import shared_engine
@@ -20,7 +21,7 @@ from .formats.archive import archive
 from .formats.file_image import FileImage
 from .formats.sharding import Across
 from .loading import load
-from .publication import Publication, sync_directory
+from .publication import Publication
 from .saving import save_to
 
 if TYPE_CHECKING:

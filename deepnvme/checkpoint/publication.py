@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from deepnvme._interrupts import defer_interrupts
+from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
 
@@ -47,7 +47,7 @@ class Publication:
             has it open or mapped, if that cannot be determined, or if it may not be written to. It is left alone if it is no
             regular file or may not be renamed.
         one_of_many: For callers that publish many files into a directory: they call :func:`remove_leftovers` before the first
-            and :func:`sync_directory` after the last, because each of these handles the whole directory.
+            and ``sync_directory`` after the last, because each of these handles the whole directory.
     """
 
     # Ctrl-C may come after any call and at the beginning of any function. So descriptors belong, from the call that opens them,
@@ -196,19 +196,6 @@ def _remove_leftover(name: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is(file.fileno(), name):
             os.unlink(name)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
-    try:
-        with defer_interrupts():  # no object would close the descriptor after a Ctrl-C
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def _start(path: Path) -> io.FileIO:

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepnvme._files import naming_file
 from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
-from .directory_lock import Inherited, StoreLocked, lock, locked, naming, unlock_and_close
+from .directory_lock import StoreLocked, close_in_children, lock, locked, unlock_and_close
 from .extents import ExtentMap
 from .futures import check_not_owned
 
@@ -59,12 +60,11 @@ class DataFile:
         self.weight = weight
         self.extents = ExtentMap()
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
-        with naming(self.path):
-            self._file = io.FileIO(self.path, "r" if read_only else "a+")  # closes itself, so that no lock outlives this object
+        self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so that no lock outlives this object
         try:
-            _inherited.note(self)
+            close_in_children(self._file)
             self._lock(read_only)
-            with naming(self.path):
+            with naming_file(self.path):
                 self.capacity = os.fstat(self.descriptor).st_size
             self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
         except BaseException:
@@ -103,7 +103,7 @@ class DataFile:
     def trim(self, size: int) -> None:
         """Truncate the file to ``size`` bytes, if it is longer."""
         if size < self.capacity:
-            with naming(self.path):
+            with naming_file(self.path):
                 os.ftruncate(self.descriptor, size)
             self.capacity = size
 
@@ -126,10 +126,6 @@ class DataFile:
         finally:
             unlock_and_close(self._file, self.path)
 
-    def leave_to_parent(self) -> None:
-        """Close the inherited file in a forked child, where it would keep the lock after the parent has ended."""
-        self._file.close()
-
     def _lock(self, read_only: bool) -> None:
         """Lock the file, shared for a reader. Raises StoreLocked."""
         try:
@@ -139,9 +135,6 @@ class DataFile:
                 raise locked(self.directory) from None
             text = "the store here is open for reading, in this process or another; close it there, or choose another directory"
             raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
-
-
-_inherited = Inherited()
 
 
 def remove(directory: Path) -> None:
@@ -170,7 +163,7 @@ def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.
     memory = reserve_addresses(nbytes)  # the whole range first, so that the parts can lie side by side in it
     place = memory.data_ptr()
     for file, offset, length in parts:
-        with naming(file.path):
+        with naming_file(file.path):
             size = os.fstat(file.descriptor).st_size
             if offset + length > size:  # touching a page past the end of the file would end the process with SIGBUS
                 text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"

@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from deepnvme._files import naming_file
 
 LOCK_NAME = "deepnvme-store.lock"
 _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has the lock
@@ -83,9 +84,8 @@ class DirectoryLock:
         """Take the lock and write who has it into the lock file. Raises StoreLocked."""
         path = self.directory / LOCK_NAME
         while not self._locked:
-            with naming(path):
-                self._file = io.FileIO(path, "a+")
-            _inherited.note(self)
+            self._file = io.FileIO(str(path), "a+")
+            close_in_children(self._file)
             descriptor = self._file.fileno()
             try:
                 lock(descriptor, fcntl.LOCK_EX, path)
@@ -93,15 +93,10 @@ class DirectoryLock:
                 raise _locked(self.directory, descriptor) from None
             self._locked = _is(descriptor, path)
             if not self._locked:
-                with naming(path):
+                with naming_file(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
-        with naming(path):
+        with naming_file(path):
             _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
-
-    @property
-    def held(self) -> bool:
-        """Whether the lock was neither released nor, in a forked child, left to the parent."""
-        return self._locked and self._file is not None and not self._file.closed and os.getpid() == self._pid
 
     def intact(self) -> bool:
         """Return whether the lock is held, and neither the directory nor the lock file was removed or replaced.
@@ -109,7 +104,9 @@ class DirectoryLock:
         Raises:
             OSError: If the system cannot tell.
         """
-        return self.held and self._file is not None and _is(self._file.fileno(), self.directory / LOCK_NAME)
+        if not self._locked or self._file is None or self._file.closed or os.getpid() != self._pid:
+            return False
+        return _is(self._file.fileno(), self.directory / LOCK_NAME)
 
     def check(self) -> None:
         """Check that the lock is intact.
@@ -142,11 +139,6 @@ class DirectoryLock:
         with contextlib.suppress(OSError):
             self.release()
 
-    def leave_to_parent(self) -> None:
-        """Close the inherited lock file in a forked child, where it would keep the lock after the parent has ended."""
-        if self._file is not None:
-            self._file.close()
-
     def _remove_made(self) -> None:
         """Remove the directories that this lock created, if they are empty."""
         for directory in reversed(self._made):
@@ -154,38 +146,23 @@ class DirectoryLock:
                 os.rmdir(directory)
 
 
-class Inherited:
-    """The objects whose locks a forked child must close, since the child would otherwise keep them after the parent has ended."""
-
-    def __init__(self) -> None:
-        self._alive: set[weakref.ref[Any]] = set()
-        os.register_at_fork(after_in_child=self._leave_all_to_parent)
-
-    def note(self, holder: Any) -> None:
-        """Add an object. In a forked child, its method ``leave_to_parent`` is called if it is still alive."""
-        self._alive.add(weakref.ref(holder, self._alive.discard))
-
-    def _leave_all_to_parent(self) -> None:
-        """Close all locks, in a forked child."""
-        for reference in self._alive.copy():
-            holder = reference()
-            if holder is not None:
-                holder.leave_to_parent()
+_inherited: set[weakref.ref[io.FileIO]] = set()
 
 
-_inherited = Inherited()
+def close_in_children(file: io.FileIO) -> None:
+    """Have a forked child close a locked file: it would keep the lock after the parent has ended."""
+    _inherited.add(weakref.ref(file, _inherited.discard))
 
 
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raise any OSError of this block as one that names ``path``.
+def _close_inherited() -> None:
+    """Close all locked files, in a forked child."""
+    for reference in _inherited.copy():
+        file = reference()
+        if file is not None:
+            file.close()
 
-    For system calls on a descriptor, or on a temporary file that is to be renamed to ``path``.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock(descriptor: int, kind: int, path: Path) -> None:
@@ -211,7 +188,7 @@ def lock(descriptor: int, kind: int, path: Path) -> None:
 
 def unlock_and_close(file: io.FileIO, path: Path) -> None:
     """Unlock and close a file. Idempotent. If it raises OSError, the file is closed all the same."""
-    with naming(path):
+    with naming_file(path):
         try:
             if not file.closed:
                 fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # a child forked from C has the file open too, and would keep the lock
@@ -269,9 +246,9 @@ def _write_all(descriptor: int, text: bytes) -> None:
 
 def _is(descriptor: int, path: Path) -> bool:
     """Return whether the path still refers to the open file. Raises OSError if the system cannot tell."""
-    with naming(path):
+    with naming_file(path):
         try:
-            there = os.stat(path)
+            there = os.stat(str(path))
         except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(there, os.fstat(descriptor))

@@ -19,10 +19,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
-from deepnvme._files import UnfitFile, read_regular
-from deepnvme._interrupts import defer_interrupts
-
-from .directory_lock import naming
+from deepnvme._files import UnfitFile, read_regular, sync_directory
 
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
@@ -171,8 +168,8 @@ def remove(directory: Path) -> None:
     """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
-            with contextlib.suppress(FileNotFoundError), naming(directory / name):
-                os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(str(path))
 
 
 def _manifest(text: str) -> StoreManifest:
@@ -265,24 +262,20 @@ def _parsed(path: Path, line: bytes) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
-    with naming(path):
-        try:
-            with open(new, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(new, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(new)
-            raise
     try:
-        with defer_interrupts():  # an exception between open and try would leave the descriptor open
-            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)  # makes the new name durable
-            finally:
-                os.close(directory)
+        with open(new, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    try:
+        sync_directory(path.parent)  # makes the new name durable
     except OSError as error:
         text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
         raise OSError(error.errno, text, str(path)) from error

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from deepnvme._files import sync_directory
 from deepnvme.checkpoint.loading import load
-from deepnvme.checkpoint.publication import sync_directory
 from deepnvme.checkpoint.saving import save
 from deepnvme.checkpoint.storage_placement import MapLocation
 
