@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepnvme.memory.alignment import ALIGNMENT, padded
@@ -51,9 +52,9 @@ Parts = tuple[TensorPart, ...]
 class StoreAllocator:
     """Allocates parts of tensors in a store's data files. Not thread-safe; only :meth:`trim` waits for the drive.
 
-    The parts in use are the truth, and the files' extent maps are an index of them. Whoever changes either calls
-    :meth:`begin_change` before, and :meth:`end_change` when both agree again. If an exception (Ctrl-C, say) comes in between, the
-    next call of :meth:`mend` or :meth:`begin_change` rebuilds the extent maps. So no byte is allocated twice or leaked.
+    The parts in use are the truth, and the files' extent maps are an index of them. Whoever changes either does so in a ``with``
+    block of the allocator, at the end of which both agree. If an exception (Ctrl-C, say) leaves the block, the next block, or
+    :meth:`mend`, rebuilds the extent maps. So no byte is allocated twice or leaked.
 
     Args:
         files: The store's data files, one for each directory.
@@ -66,14 +67,15 @@ class StoreAllocator:
         self._held = held
         self._changing = False
 
-    def begin_change(self) -> None:
-        """Mark the beginning of a change of the parts in use or of the extent maps. Repairs the maps first, like :meth:`mend`."""
+    def __enter__(self) -> None:
+        """Begin a change of the parts in use or of the extent maps. Repairs the maps first, like :meth:`mend`."""
         self.mend()
         self._changing = True
 
-    def end_change(self) -> None:
-        """Mark the end of a change: the parts in use and the extent maps agree."""
-        self._changing = False
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End a change: the parts in use and the extent maps agree, unless it was interrupted."""
+        if kind is None or kind is FilesTooSmall:
+            self._changing = False
 
     def mend(self) -> None:
         """Rebuild the extent maps from the parts in use, if a change was interrupted."""
@@ -95,7 +97,7 @@ class StoreAllocator:
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
         """Allocate parts for several tensors, the small ones side by side.
 
-        Call between :meth:`begin_change` and :meth:`end_change`.
+        Call in a ``with`` block of the allocator.
 
         Args:
             sizes: Bytes of each tensor.
@@ -141,7 +143,7 @@ class StoreAllocator:
             self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[TensorPart]) -> None:
-        """Free these parts. Call between :meth:`begin_change` and :meth:`end_change`."""
+        """Free these parts. Call in a ``with`` block of the allocator."""
         run = -1, 0, 0  # (file, first byte, byte after the last) of neighbours, given back together: 4 times as fast
         for file, offset, nbytes in sorted(parts):
             if (file, offset) == (run[0], run[2]):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deepnvme._listed import listed
 from deepnvme.memory.tensor_bytes import checksums, dtype_named
 
-from .allocator import FilesTooSmall, Parts, StoreAllocator, TensorPart
+from .allocator import Parts, StoreAllocator, TensorPart
 from .data_file import DataFile
 from .futures import Failure, Operation
 from .manifest import StoredTensor
@@ -43,19 +43,20 @@ class Catalog:
         self._flushing: frozenset[TensorVersion] = frozenset()  # what the last flush had to flush
         self._flushed: frozenset[TensorVersion] = frozenset()  # what that flush, or one before, has flushed
 
-    def restore(self, name: str, stored: StoredTensor) -> None:
-        """Add a name and its tensor from a manifest.
+    def restore(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Add the tensors of a manifest, which are flushed and committed.
 
         Raises:
-            ValueError: If the manifest's entry is not valid.
+            ValueError: If the manifest's entry of a tensor is not valid.
         """
-        entry = CatalogEntry(name)
-        entry.version = TensorVersion.restored(stored)
-        self.space.claim(entry.version.parts)
-        self.entries[name] = entry
-
-    def restored(self) -> None:
-        """Mark the restored tensors as flushed and committed. Call when all names of the manifest are restored."""
+        for name, stored in tensors.items():
+            entry = CatalogEntry(name)
+            try:
+                entry.version = TensorVersion.restored(stored)
+                self.space.claim(entry.version.parts)
+            except ValueError as error:
+                raise ValueError(f"tensor {name!r}: {error}") from error
+            self.entries[name] = entry
         self._referred = self._flushed = frozenset(self.snapshot().values())
 
     def entry(self, name: str) -> CatalogEntry:
@@ -97,10 +98,9 @@ class Catalog:
     def remove(self, name: str) -> int:
         """Remove a name and free its space. Return the bytes of its tensor. Raises KeyError."""
         version = self.entry(name).newest
-        self.space.begin_change()
-        del self.entries[name]
-        self._release(version)
-        self.space.end_change()
+        with self.space:
+            del self.entries[name]
+            self._release(version)
         return version.info.nbytes
 
     # Puts.
@@ -142,29 +142,24 @@ class Catalog:
             shape, dtype, _, _ = old.info
             same = sums is None and dtype == tensor.dtype and shape == tensor.shape
             found.append(old if same else TensorVersion(tensor.shape, tensor.dtype, size, old.parts, sums))
-        self.space.begin_change()
-        try:
+        with self.space:
             places = iter(self.space.allocate(wanted))
-        except FilesTooSmall:
-            self.space.end_change()
-            raise
-        versions = [
-            version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
-            for version, tensor, sums in zip(found, tensors, checksums, strict=True)
-        ]
-        operation.subjects = entries
-        for entry, version in zip(entries, versions, strict=True):
-            entry.put = operation
-            if self._persist:
-                entry.coming = version
+            versions = [
+                version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
+                for version, tensor, sums in zip(found, tensors, checksums, strict=True)
+            ]
+            operation.subjects = entries
+            for entry, version in zip(entries, versions, strict=True):
+                entry.put = operation
+                if self._persist:
+                    entry.coming = version
+                    self.entries[entry.name] = entry
+                    continue
+                entry.damage = None
+                old, entry.version = entry.version, version
                 self.entries[entry.name] = entry
-                continue
-            entry.damage = None
-            old, entry.version = entry.version, version
-            self.entries[entry.name] = entry
-            if old is not None and old.parts is not version.parts:
-                self._release(old)
-        self.space.end_change()
+                if old is not None and old.parts is not version.parts:
+                    self._release(old)
         return entries, versions
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
@@ -183,24 +178,23 @@ class Catalog:
             for entry in entries if failed else ():
                 entry.damage = failed.get(entry)
             return
-        self.space.begin_change()
-        for entry in entries:
-            coming, old = entry.coming, entry.version
-            if coming is None:
-                continue
-            if entry not in failed:
-                entry.version = coming
-                entry.damage = None
-                entry.coming = None
-                if old is not None and old is not coming:
-                    self._release(old)
-                continue
-            if old is None:
-                del self.entries[entry.name]
-            else:
-                entry.coming = None
-            self._release(coming)
-        self.space.end_change()
+        with self.space:
+            for entry in entries:
+                coming, old = entry.coming, entry.version
+                if coming is None:
+                    continue
+                if entry not in failed:
+                    entry.version = coming
+                    entry.damage = None
+                    entry.coming = None
+                    if old is not None and old is not coming:
+                        self._release(old)
+                    continue
+                if old is None:
+                    del self.entries[entry.name]
+                else:
+                    entry.coming = None
+                self._release(coming)
 
     # Commits.
 
@@ -244,10 +238,9 @@ class Catalog:
     def committed(self) -> None:
         """Free the space that only the previous manifest referred to. Call when the manifest lists exactly what was flushed."""
         gone = self._referred - self._flushed
-        self.space.begin_change()
-        self._referred = self._flushed
-        self.space.give_back(part for version in gone for part in version.parts)
-        self.space.end_change()
+        with self.space:
+            self._referred = self._flushed
+            self.space.give_back(part for version in gone for part in version.parts)
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
         """Mark tensors as damaged that are in files that failed to flush, and were not flushed before.
@@ -276,10 +269,7 @@ class Catalog:
     def _held(self) -> Iterator[Parts]:
         """Yield the parts of every version that is in use."""
         for entry in self.entries.values():
-            if entry.version is not None:
-                yield entry.version.parts
-            if entry.coming is not None:
-                yield entry.coming.parts
+            yield from (version.parts for version in (entry.version, entry.coming) if version is not None)
         for version in self._referred:
             yield version.parts
 

@@ -19,7 +19,7 @@ from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
-from .directory_lock import StoreLocked, close_in_children, lock, locked, unlock_and_close
+from .directory_lock import StoreLocked, close_in_children, lock, locked, refers_to, unlock_and_close
 from .extents import ExtentMap
 from .futures import check_not_owned
 
@@ -60,7 +60,8 @@ class DataFile:
         self.weight = weight
         self.extents = ExtentMap()
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
-        self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so that no lock outlives this object
+        with naming_file(self.path):
+            self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object
         try:
             close_in_children(self._file)
             self._lock(read_only)
@@ -93,8 +94,9 @@ class DataFile:
             if size <= self.capacity:
                 return
             step = min(max(self.capacity, _SMALLEST_STEP), _LARGEST_STEP)
-            wanted, generous = padded(size), padded(self.capacity + step)
-            if not exactly and generous > wanted and generous - self.capacity <= self.free() // 2:
+            wanted = padded(size)
+            generous = wanted if exactly else padded(self.capacity + step)
+            if generous > wanted and generous - self.capacity <= free_bytes(self.descriptor, str(self.directory)) // 2:
                 wanted = generous
             remedy = "make room, or give this directory a smaller weight or another disk"
             preallocate(self.descriptor, self.capacity, wanted, str(self.directory), remedy)
@@ -107,16 +109,10 @@ class DataFile:
                 os.ftruncate(self.descriptor, size)
             self.capacity = size
 
-    def free(self) -> int:
-        """Return how many bytes the file system has free for this user."""
-        return free_bytes(self.descriptor, str(self.directory))
-
     def remove(self) -> None:
         """Unlink the file, unless something else has its path by now. Transfers under way go on, into a file without a name."""
-        if self._file.closed:
-            return
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
+            if not self._file.closed and refers_to(self.path, self.descriptor):
                 os.unlink(self.path)
 
     def close(self) -> None:

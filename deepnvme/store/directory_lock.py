@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,14 +83,15 @@ class DirectoryLock:
         """Take the lock and write who has it into the lock file. Raises StoreLocked."""
         path = self.directory / LOCK_NAME
         while not self._locked:
-            self._file = io.FileIO(str(path), "a+")
+            with naming_file(path):
+                self._file = io.FileIO(str(path), "a+")
             close_in_children(self._file)
             descriptor = self._file.fileno()
             try:
                 lock(descriptor, fcntl.LOCK_EX, path)
             except BlockingIOError:
                 raise _locked(self.directory, descriptor) from None
-            self._locked = _is(descriptor, path)
+            self._locked = refers_to(path, descriptor)
             if not self._locked:
                 with naming_file(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
@@ -106,7 +106,7 @@ class DirectoryLock:
         """
         if not self._locked or self._file is None or self._file.closed or os.getpid() != self._pid:
             return False
-        return _is(self._file.fileno(), self.directory / LOCK_NAME)
+        return refers_to(self.directory / LOCK_NAME, self._file.fileno())
 
     def check(self) -> None:
         """Check that the lock is intact.
@@ -210,7 +210,7 @@ def locked(directory: Path) -> StoreLocked:
 
 def _locked(directory: Path, descriptor: int) -> StoreLocked:
     """Return the error that names the owner, as written in the open lock file."""
-    owner = next(filter(None, _reads(descriptor)), None)
+    owner = _owner(descriptor)
     named = str(owner) if owner is not None else "a process that has not said its name"
     if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
         named = f"another store of this process ({owner.pid}) since {owner.started}"
@@ -220,15 +220,15 @@ def _locked(directory: Path, descriptor: int) -> StoreLocked:
     return error
 
 
-def _reads(descriptor: int) -> Iterator[LockOwner | None]:
-    """Yield the lock file's owner each time it is read, or None if it is not written yet, for up to a second."""
+def _owner(descriptor: int) -> LockOwner | None:
+    """Return the owner that the lock file names, or None if none is written for a second. Blocks until then."""
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
         try:
-            yield LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+            return LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
         except (ValueError, TypeError):
-            yield None  # not written yet, or only in part
-            time.sleep(0.01)
+            time.sleep(0.01)  # not written yet, or only in part
+    return None
 
 
 def _this_process() -> LockOwner:
@@ -244,8 +244,8 @@ def _write_all(descriptor: int, text: bytes) -> None:
         os.pwrite(descriptor, text, 0)
 
 
-def _is(descriptor: int, path: Path) -> bool:
-    """Return whether the path still refers to the open file. Raises OSError if the system cannot tell."""
+def refers_to(path: Path, descriptor: int) -> bool:
+    """Return whether the path still is that of the open file. Raises OSError if the system cannot tell."""
     with naming_file(path):
         try:
             there = os.stat(str(path))

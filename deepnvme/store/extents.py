@@ -16,8 +16,7 @@ class ExtentMap:
 
     def __init__(self) -> None:
         self._end = 0
-        self._holes: dict[int, int] = {}  # offset -> length; no hole reaches the end
-        self._offsets: list[int] = []  # of the holes, ascending
+        self._holes: list[tuple[int, int]] = []  # (offset, length), ascending; no hole reaches the end
         self._lengths: list[tuple[int, int]] = []  # (length, offset) of the holes, ascending
         self._free = 0
 
@@ -78,9 +77,9 @@ class ExtentMap:
             if offset > hole:
                 self._add(hole, offset - hole)
             return
-        place = bisect_left(self._offsets, offset + 1) - 1
-        hole = self._offsets[place] if place >= 0 else 0
-        if place < 0 or hole + self._holes[hole] < offset + length:
+        place = bisect_left(self._holes, (offset + 1,))
+        hole, size = self._holes[place - 1] if place > 0 else (0, 0)
+        if hole + size < offset + length:
             raise ValueError(f"bytes {offset} to {offset + length} are taken, at least in part")
         self._cut(hole, offset, length)
 
@@ -91,19 +90,16 @@ class ExtentMap:
             ValueError: If any of the bytes is not in use, or the range is not aligned.
         """
         _check_length(length)
-        place = bisect_left(self._offsets, offset)
-        before = self._offsets[place - 1] if place > 0 else None
-        after = self._offsets[place] if place < len(self._offsets) else None
-        overlaps = after is not None and after < offset + length
-        if before is not None and before + self._holes[before] > offset:
-            overlaps = True
-        if offset < 0 or offset % ALIGNMENT or offset + length > self._end or overlaps:
-            raise ValueError(f"bytes {offset} to {offset + length} are not taken, at least in part")
+        place = bisect_left(self._holes, (offset,))
+        before, size = self._holes[place - 1] if place > 0 else (0, -1)
+        after = self._holes[place][0] if place < len(self._holes) else self._end
         start, stop = offset, offset + length
-        if before is not None and before + self._holes[before] == start:
+        if start < 0 or start % ALIGNMENT or before + size > start or after < stop:
+            raise ValueError(f"bytes {offset} to {offset + length} are not taken, at least in part")
+        if before + size == start:
             self._remove(before)
             start = before
-        if after is not None and after == stop:
+        if after == stop < self._end:
             stop += self._remove(after)
         if stop == self._end:
             self._end = start
@@ -112,7 +108,7 @@ class ExtentMap:
 
     def holes(self) -> list[tuple[int, int]]:
         """Return (offset, length) of each hole, ascending."""
-        return [(offset, self._holes[offset]) for offset in self._offsets]
+        return list(self._holes)
 
     def _cut(self, hole: int, offset: int, length: int) -> None:
         """Allocate the ``length`` bytes at ``offset`` in the hole that starts at ``hole``."""
@@ -124,15 +120,13 @@ class ExtentMap:
 
     def _add(self, offset: int, length: int) -> None:
         """Add a hole."""
-        self._holes[offset] = length
-        insort(self._offsets, offset)
+        insort(self._holes, (offset, length))
         insort(self._lengths, (length, offset))
         self._free += length
 
     def _remove(self, offset: int) -> int:
         """Remove the hole at ``offset``, and return its length."""
-        length = self._holes.pop(offset)
-        del self._offsets[bisect_left(self._offsets, offset)]
+        _, length = self._holes.pop(bisect_left(self._holes, (offset,)))
         del self._lengths[bisect_left(self._lengths, (length, offset))]
         self._free -= length
         return length

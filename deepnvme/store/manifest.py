@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
@@ -168,8 +168,8 @@ def remove(directory: Path) -> None:
     """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(str(path))
+            with contextlib.suppress(FileNotFoundError), _naming(directory / name):
+                os.unlink(path)
 
 
 def _manifest(text: str) -> StoreManifest:
@@ -262,20 +262,28 @@ def _parsed(path: Path, line: bytes) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
-    try:
-        with open(new, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(new, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+    with _naming(path):
+        try:
+            with open(new, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            raise
     try:
         sync_directory(path.parent)  # makes the new name durable
     except OSError as error:
         text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
         raise OSError(error.errno, text, str(path)) from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise an OSError of this block as one that names ``path``, in place of the temporary file beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

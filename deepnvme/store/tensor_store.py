@@ -16,9 +16,8 @@ from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
 from .allocator import FilesTooSmall
 from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
 from .data_file import DataFile, map_files
-from .futures import Operation, StoreFuture
+from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
-from .scheduler import OperationScheduler
 from .volumes import Directory, Volumes, weights_of
 from .writing import Writing
 
@@ -105,7 +104,10 @@ class TensorStore:
             self._space = self._catalog.space
             self._paths = [file.path for file in self._volumes.files]
             self._handles = [file.file for file in self._volumes.files]
-            self._restore()
+            try:
+                self._catalog.restore({} if self._volumes.known is None else self._volumes.known.tensors)
+            except ValueError as error:
+                raise self._volumes.corrupt(str(error)) from error
         except BaseException:
             if hasattr(self, "_volumes"):
                 self._volumes.leave()
@@ -116,24 +118,14 @@ class TensorStore:
     # Queries.
 
     def __contains__(self, name: object) -> bool:
-        with self._scheduler.lock:
-            self._scheduler.settle_interrupted()
-            found = name in self._catalog.entries
-        return found
+        return self._look(lambda catalog: name in catalog.entries, even_if_closed=True)
 
     def __len__(self) -> int:
-        with self._scheduler.lock:
-            self._scheduler.settle_interrupted()
-            count = len(self._catalog.entries)
-        return count
+        return self._look(lambda catalog: len(catalog.entries), even_if_closed=True)
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were first put."""
-        with self._scheduler.lock:
-            self._scheduler.check_open()
-            self._scheduler.settle_interrupted()
-            names = list(self._catalog.entries)
-        return names
+        return self._look(lambda catalog: list(catalog.entries))
 
     def info(self, name: str) -> TensorInfo:
         """Return what the name holds when all that is under way has ended well. Does not read the tensor.
@@ -141,27 +133,25 @@ class TensorStore:
         Raises:
             KeyError: If the store has no such name.
         """
-        with self._scheduler.lock:
-            self._scheduler.check_open()
-            self._scheduler.settle_interrupted()
-            return self._catalog.entry(name).newest.info
+        return self._look(lambda catalog: catalog.entry(name).newest.info)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        with self._scheduler.lock:
-            self._scheduler.check_open()
-            self._scheduler.settle_interrupted()
-            nbytes = sum(entry.newest.info.nbytes for entry in self._catalog.entries.values())
-        return nbytes
+        return self._look(lambda catalog: sum(entry.newest.info.nbytes for entry in catalog.entries.values()))
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the store's files."""
+        return self._look(lambda catalog: sum(file.capacity for file in catalog.space.files))
+
+    def _look(self, look: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
+        """Return what ``look`` returns for the catalog, after operations that were interrupted have been undone."""
         with self._scheduler.lock:
-            self._scheduler.check_open()
-            nbytes = sum(file.capacity for file in self._space.files)
-        return nbytes
+            if not even_if_closed:
+                self._scheduler.check_open()
+            self._scheduler.settle_interrupted()
+            return look(self._catalog)
 
     # Transfers.
 
@@ -205,7 +195,27 @@ class TensorStore:
         crcs: list[tuple[int, ...] | None] = [None] * len(names)
         if self._checksum:
             crcs = [checksums(tensor, self._space.part_sizes(tensor.nbytes)) for tensor in dense]
-        return self._put(names, dense, addresses, crcs)
+        operation = self._scheduler.operation(self._catalog.end_put)
+
+        def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
+            self._scheduler.begin(operation)
+            return self._catalog.begin_put(names, dense, crcs, operation)
+
+        with operation.starting:
+            try:
+                entries, versions = self._with_room(lambda: self._in_turn(names, begin, writing=True))
+                pool = buffer_pool() if self._pool is None else self._pool
+                writing = Writing(self._engine, pool, self._handles, operation)
+                writing.start([version.parts for version in versions], dense, addresses, entries)
+            except BaseException as error:  # some transfers may have been started, but no tensor counts as put
+                if isinstance(error, OSError):
+                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without traceback and frames
+                else:
+                    operation.reason = OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
+                raise
+            operation.complete = True
+        nbytes = sum(version.info.nbytes for version in versions)
+        return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def get(self, name: str, out: torch.Tensor | None = None) -> StoreFuture[torch.Tensor]:
         """Start reading a tensor; return at once.
@@ -226,9 +236,7 @@ class TensorStore:
             OSError: If the tensor is damaged; CorruptTensor if a file ends before it. Later errors, CorruptTensor among them, are
                 raised by ``Future.result``.
         """
-        if out is None:
-            return self._get([name], lambda tensors: tensors[name])
-        return self._get_into(name, out)
+        return self._get([name], lambda tensors: tensors[name], out)
 
     def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
         """Start reading several tensors, like :meth:`get` for each, with one future and in few requests.
@@ -455,49 +463,29 @@ class TensorStore:
             conflicts.add(flush)
         return conflicts
 
-    def _put(
-        self,
-        names: Sequence[str],
-        tensors: Sequence[torch.Tensor],
-        addresses: Sequence[int],
-        checksums: Sequence[tuple[int, ...] | None],
-    ) -> StoreFuture[int]:
-        """Start a put of dense tensors, whose addresses on the host are known (0 for tensors on devices)."""
-        operation = self._scheduler.operation(self._catalog.end_put)
+    def _get(
+        self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result], out: torch.Tensor | None = None
+    ) -> StoreFuture[Result]:
+        """Start reading tensors: one into ``out`` if that is given, else all into new memory.
 
-        def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
-            self._scheduler.begin(operation)
-            return self._catalog.begin_put(names, tensors, checksums, operation)
-
-        with operation.starting:
-            try:
-                entries, versions = self._with_room(lambda: self._in_turn(names, begin, writing=True))
-                pool = buffer_pool() if self._pool is None else self._pool
-                writing = Writing(self._engine, pool, self._handles, operation)
-                writing.start([version.parts for version in versions], tensors, addresses, entries)
-            except BaseException as error:  # some transfers may have been started, but no tensor counts as put
-                if isinstance(error, OSError):
-                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without traceback and frames
-                else:
-                    operation.reason = OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
-                raise
-            operation.complete = True
-        nbytes = sum(version.info.nbytes for version in versions)
-        return StoreFuture(operation, nbytes, lambda: nbytes)
-
-    def _get(self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result]) -> StoreFuture[Result]:
-        """Start reading tensors into new memory. The future's result is what ``choose`` returns for the tensors by name."""
+        The future's result is what ``choose`` returns for the tensors by name.
+        """
         operation = self._scheduler.operation()
 
-        def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
+        def begin() -> tuple[list[CatalogEntry], list[TensorVersion], list[torch.Tensor]]:
             entries = self._catalog.readable(names)
+            versions = [entry.newest for entry in entries]
+            targets = [] if out is None else [seen_as(out, each.info.dtype, each.info.shape) for each in versions]
             self._scheduler.begin(operation)
             note_gets(entries, operation)
-            return entries, [entry.newest for entry in entries]
+            return entries, versions, targets
 
         with operation.starting:
-            entries, versions = self._in_turn(names, begin)
-            tensors = read_new(self._engine, self._handles, operation, entries, versions)
+            entries, versions, tensors = self._in_turn(names, begin)
+            if out is None:
+                tensors = read_new(self._engine, self._handles, operation, entries, versions)
+            else:
+                read_into(self._engine, self._handles, operation, entries[0], versions[0], out)
             operation.complete = True
 
         def conclude() -> Result:
@@ -506,30 +494,6 @@ class TensorStore:
             return choose(dict(zip(names, tensors, strict=True)))
 
         return StoreFuture(operation, sum(version.info.nbytes for version in versions), conclude)
-
-    def _get_into(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        """Start reading a tensor into ``out``."""
-        operation = self._scheduler.operation()
-
-        def begin() -> tuple[CatalogEntry, TensorVersion, torch.Tensor]:
-            (entry,) = self._catalog.readable([name])
-            version = entry.newest
-            target = seen_as(out, version.info.dtype, version.info.shape)
-            self._scheduler.begin(operation)
-            note_gets([entry], operation)
-            return entry, version, target
-
-        with operation.starting:
-            entry, version, target = self._in_turn([name], begin)
-            read_into(self._engine, self._handles, operation, entry, version, out)
-            operation.complete = True
-
-        def conclude() -> torch.Tensor:
-            if self._checksum:
-                version.verify(name, target, self._paths)
-            return target
-
-        return StoreFuture(operation, version.info.nbytes, conclude)
 
     def _commits_under_way(self) -> list[Operation]:
         """Return the operations of the last commit that are not settled."""
@@ -543,15 +507,3 @@ class TensorStore:
         self._scheduler.begin(flush)
         self._committing, self._flush = operation, flush
         return versions
-
-    # Opening.
-
-    def _restore(self) -> None:
-        """Take over the tensors of the manifest, if there is one."""
-        known = self._volumes.known
-        for name, stored in known.tensors.items() if known is not None else ():
-            try:
-                self._catalog.restore(name, stored)
-            except ValueError as error:
-                raise self._volumes.corrupt(f"tensor {name!r}: {error}") from error
-        self._catalog.restored()

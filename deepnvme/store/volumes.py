@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import itertools
 import math
 import os
 import uuid
@@ -70,7 +71,7 @@ class Volumes:
 
     def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
         self._taken = _Taken(self)
-        self._owners, self.files, self._published = self._taken.owners, self._taken.files, self._taken.published
+        self._owners, self.files = self._taken.owners, self._taken.files
         try:
             self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
@@ -104,7 +105,7 @@ class Volumes:
         """
         for owner in self._owners:
             owner.check()
-        self._published.append(True)
+        self._taken.persisted = True
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
@@ -116,10 +117,7 @@ class Volumes:
         for directory in weights:
             self._owners.append(DirectoryLock(directory))
         known = self._recognise(list(weights), persist)
-        if known is not None:
-            self._published.append(True)
-        else:
-            self._taken.fresh = True
+        self._taken.persisted = known is not None
         for owner in self._owners:
             self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
         return known
@@ -129,7 +127,6 @@ class Volumes:
 
         The manifest is read only after all data files are locked, when no other process can replace it any more.
         """
-        self._published.append(True)
         for directory, weight in weights.items():
             try:
                 self.files.append(DataFile(directory, engine, weight, read_only=True))
@@ -192,9 +189,8 @@ class _Taken:
     def __init__(self, directories: Volumes) -> None:
         self.owners: list[DirectoryLock] = []
         self.files: list[DataFile] = []
-        self.published: list[bool] = []  # empty until a manifest is published
-        self.fresh = False
-        """Whether there was no store in the directories, so that data files there belong to one that was just begun."""
+        self.persisted: bool | None = None
+        """Whether a manifest was found or published; None until it is known. If not, the files in the directories are to go."""
         self._process = os.getpid()
         self._dropped = weakref.ref(directories, functools.partial(_all_taken.pop, id(self)))
         _all_taken[id(self)] = self
@@ -214,16 +210,14 @@ class _Taken:
 
     def _leave(self, errors: list[OSError]) -> None:
         """Remove, close and unlock everything. Add the errors to the list."""
-        for owner, file in zip(self.owners, self.files, strict=False):  # of equal length unless opening failed half-way
-            if not self.published:
-                file.remove()
-                with _noted(errors):
-                    if owner.intact():
-                        manifest.remove(file.directory)
-        for owner in self.owners[len(self.files) :]:
+        for owner, file in itertools.zip_longest(self.owners, self.files) if self.persisted is False else ():
             with _noted(errors):
-                if self.fresh and not self.published and owner.intact():
-                    data_file.remove(owner.directory)
+                if file is not None:
+                    file.remove()
+                if owner.intact():
+                    manifest.remove(owner.directory)
+                    if file is None:  # opening it was interrupted
+                        data_file.remove(owner.directory)
         for file in self.files:
             with _noted(errors):
                 file.close()

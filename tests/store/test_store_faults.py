@@ -920,7 +920,7 @@ class TestSystemErrors:
         real = os.stat
 
         def fail(given, *arguments, **options):
-            if given == path:
+            if str(given) == str(path):
                 raise OSError(errno.EIO, "Input/output error", str(path))
             return real(given, *arguments, **options)
 
