@@ -171,7 +171,7 @@ def differences(
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Structure:
-    """Divide a model into blocks.
+    """Divide a model into blocks, the modules whose weights are in memory only during their forward.
 
     Modules named in ``blocks`` are blocks; a weight belongs to the innermost block around it. Elsewhere blocks are found: the
     children of a ModuleList or Sequential that has several of one type (of lists in lists, those of the outer one), else a module

@@ -297,6 +297,7 @@ def _manifest(written: _Written) -> WeightManifest:
 
 
 def _extent(written: _Written) -> Extent:
+    """Parse an extent: its name, bytes, checksum and weights."""
     written.expect("[")
     name = written.string()
     nbytes, crc32 = written.take(_EXTENT)
@@ -309,6 +310,7 @@ def _extent(written: _Written) -> Extent:
 
 
 def _weight(written: _Written) -> Weight:
+    """Parse a weight: its name, dtype, shape, offset in the extent, and how it is quantised if it is."""
     written.expect("[")
     name = written.string()
     dtype, shape, offset, scheme = written.take(_WEIGHT)

@@ -86,7 +86,7 @@ class QuantizedLayout:
 
     @property
     def scales_nbytes(self) -> int:
-        """Bytes of all scales."""
+        """Bytes of all scales of the weight together."""
         return self.rows * (4 if self.scheme == "int8" else 4 * self.groups)
 
     @property
@@ -103,7 +103,7 @@ class QuantizedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the quantised weight."""
+        """Bytes of the quantised weight, scales and codes."""
         return self.codes_at + self.rows * self.row_of_codes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -170,7 +170,7 @@ def quantize(
 
 
 def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, threads: int | None = None) -> None:
-    """Dequantise weights.
+    """Dequantise weights into float32, float16 or bfloat16 tensors.
 
     In host memory, blocks until all are done, with the GIL released. On a device, enqueues torch operations on the current stream
     without waiting for them.

@@ -163,7 +163,7 @@ class Weights:
         return _Rearranging(reading, weight, span, out)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files that were opened for reading weights."""
         for file in self._files.values():
             file.close()
 
@@ -174,6 +174,7 @@ class Weights:
                 raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
     def _file(self, path: str) -> File:
+        """Return a file that is open for reading, opening it the first time."""
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = self._engine.open(path, "r")

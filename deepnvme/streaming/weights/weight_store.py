@@ -191,7 +191,7 @@ class WeightStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all extents together."""
+        """Bytes on the drive of all extents together."""
         return sum(extent.nbytes for extent in self.extents.values())
 
     # Reading.
