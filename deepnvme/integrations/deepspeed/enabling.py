@@ -7,13 +7,12 @@ import importlib
 import re
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from . import checkpoint_engine, failures, ops, swapper_classes
-from .replacement import Replacement, UnknownShape, set_all
+from .replacement import UnknownShape, set_all
 
 TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
@@ -93,16 +92,12 @@ def _undo() -> _Options | None:
 
 def _put(options: _Options) -> None:
     global _enabled, _set
-    _set = set_all(list(_replacements(options)))  # list(): check that all can be replaced before replacing the first
-    _enabled = options
-
-
-def _replacements(options: _Options) -> Iterator[Replacement]:
-    yield from ops.replacements()
-    yield from swapper_classes.replacements(ours=options.swappers)
-    yield from failures.replacements()
+    # All of them are found in DeepSpeed before the first one is set.
+    wanted = [*ops.replacements(), *swapper_classes.replacements(ours=options.swappers), *failures.replacements()]
     if options.checkpoint:
-        yield from checkpoint_engine.replacements()
+        wanted += checkpoint_engine.replacements()
+    _set = set_all(wanted)
+    _enabled = options
 
 
 def _version() -> str:

@@ -418,14 +418,9 @@ class OptimizerSwapper:
         return state
 
     def _adopt_states(self, info: OptimizerStateSwapInfo) -> None:
-        """Update the sub-group to the optimizer's present states. Only dense CPU tensors can be swapped."""
+        """Update the sub-group to the optimizer's present states."""
         state = self._state(info)
-        dense = {
-            name: value
-            for name, value in state.items()
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"
-        }
-        info.adopt(state, [name for name, value in dense.items() if self.is_swappable_tensor(value)])
+        info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
         info = self.swap_params_info.get(self.parameter_id(parameter))
@@ -472,6 +467,11 @@ class OptimizerSwapper:
                     ahead += [Use(tile, limit - self._gradient_bytes) for tile in other.tiles()]
                     break
         self._cache.expect(ahead)
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether a value is a dense CPU tensor, the only kind that can be swapped."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
