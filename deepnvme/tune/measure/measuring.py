@@ -45,7 +45,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
         directories = [workspaces[place.folder] for place in job.places]
         members = stack.enter_context(worker_processes(job, directories))
         memory, backend = members.call("describe")[0]
-        rival = FioComparisonRun(job, program, backend, directories) if program is not None else None
+        fio_run = FioComparisonRun(job, program, backend, directories) if program is not None else None
         if job.operation == "read":
             progress("laying out files")
             members.call("lay_out")
@@ -55,11 +55,11 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
             for directory in workspaces.values():
                 settle(directory)
             samples.append(_together(members.call("loop", number)))
-            if rival is not None:
+            if fio_run is not None:
                 progress(f"loop {number + 1} of {job.total_loops}: fio")
                 for directory in workspaces.values():
                     settle(directory)
-                rival.loop()
+                fio_run.loop()
         fallbacks = merged(members.call("fallbacks"))
     first = 0 if job.include_warmup else job.warmup_loops
     return Measurement(
@@ -70,7 +70,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
         warmup=tuple(samples[:first]),
         samples=tuple(samples[first:]),
         fallbacks=fallbacks,
-        fio=rival.comparison(samples, first) if rival is not None else None,
+        fio=fio_run.comparison(samples, first) if fio_run is not None else None,
     )
 
 

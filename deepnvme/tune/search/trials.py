@@ -89,14 +89,14 @@ class TrialBench:
             raise Unsuitable(f"no setting can be used here: {next(iter(refused.values()), 'none was given')}")
         return found, refused
 
-    def move(self, deal: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
+    def move(self, shares: Shares, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
         """Move data to or from several folders at the same time, none of it in the page cache, and measure it. Blocks.
 
         Each call continues in the files where the last one ended: the same bytes could be cached by the drive, or by a virtual
         drive's host.
 
         Args:
-            deal: The share of ``nbytes`` for each folder.
+            shares: The share of ``nbytes`` for each folder.
             setting: For the handles.
             operation: Whether to read or to write.
             nbytes: Bytes for the folder with the share 1.
@@ -105,13 +105,13 @@ class TrialBench:
             Unsuitable: If no handle can be made with the setting.
             OSError: If a transfer fails.
         """
-        shares = deal[operation]
-        sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in shares.items()}
-        handles = dict(zip(shares, self._handles_for(setting), strict=False))
+        share_of = shares[operation]
+        sizes = {index: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for index, share in share_of.items()}
+        handles = dict(zip(share_of, self._handles_for(setting), strict=False))
         before = [handle.stats() for handle in handles.values()]
         offset = self._offset if self._offset + max(sizes.values()) <= self._io_size else 0
         self._offset = offset + max(sizes.values()) // _MIB * _MIB
-        drop_pages(self._paths[index] for index in shares)
+        drop_pages(self._paths[index] for index in share_of)
         cpu, start = time.process_time(), time.perf_counter()
         for index, handle in handles.items():
             buffer, path = self._buffers[index], str(self._paths[index])

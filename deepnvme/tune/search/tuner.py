@@ -153,8 +153,8 @@ def _striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts
     groups = _groups(len(facts))
     rates: dict[tuple[int, Operation], list[float]] = {}
     for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
-        deal = _shares(groups[number], searches[:-1])
-        observed = bench.move(deal, found.best.setting, operation, order.io_size)
+        shares = _shares(groups[number], searches[:-1])
+        observed = bench.move(shares, found.best.setting, operation, order.io_size)
         rates.setdefault((number, operation), []).append(observed.gb_per_second)
 
     def found_by(number: int) -> dict[Operation, float]:
