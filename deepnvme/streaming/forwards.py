@@ -106,9 +106,13 @@ class StreamedForwards:
             model: The model.
             streaming: What :func:`streaming_of` is to return for the model.
         """
-        for name, extents in self._store.blocks.items():
-            self._replace(model.get_submodule(name), functools.partial(self._block, name, extents), streaming)
-        self._replace(model, self._root, streaming)
+        calls: list[tuple[str, Callable[..., Any]]] = [
+            (name, functools.partial(self._block, name, extents)) for name, extents in self._store.blocks.items()
+        ]
+        for name, call in [*calls, ("", self._root)]:
+            module = model.get_submodule(name)
+            self._wrapped.append((module, module.__dict__.get("forward")))
+            module.forward = StreamedForward(self, module.forward, call, streaming)
 
     def unwrap(self) -> None:
         """Give all modules their own forward back. Calls of a forward that somebody has kept fail. May be repeated."""
@@ -118,11 +122,6 @@ class StreamedForwards:
                 module.forward = own
             elif "forward" in module.__dict__:
                 del module.forward
-
-    def _replace(self, module: nn.Module, call: Callable[..., Any], streaming: Any) -> None:
-        """Replace a module's forward by one that goes through ``call(own_forward, args, kwargs)``."""
-        self._wrapped.append((module, module.__dict__.get("forward")))
-        module.forward = StreamedForward(self, module.forward, call, streaming)
 
     def read_ahead(self) -> None:
         """Begin to read what will probably be used next, as far as there is memory for it."""
@@ -327,7 +326,7 @@ class StreamedForwards:
 
 
 class StreamedForward:
-    """Stands for a module's forward while its model is streamed."""
+    """Stands for a module's forward while its model is streamed: calls ``call(forward, args, kwargs)``, one thread at a time."""
 
     def __init__(self, forwards: StreamedForwards, forward: Callable[..., Any], call: Callable[..., Any], streaming: Any) -> None:
         functools.update_wrapper(self, forward)  # transformers and others inspect a forward's signature

@@ -115,18 +115,18 @@ class ModuleWeights:
                 weight.version, weight.address = weight.present._version, weight.present.data_ptr()
                 weight.put(weight.present)
 
-    def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | None) -> None:
+    def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | bool) -> None:
         """Put an extent's weights into the modules for good; they require grad if they did before the model was streamed.
 
         Args:
             extent: Name of the extent.
             memory: As for :meth:`put`; None if the weights are in the modules already.
-            names: Names of the weights to be put there; the others become placeholders. None for all.
+            names: Names of the weights to be put there; the others become placeholders. True for all.
         """
         if memory is not None:
             self.put(extent, memory)
         for weight in self._extents[extent]:
-            if names is not None and weight.facts.name not in names:
+            if not isinstance(names, bool) and weight.facts.name not in names:
                 weight.remove()
             elif weight.requires_grad and weight.present is not None:
                 weight.present.requires_grad_()

@@ -198,7 +198,7 @@ class Streaming:
             self._forwards.unwrap()
             for name in self._store.extents:
                 if name in self._restored.memories:
-                    self._weights.restore(name, self._restored.memories[name], self._restored.names)
+                    self._weights.restore(name, self._restored.memories[name], self._restored.wanted)
                 elif name != REST or self._restored.wanted:
                     self._weights.remove(name)
             self._cache.close()
@@ -242,14 +242,9 @@ class _Restored:
     """The weights that a model keeps in memory when its stream ends."""
 
     wanted: bool | frozenset[str] = False
-    """What :meth:`Streaming.close` was asked for."""
+    """What :meth:`Streaming.close` was asked for: the names of the weights, True for all, or False for none."""
     memories: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """The bytes of each extent that is kept, by name; None for one whose weights are assigned to the modules already."""
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """Names of the weights in these extents that are kept; None for all."""
-        return None if isinstance(self.wanted, bool) else self.wanted
 
 
 def _check_budget(budget: int, sizes: Mapping[str, int]) -> None:

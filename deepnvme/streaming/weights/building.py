@@ -64,7 +64,7 @@ class ExtentBuilder:
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
         self.read = laid_out(plan.name, infos)
         if dtype is not None:
-            infos = {weight: _converted(info, dtype) for weight, info in infos.items()}
+            infos |= {weight: WeightInfo(dtype, info.shape) for weight, info in infos.items() if info.dtype.is_floating_point}
         self.extent = laid_out(plan.name, infos, None if plan.name == REST else scheme)
         self._source = source
         self._names = names
@@ -245,8 +245,3 @@ def _clear_gaps(extent: Extent, memory: torch.Tensor) -> None:
         memory[end : weight.offset] = 0
         end = weight.end
     memory[end:] = 0
-
-
-def _converted(info: WeightInfo, dtype: torch.dtype) -> WeightInfo:
-    """Return a weight's dtype and shape after conversion, which only concerns floating point."""
-    return WeightInfo(dtype, info.shape) if info.dtype.is_floating_point else info

@@ -212,7 +212,9 @@ class WeightStore:
             KeyError: If there is no such extent.
             ValueError: If ``out`` has another size, or is not contiguous.
         """
-        wanted = self._extent(extent)
+        wanted = self.extents.get(extent)
+        if wanted is None:
+            raise KeyError(f"the store in '{self._where}' has no extent {extent!r}; it has {len(self.extents)}, see extents")
         future = self._tensors.get(key_of(extent), out)
         if not self.verifies(extent):
             return future
@@ -299,13 +301,6 @@ class WeightStore:
 
     def __repr__(self) -> str:
         return f"<WeightStore in '{self._where}': {len(self.weights)} weights, {len(self.blocks)} blocks, {self.nbytes} bytes>"
-
-    def _extent(self, name: str) -> Extent:
-        """Return an extent by name. Raises KeyError if there is none."""
-        extent = self.extents.get(name)
-        if extent is None:
-            raise KeyError(f"the store in '{self._where}' has no extent {name!r}; it has {len(self.extents)}, see extents")
-        return extent
 
     def _check(self, extent: Extent, read: torch.Tensor) -> None:
         """Raise CorruptExtent if the checksum of the bytes read is not the extent's."""
