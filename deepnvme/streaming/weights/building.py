@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from .quantization import Scheme, quantize
 from .sources import Pending, Source, Weights
 
 T = TypeVar("T")
+Started = TypeVar("Started")
 
 _READ = 2
 """Extents in memory that are read or finished: one is read while another is converted and checksummed."""
@@ -185,7 +185,7 @@ def write_extents(
     pool = BufferPool(_budget(builders))
     written: deque[StoreFuture[int]] = deque()
     built = []
-    for each, lease, reads in ahead(_started(builders, pool), _READ - 1):
+    for each, lease, reads in read_ahead(builders, _READ, pool, lambda each: each.read.nbytes, ExtentBuilder.start):
         while reads:  # a read that is kept would keep the memory that it was read into
             reads.pop(0).result()
         if each.converts:
@@ -206,22 +206,31 @@ def write_extents(
     return built
 
 
-def ahead(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items, having taken ``count`` more of them. If taking one starts a read, so many are read ahead."""
-    waiting = deque(itertools.islice(items, count))
+def read_ahead(
+    items: Iterable[T], count: int, pool: BufferPool, nbytes: Callable[[T], int], start: Callable[[T, torch.Tensor], Started]
+) -> Iterator[tuple[T, Lease, Started]]:
+    """Start reading items, each into leased memory, and yield them in order; later ones are read meanwhile.
+
+    Args:
+        items: What to read.
+        count: How many are in memory at a time, the one that was yielded included. It is to be released, and no view of its
+            memory kept, before the next one is taken.
+        pool: Leases the memory.
+        nbytes: Returns how many bytes of memory an item takes.
+        start: Starts reading an item into memory.
+
+    Yields:
+        Each item with its memory, and what ``start`` has returned.
+    """
+    under_way: deque[tuple[T, Lease, Started]] = deque()
     for item in items:
-        waiting.append(item)
-        del item
-        yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
-
-
-def _started(builders: Iterable[ExtentBuilder], pool: BufferPool) -> Iterator[tuple[ExtentBuilder, Lease, list[Pending]]]:
-    """Yield each extent with the memory into which it is being read and the pending reads."""
-    for each in builders:
-        lease = pool.lease(each.read.nbytes)
-        yield each, lease, each.start(lease.buffer)
+        lease = pool.lease(nbytes(item))
+        under_way.append((item, lease, start(item, lease.buffer)))
+        del lease
+        if len(under_way) == count:
+            yield under_way.popleft()
+    while under_way:
+        yield under_way.popleft()
 
 
 def _budget(builders: Sequence[ExtentBuilder]) -> int:

@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,6 @@ from deepnvme._listed import listed
 from deepnvme._progress import Wanted, following
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.futures import StoreFuture
@@ -28,7 +27,7 @@ from deepnvme.store.volumes import Directory
 from deepnvme.store.volumes import weights_of as directories_of
 
 from .blocks import StoreMismatch, described, differences
-from .building import ExtentBuilder, ahead, build, structure_for
+from .building import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 from .quantization import SCHEMES, Scheme
 from .sources import InFile, Source, Weights, source_of
@@ -248,12 +247,10 @@ class WeightStore:
         pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # a lease may take up to an eighth more than asked for
         wrong: list[str] = []
 
-        def started() -> Iterator[tuple[Extent, Lease, StoreFuture[torch.Tensor]]]:
-            for extent in wanted:
-                lease = pool.lease(extent.nbytes)
-                yield extent, lease, self._tensors.get(key_of(extent.name), lease.buffer)
+        def start(extent: Extent, memory: torch.Tensor) -> StoreFuture[torch.Tensor]:
+            return self._tensors.get(key_of(extent.name), memory)
 
-        for extent, lease, future in ahead(started(), _VERIFIED_AT_A_TIME - 1):
+        for extent, lease, future in read_ahead(wanted, _VERIFIED_AT_A_TIME, pool, lambda extent: extent.nbytes, start):
             try:
                 self._check(extent, future.result())
             except CorruptExtent as error:
