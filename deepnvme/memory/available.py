@@ -8,8 +8,8 @@ from pathlib import Path
 
 from .meminfo import meminfo
 
-_PROCESS = Path("/proc/self")
-_GROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 """Matches the octal escapes that mountinfo uses for blanks and backslashes."""
 
@@ -21,7 +21,7 @@ def available_memory() -> int:
     it is needed, such as cached file pages, counts as available.
     """
     left = [meminfo("MemAvailable")]
-    for group in _memory_groups(_PROCESS):
+    for group in _memory_groups(PROCESS):
         left_in_group = _left_in(group)
         if left_in_group is not None:
             left.append(left_in_group)
@@ -37,7 +37,7 @@ def _memory_groups(process: Path) -> Iterator[Path]:
     group: str | None
     mounts = _lines(process / "mountinfo")
     if not mounts:  # /proc is missing; in a container, the process's own group is mounted at the usual path
-        yield from (_GROUPS, _GROUPS / "memory")
+        yield from (CONTROL_GROUPS, CONTROL_GROUPS / "memory")
     for line in mounts:
         before, _, after = line.partition(" - ")
         root, mount_point = (_ESCAPED.sub(_character, field) for field in before.split()[3:5])

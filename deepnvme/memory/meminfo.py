@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
-_NODES = Path("/sys/devices/system/node")
+MEMINFO = Path("/proc/meminfo")
+NODES = Path("/sys/devices/system/node")
 
 
 def meminfo(field: str) -> int:
@@ -19,7 +19,7 @@ def meminfo(field: str) -> int:
     but MemTotal are 0.
     """
     with contextlib.suppress(OSError):
-        return _sum(field, _MEMINFO.read_text().splitlines())
+        return _sum(field, MEMINFO.read_text().splitlines())
     lines = list(_lines_of_nodes())
     if lines:
         parts = ("MemFree", "Active(file)", "Inactive(file)") if field == "MemAvailable" else (field,)
@@ -30,7 +30,7 @@ def meminfo(field: str) -> int:
 
 def _lines_of_nodes() -> Iterator[str]:
     """Yield the lines of each NUMA node's meminfo, in the format of /proc/meminfo."""
-    for file in _NODES.glob("node*/meminfo"):
+    for file in NODES.glob("node*/meminfo"):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
                 yield line.split(maxsplit=2)[2]  # after "Node 0"

@@ -153,6 +153,16 @@ class TensorStore:
             self._scheduler.settle_interrupted()
             return look(self._catalog)
 
+    @property
+    def used_bytes(self) -> tuple[int, ...]:
+        """Bytes that tensors take in the file of each directory, in whole pages. The rest of the file is free for others."""
+        with self._scheduler.lock:
+            self._scheduler.check_open()
+            self._scheduler.settle_interrupted()
+            self._space.mend()
+            used = tuple(file.extents.used for file in self._space.files)
+        return used
+
     # Transfers.
 
     def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:

@@ -53,8 +53,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     """64 GiB are available; no control groups."""
     directory = tmp_path / "a prøcess"
     directory.mkdir()
-    monkeypatch.setattr(_available_memory, "_PROCESS", directory)
-    monkeypatch.setattr(_available_memory, "_GROUPS", directory / "groups")
+    monkeypatch.setattr(_available_memory, "PROCESS", directory)
+    monkeypatch.setattr(_available_memory, "CONTROL_GROUPS", directory / "groups")
     monkeypatch.setattr(_available_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)
     return System(directory)
 
@@ -117,8 +117,8 @@ def test_without_proc_the_groups_mounted_in_the_usual_place_count(system: System
 
 
 def test_without_proc_the_machines_memory_is_that_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_meminfo, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(_meminfo, "_NODES", tmp_path)
+    monkeypatch.setattr(_meminfo, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_meminfo, "NODES", tmp_path)
     for node in range(2):
         (tmp_path / f"node{node}").mkdir()
         lines = {"MemTotal": "900 kB", "MemFree": "100 kB", "Active(file)": "20 kB", "Inactive(file)": "3 kB"}
@@ -132,8 +132,8 @@ def test_without_proc_the_machines_memory_is_that_of_its_nodes(tmp_path: Path, m
 
 def test_without_proc_and_sys_it_is_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = _meminfo.meminfo("MemTotal")
-    monkeypatch.setattr(_meminfo, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(_meminfo, "_NODES", tmp_path)
+    monkeypatch.setattr(_meminfo, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(_meminfo, "NODES", tmp_path)
     assert 0 < _meminfo.meminfo("MemAvailable") < _meminfo.meminfo("MemTotal")
     assert abs(_meminfo.meminfo("MemTotal") - total) < total // 20
     assert _meminfo.meminfo("HugePages_Free") == 0

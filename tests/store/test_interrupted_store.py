@@ -123,7 +123,7 @@ class World:
         if self.persist:
             self.store.commit()
         assert same(held(self.store), self.state)
-        used = sum(file.extents.used for file in self.store._space.files)
+        used = sum(self.store.used_bytes)
         assert used == sum(-(-tensor.nbytes // 4096) * 4096 for tensor in self.state.values())
 
     def reopened(self, *states: Tensors) -> None:

@@ -8,6 +8,7 @@ import gc
 import os
 import tempfile
 import threading
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import deepnvme
 from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
+from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.tensor_store import TensorStore
 
 from ..support.memory import bytes_of, numbered
@@ -84,14 +86,13 @@ def test_a_tensor_in_several_directories_comes_back_as_it_was(striped, nbytes):
 
 def test_a_large_tensor_is_divided_in_proportion(striped):
     striped.put("large", numbered(16 * MIB)).result()
-    assert [file.extents.used // MIB for file in striped._space.files] == [4, 8, 4]
+    assert striped.used_bytes == (4 * MIB, 8 * MIB, 4 * MIB)
 
 
 def test_small_tensors_go_where_there_is_least(striped):
     for index in range(40):
         striped.put(str(index), numbered(MIB)).result()
-    used = [file.extents.used // MIB for file in striped._space.files]
-    assert used == [10, 20, 10]
+    assert striped.used_bytes == (10 * MIB, 20 * MIB, 10 * MIB)
 
 
 def test_nothing_of_a_store_goes_through_the_page_cache(store, striped, engine):
@@ -180,20 +181,24 @@ def test_a_lease_given_back_after_its_put_is_free_when_that_has_ended(store, poo
     assert pool.in_use == 0
 
 
-def test_replacing_is_in_place_for_as_many_bytes(store):
-    store.put("name", torch.zeros(5000)).result()
-    parts = store._catalog.entries["name"].version.parts
-    store.put("name", torch.ones(10000, dtype=torch.float16)).result()
-    assert store._catalog.entries["name"].version.parts == parts
+def test_replacing_is_in_place_for_as_many_bytes(store, drive):
+    def place(tensor):
+        return (drive / "store" / DATA_NAME).read_bytes().index(bytes_of(tensor))
+
+    tensor, other = numbered(20_000), numbered(20_000, 1)
+    store.put_many({"before": numbered(5000, 2), "name": tensor}).result()
+    at = place(tensor)
+    store.put("name", other.view(torch.int16)).result()
+    assert place(other) == at
     assert store.info("name").shape == (10000,)
-    assert torch.equal(store.get("name").result(), torch.ones(10000, dtype=torch.float16))
+    assert torch.equal(store.get("name").result(), other.view(torch.int16))
 
 
 def test_replacing_by_another_size_frees_the_space(store):
     for nbytes in (MIB, 3 * MIB, 100, 2 * MIB, MIB):
         store.put("name", numbered(nbytes)).result()
         assert torch.equal(store.get("name").result(), numbered(nbytes))
-        assert [file.extents.used for file in store._space.files] == [max(nbytes, ALIGNMENT)]
+        assert store.used_bytes == (max(nbytes, ALIGNMENT),)
     assert store.allocated_bytes <= 16 * MIB
 
 
@@ -307,7 +312,7 @@ def test_delete_frees_the_space_and_the_name(store):
     assert store.delete("a").result() == MIB
     assert "a" not in store
     assert store.names() == []
-    assert store._space.files[0].extents.used == 0
+    assert store.used_bytes == (0,)
 
 
 def test_transfers_of_one_name_happen_in_order(store):
@@ -523,7 +528,7 @@ def test_a_store_is_a_dictionary(drive, engine, pool, data, persist, checksum):
         store.delete(each)
     if persist:
         store.commit()
-        assert [file.extents.used for file in store._space.files] == [0, 0]
+        assert store.used_bytes == (0, 0)
     store.close()
 
 
@@ -557,7 +562,7 @@ class TestPersisted:
             for step in range(20):
                 store.put("name", numbered(MIB, step)).result()
                 store.commit()
-                assert store._space.files[0].extents.used == MIB
+                assert store.used_bytes == (MIB,)
             assert store.allocated_bytes <= 16 * MIB
 
     def test_closing_gives_back_what_was_preallocated(self, drive):
@@ -588,8 +593,9 @@ class TestPersisted:
 
 
 def test_its_own_engine_is_closed_with_it(drive):
-    store = TensorStore(drive / "store")
-    engine = store._engine
+    engine = deepnvme.Engine()
+    with unittest.mock.patch("deepnvme.store.tensor_store.Engine", return_value=engine):
+        store = TensorStore(drive / "store")
+    assert not engine.closed
     store.close()
     assert engine.closed
-    assert isinstance(engine, deepnvme.Engine)

@@ -69,7 +69,7 @@ def _use(random: random_module.Random, store: TensorStore, persist: bool, kept: 
     if persist:
         store.commit()
     store.reserve(0)
-    used = sum(file.extents.used for file in store._space.files)
+    used = sum(store.used_bytes)
     if used != sum(-(-tensor.nbytes // 4096) * 4096 for tensor in state.values()):
         raise Leaked(f"{used} bytes of the files are taken for {sorted(state)}")
     return state if persist else {}
