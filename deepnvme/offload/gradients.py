@@ -254,26 +254,11 @@ class SubGroupGradients:
                 return
             self._read(kept, lease)
 
-    def fetch(self, sub_group: SubGroup) -> None:
-        """Read a sub-group's gradients into memory if they are on the drive, and wait for them. Raises OSError."""
-        self._release_taken()
-        kept = self._collected.get(sub_group)
-        if kept is None or kept.lease is not None:
-            return
-        with self._traffic.times.waiting:
-            if sub_group not in self._ahead:
-                self._read(kept, self._pool.lease(max(kept.layout.nbytes, 1)))
-            try:
-                self._ahead[sub_group][1].result()
-            except Exception:
-                self._ahead.pop(sub_group)[0].release()
-                raise
-        self._traffic.look()
-
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """Return what :meth:`SubGroup.step` needs: collected gradients by index of the piece, and memory to convert gradients in.
 
-        Collected gradients are clipped if :meth:`clip` was called. All is valid until the next call of :meth:`fetch` or this.
+        Collected gradients are clipped if :meth:`clip` was called. They are read from the drive if they are there; blocks until
+        they are, and raises OSError. All is valid until the next call.
         """
         return self._take_collected(sub_group), self._scratch.take(sub_group.full_gradient_bytes)
 
@@ -357,12 +342,17 @@ class SubGroupGradients:
         self.clear()
 
     def _take_collected(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
+        self._release_taken()
         kept = self._collected.get(sub_group)
         if kept is None:
             return {}
         lease = kept.lease
         if lease is None:
-            self.fetch(sub_group)
+            with self._traffic.times.waiting:
+                if sub_group not in self._ahead:
+                    self._read(kept, self._pool.lease(max(kept.layout.nbytes, 1)))
+                self._ahead[sub_group][1].result()
+            self._traffic.look()
             lease = self._taken = self._ahead.pop(sub_group)[0]  # may be scaled below, so the next take has to read it again
         found = {index: kept.layout.sections[index].of(lease.buffer) for index in sorted(kept.present)}
         if self._scale is not None:

@@ -104,7 +104,8 @@ class OffloadedOptimizer(Optimizer):
         pool: BufferPool | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        if "closure" in _required(optimizer_class.step):
+        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise ValueError(
                 f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once: it cannot be"
                 " offloaded; choose an optimizer that steps each parameter by itself"
@@ -343,9 +344,3 @@ def _own_directories(
         nvme_path = [nvme_path]
     weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
     return {Path(path) / own: weight for path, weight in weights.items()}
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters without a default."""
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepnvme.memory.alignment import PAGE, padded
 
 from .params import ParamSlice, local_of
-from .sub_group import NOT_OPTIONS, SubGroup, step_without_global_hooks
+from .sub_group import SubGroup, options_of, step_without_global_hooks
 
 CUT = 4096
 """Elements. Parameters are cut only at multiples of this.
@@ -101,23 +101,21 @@ class SubGroupPlanner:
         element on the CPU.
         """
 
-        def make(stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
-            def as_stepped(param: torch.Tensor) -> torch.nn.Parameter:
-                local = local_of(param).detach()
-                dtype = torch.float32 if self._is_mastered(param) else param.dtype
-                return torch.nn.Parameter(stand_in(local, dtype), requires_grad=param.requires_grad)
-
-            self._make(
-                [
-                    {**_options(group), "params": [as_stepped(param) for param in dict.fromkeys(group["params"])]}
-                    for group in groups
-                ]
-            )
-
         try:
-            make(lambda local, dtype: torch.empty_like(local, dtype=dtype, device="meta"))
+            self._make_with(groups, _on_meta)
         except Exception:
-            make(_of_one_element)
+            self._make_with(groups, _of_one_element)
+
+    def _make_with(self, groups: Sequence[dict[str, Any]], stand_in: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+        params = dict.fromkeys(param for group in groups for param in group["params"])
+        stand_ins = {}
+        for param in params:
+            dtype = torch.float32 if self._is_mastered(param) else param.dtype
+            made = stand_in(local_of(param).detach(), dtype)
+            stand_ins[param] = torch.nn.Parameter(made, requires_grad=param.requires_grad)
+        self._make(
+            [{**options_of(group), "params": [stand_ins[each] for each in dict.fromkeys(group["params"])]} for group in groups]
+        )
 
     def _check(self, param: torch.Tensor) -> None:
         if param.layout != torch.strided:
@@ -146,7 +144,7 @@ class SubGroupPlanner:
         trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
         trial.grad = torch.zeros_like(trial)
         try:
-            optimizer = self._make([{**_options(group), "params": [trial]}])
+            optimizer = self._make([{**options_of(group), "params": [trial]}])
             step_without_global_hooks(optimizer)
             kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
             return sum(numel for numel in kept if numel > 1) / trial.numel()
@@ -197,8 +195,8 @@ def partition(
     return found
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+def _on_meta(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(local, dtype=dtype, device="meta")
 
 
 def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

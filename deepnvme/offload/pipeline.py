@@ -34,7 +34,7 @@ class _Slot:
         self.content: torch.Tensor | None = None
         """The bytes of its block. None if it has none yet."""
         self.reading: StoreFuture[torch.Tensor] | None = None
-        self._writing: list[StoreFuture[int]] = []
+        self.writing: list[StoreFuture[int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -44,15 +44,10 @@ class _Slot:
     @property
     def busy(self) -> bool:
         """Whether a transfer is under way. Raises the OSError of a write that has ended."""
-        for future in [each for each in self._writing if each.done()]:
+        for future in [each for each in self.writing if each.done()]:
             future.result()
-            self._writing.remove(future)
-        return self.reading is not None or bool(self._writing)
-
-    @property
-    def being_written(self) -> bool:
-        """Whether writes were started that nobody has seen the end of."""
-        return bool(self._writing)
+            self.writing.remove(future)
+        return self.reading is not None or bool(self.writing)
 
     def start_read(self, sub_group: SubGroup) -> None:
         """Start reading a sub-group's block, in place of what was here."""
@@ -66,23 +61,7 @@ class _Slot:
     def start_write(self, name: str, content: torch.Tensor | None) -> None:
         """Start writing bytes of this slot, if there are any."""
         if content is not None:
-            self._writing.append(self._traffic.put(name, content))
-
-    def finish_read(self) -> None:
-        """Wait for the read. If it raises OSError, the slot is empty."""
-        reading, self.reading = self.reading, None
-        assert reading is not None
-        try:
-            reading.result()
-        except OSError:
-            self.empty()
-            raise
-
-    def finish_writes(self) -> None:
-        """Wait for all writes. Raises the OSError of the first that failed."""
-        while self._writing:
-            self._writing[0].result()
-            self._writing.pop(0)
+            self.writing.append(self._traffic.put(name, content))
 
     def end_transfers(self) -> list[BaseException]:
         """Wait for all transfers, and return the errors of those that failed. If the read failed, the slot is empty."""
@@ -92,8 +71,8 @@ class _Slot:
             self.reading = None
             if errors[-1] is not None:
                 self.empty()
-        errors += [future.exception() for future in self._writing]
-        self._writing = []
+        errors += [future.exception() for future in self.writing]
+        self.writing = []
         return [error for error in errors if error is not None]
 
     def empty(self) -> None:
@@ -105,7 +84,7 @@ class _Slot:
         before, self._block = self._block, GrowableLease(self._pool)
         layout = sub_group.lay_out(held)
         self.content = self._block.take(layout.nbytes)
-        layout.fill(self.content, (tensor for _, _, tensor in held))
+        layout.fill(self.content, [tensor for _, _, tensor in held])
         self.holds = sub_group
         before.release()
 
@@ -115,7 +94,7 @@ class _Slot:
             return None
         images = self._images.take(layout.nbytes)
         pieces = [sub_group.pieces[section.piece] for section in layout.sections]
-        layout.fill(images, (piece.of(piece.param) for piece in pieces))
+        layout.fill(images, [piece.of(piece.param) for piece in pieces])
         return images
 
     def copy_block(self, sub_group: SubGroup, block: torch.Tensor) -> torch.Tensor:
@@ -240,18 +219,17 @@ class SubGroupPipeline:
             self._upcoming.remove(sub_group)
         self._leave_room_for_new_states([sub_group])  # not all that backward completes was expected
         slot = self._slot_of(sub_group)
-        self._until_read(slot)
         layout = sub_group.image()
         images = slot.copy_params(sub_group, layout)
         self._log.append(_Stepped(sub_group, sub_group.remember(), layout))
-        self._gradients.fetch(sub_group)
+        collected, scratch = self._gradients.take(sub_group)
         with self._traffic.times.computing:
-            held = sub_group.step(slot.content, *self._gradients.take(sub_group), groups)
+            held = sub_group.step(slot.content, collected, scratch, groups)
             if held is not None:
                 slot.lay_out(sub_group, held)
                 del held
                 give_back_heap()
-        sub_group.moved_to_drive_block(self._blocks.next_of(sub_group))
+        sub_group.current_states_are_in(self._blocks.next_of(sub_group))
         slot.start_write(block_name(sub_group), slot.content)
         slot.start_write(image_name(sub_group), images)
         self._read_ahead()
@@ -277,7 +255,7 @@ class SubGroupPipeline:
         """Make ``held`` the sub-group's next block, and wait until it is on the drive."""
         slot = self._free_slot()
         slot.lay_out(sub_group, held)
-        sub_group.moved_to_drive_block(self._blocks.next_of(sub_group))
+        sub_group.current_states_are_in(self._blocks.next_of(sub_group))
         slot.start_write(block_name(sub_group), slot.content)
         self.drain()
 
@@ -285,11 +263,7 @@ class SubGroupPipeline:
 
     def drain(self) -> None:
         """Wait for all transfers. Raises the OSError of the first that failed."""
-        with self._traffic.times.waiting:
-            errors = [error for slot in self._slots for error in slot.end_transfers()]
-        if errors:
-            raise errors[0]
-        self._traffic.look()
+        self._end_transfers(self._slots)
 
     def commit(self) -> None:
         """End a step that was made. Nothing may be under way."""
@@ -368,12 +342,12 @@ class SubGroupPipeline:
         return next((slot for slot in self._slots if slot.holds is sub_group), None)
 
     def _slot_of(self, sub_group: SubGroup) -> _Slot:
+        """Return the slot that has the sub-group's block, of which no transfer is under way any more. Waits for them."""
         slot = self._holding(sub_group)
         if slot is None:
             slot = self._free_slot()
             slot.start_read(sub_group)
-        elif slot.being_written:
-            self._until_written(slot)
+        self._until_read(slot)
         return slot
 
     def _read_ahead(self) -> None:
@@ -391,9 +365,9 @@ class SubGroupPipeline:
 
     def _free_slot(self) -> _Slot:
         while (slot := self._idle_slot()) is None:
-            written = [slot for slot in self._slots if slot.being_written]
+            written = [slot for slot in self._slots if slot.writing]
             if written:
-                self._until_written(written[0])
+                self._end_transfers(written[:1])
             else:  # all were read ahead of their turn, and another is asked for
                 last = max(self._slots, key=self._turn)
                 self._until_read(last)
@@ -404,19 +378,20 @@ class SubGroupPipeline:
         return self._upcoming.index(slot.holds) if slot.holds is not None and slot.holds in self._upcoming else -1
 
     def _until_read(self, slot: _Slot) -> None:
-        if slot.reading is None:
-            return
+        """Wait for a slot's transfers, and begin to read into others as soon as these become free."""
         with self._traffic.times.waiting:
-            while not slot.reading.done():
+            while slot.reading is not None and not slot.reading.done():
                 self._read_ahead()
                 with contextlib.suppress(TimeoutError):
-                    slot.reading.result(POLL_SECONDS)
-            slot.finish_read()
-        self._traffic.look()
+                    slot.reading.exception(POLL_SECONDS)
+        self._end_transfers([slot])
 
-    def _until_written(self, slot: _Slot) -> None:
+    def _end_transfers(self, slots: Sequence[_Slot]) -> None:
+        """Wait for all transfers of these slots. Raises the OSError of the first that failed."""
         with self._traffic.times.waiting:
-            slot.finish_writes()
+            errors = [error for slot in slots for error in slot.end_transfers()]
+        if errors:
+            raise errors[0]
         self._traffic.look()
 
     # -- undoing

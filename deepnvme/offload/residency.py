@@ -205,14 +205,14 @@ class ResidentBlocks:
     def step(self, sub_group: SubGroup, gradients: SubGroupGradients, groups: Sequence[dict[str, Any]]) -> None:
         """Step a sub-group whose block is in memory, in place. Its block on the drive is an older step's from then on."""
         assert sub_group.resident is not None
-        sub_group.changed_in_memory_only()
+        sub_group.current_states_are_in(None)
+        collected, scratch = gradients.take(sub_group)
         with self._traffic.times.computing:
-            collected, scratch = gradients.take(sub_group)
             held = sub_group.step(sub_group.resident.buffer, collected, scratch, groups)
             if held is not None:
                 layout = sub_group.lay_out(held)
                 lease = self._pool.lease(max(layout.nbytes, 1))
-                layout.fill(lease.buffer, (tensor for _, _, tensor in held))
+                layout.fill(lease.buffer, [tensor for _, _, tensor in held])
                 sub_group.came_to_memory(lease)  # the old lease ends with the last who knows it: the step may be undone
                 del held
                 give_back_heap()
@@ -226,7 +226,7 @@ class ResidentBlocks:
         block = sub_group.resident.buffer[: sub_group.layout.nbytes]
         with self._traffic.aside():
             self._traffic.put(block_name(sub_group, number), block).result()
-        sub_group.moved_to_drive_block(number)
+        sub_group.current_states_are_in(number)
 
     def dismiss(self, sub_group: SubGroup) -> None:
         """Keep this sub-group's block on the drive only, from now on. Raises OSError, and nothing is changed."""

@@ -129,7 +129,7 @@ def loaded(
                 if held:
                     pipeline.write_now(sub_group, held)
                 else:
-                    sub_group.changed_in_memory_only()
+                    sub_group.current_states_are_in(None)
         with defer_interrupts():
             yield
             done = True

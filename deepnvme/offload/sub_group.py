@@ -14,8 +14,6 @@ from deepnvme.memory.pool import Lease
 
 from .params import ParamSlice, version_of
 
-NOT_OPTIONS = ("params", "param_names")
-"""Keys of a parameter group that are no options."""
 MASTER = "master_weight"
 """Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
 
@@ -153,13 +151,9 @@ class SubGroup:
         self.layout = lay_out(held, cut)
         return self.layout
 
-    def moved_to_drive_block(self, number: int) -> None:
-        """Record that the current states are those of the block with this number, which is on the drive or being written."""
+    def current_states_are_in(self, number: int | None) -> None:
+        """Record which block has the current states. It is on the drive, or being written; None: they are only in memory."""
         self.current = number
-
-    def changed_in_memory_only(self) -> None:
-        """Record that no block on the drive has the current states."""
-        self.current = None
 
     def decide_residency(self, in_memory: bool) -> None:
         """Decide whether the block stays in memory between steps."""
@@ -210,9 +204,7 @@ class SubGroup:
             groups: The ``param_groups`` of the offloaded optimizer.
         """
         for (group, pushed), own in zip(self._pushed.items(), self._groups(), strict=True):
-            for key, value in own.items():
-                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
-                    groups[group][key] = pushed[key] = value
+            _copy_changed_options(own, pushed, groups[group])
 
     def sections(self, piece: int) -> Iterator[BlockSection]:
         """Return where the tensors of one piece lie in the block; none before the first step."""
@@ -380,7 +372,7 @@ class SubGroup:
             self._optimizer = self._make_optimizer(
                 [
                     {
-                        **{k: v for k, v in groups[group].items() if k not in NOT_OPTIONS},
+                        **options_of(groups[group]),
                         "params": [s for s, piece in zip(self._stand_ins, self.pieces, strict=True) if piece.group == group],
                     }
                     for group in wanted
@@ -393,9 +385,7 @@ class SubGroup:
         optimizer = self._optimizer
         assert optimizer is not None
         for (group, pushed), own in zip(self._pushed.items(), optimizer.param_groups, strict=True):
-            for key, value in groups[group].items():
-                if key not in NOT_OPTIONS and not (key in pushed and _same(pushed[key], value)):
-                    own[key] = pushed[key] = value
+            _copy_changed_options(groups[group], pushed, own)
         for index, stand_in in enumerate(self._stand_ins):
             state = {**self.small[index], **{key: view for key, view in views[index].items() if key != MASTER}}
             if state:
@@ -487,6 +477,18 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of a parameter's state, which later steps do not change."""
 
     return {key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for key, value in values.items()}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copy_changed_options(source: Mapping[str, Any], copied_before: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy the options that are not those copied before, in either direction."""
+    for key, value in options_of(source).items():
+        if not (key in copied_before and _same(copied_before[key], value)):
+            target[key] = copied_before[key] = value
 
 
 def _same(a: Any, b: Any) -> bool:

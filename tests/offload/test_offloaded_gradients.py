@@ -264,13 +264,13 @@ def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.M
         optimizer.step()
         backward(params, 1)
         offloaded = optimizer._stepping._gradients
-        fetch, ahead = offloaded.fetch, []
+        take, ahead = offloaded.take, []
 
-        def look(sub_group: Any) -> None:
+        def look(sub_group: Any) -> Any:
             ahead.append(sub_group in offloaded._ahead)
-            fetch(sub_group)
+            return take(sub_group)
 
-        monkeypatch.setattr(offloaded, "fetch", look)
+        monkeypatch.setattr(offloaded, "take", look)
         optimizer.step()
         assert ahead.count(True) >= 7
 
