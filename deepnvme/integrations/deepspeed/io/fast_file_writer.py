@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepnvme._files import naming_file
 from deepnvme.memory.alignment import PAGE
@@ -20,6 +19,8 @@ from .base_file_writer import BaseFileWriter
 
 if TYPE_CHECKING:
     import torch
+
+_Source = TypeVar("_Source", memoryview, "torch.Tensor")
 
 SMALLEST_TENSOR = 2 * PAGE
 """Least bytes of a ``pinned_tensor`` with double buffering: one page for each half."""
@@ -146,7 +147,7 @@ class FastFileWriter(BaseFileWriter):
         """
         self._open_file()
         with memoryview(data) as given, given.cast("B") as source:
-            self._fill(len(source), functools.partial(self._copy_bytes, source))
+            self._fill(source, self._copy_bytes)
             return len(source)
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[tuple[Any, torch.dtype]], save_size: bool) -> int:
@@ -178,7 +179,7 @@ class FastFileWriter(BaseFileWriter):
             if isinstance(inside, bytes):
                 self.write(inside) if inside else None
             elif len(inside):
-                self._fill(len(inside), functools.partial(self._copy_tensor, inside))
+                self._fill(inside, self._copy_tensor)
             at += len(piece)
         self._incr_stats(constants.SAVE_STORAGE_KEY, len(storage_obj_list))
         self._incr_stats(constants.SAVE_STORAGE_BYTES_KEY, end - begin)
@@ -219,17 +220,18 @@ class FastFileWriter(BaseFileWriter):
         """Return the bytes left in this half. It ends on a page of the file, so that the next half begins on one."""
         return self._size - self._begin % PAGE - self._filled
 
-    def _fill(self, nbytes: int, copy: Callable[[int, int], None]) -> None:
-        """Copy ``nbytes`` bytes into the halves. When one is full, start writing it and go on with the other.
+    def _fill(self, source: _Source, copy: Callable[[_Source, int, int], None]) -> None:
+        """Copy all bytes into the halves. When one is full, start writing it and go on with the other.
 
-        ``copy(begin, count)`` copies ``count`` bytes from byte ``begin`` on to the end of what is in the first of the halves.
+        ``copy(source, begin, count)`` copies the bytes from ``begin`` on to the end of what is in the first of the halves.
         """
         began = time.perf_counter()
+        nbytes = len(source)
         taken = 0
         while taken < nbytes:
             count = min(self._room(), nbytes - taken)
             filling = time.perf_counter()
-            copy(taken, count)
+            copy(source, taken, count)
             self._incr_stats(constants.AIO_FILL_BUFFER_SEC_KEY, time.perf_counter() - filling)
             self._incr_stats(constants.AIO_FILL_BUFFER_COUNT_KEY)
             self._filled += count
