@@ -102,7 +102,7 @@ def check(blocks: list[Block]) -> None:
 def run(blocks: list[Block], directory: Path) -> None:
     """Run a page's blocks in a process of their own, in an empty directory on the drive."""
     (directory / "nvme").mkdir()
-    given = [asdict(block) for block in blocks if block.why_not is None and block.language in ("python", "bash")]
+    given = [asdict(block) for block in blocks if is_run(block)]
     tools = f"{Path(sys.executable).parent}:{ROOT / 'bin'}"
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", RUN],
@@ -117,11 +117,22 @@ def run(blocks: list[Block], directory: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_code_on_a_page_can_be_parsed(path: Path) -> None:
+    check(blocks_of(str(path), path.read_text()))
+
+
+def is_run(block: Block) -> bool:
+    return block.why_not is None and block.language in ("python", "bash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PAGES if any(map(is_run, blocks_of(str(path), path.read_text())))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_code_on_a_page_runs(path: Path, drive: Path) -> None:
-    blocks = blocks_of(str(path), path.read_text())
-    check(blocks)
-    if any(block.why_not is None and block.language in ("python", "bash") for block in blocks):
-        run(blocks, drive)
+    run(blocks_of(str(path), path.read_text()), drive)
 
 
 def test_most_blocks_are_run() -> None:
