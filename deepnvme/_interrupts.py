@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal without its conversions to enums, which take 25 times as long
 import contextlib
 import ctypes
 import signal
@@ -59,7 +60,7 @@ class _DeferredInterrupts:
 
     def hold(self, number: int) -> None:
         """Delay a signal's Python handler, if it has one."""
-        handler = signal.getsignal(number)
+        handler = _signal.getsignal(number)
         before = getattr(handler, "__self__", None)
         if isinstance(before, _DeferredInterrupts) and not before._holding:
             handler = before._handlers[number]
@@ -103,6 +104,6 @@ def _set(number: int, handler: Callable[..., Any]) -> None:
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     _sigaction(number, None, action)
     try:
-        signal.signal(number, handler)
+        _signal.signal(number, handler)
     finally:
         _sigaction(number, action, None)
