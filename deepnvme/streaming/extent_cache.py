@@ -107,7 +107,7 @@ class ExtentCache:
 
     def close(self) -> None:
         """Give all memory back. Waits for all reads."""
-        self._cache.close()
+        self._cache.clear()
 
     def recover(self) -> list[str]:
         """End all uses after an interrupt. Returns the extents that were in use: they are read again, as they may be changed."""

@@ -14,6 +14,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.ops import load_async_io
+from deepnvme.transfer.block_memory import OwnMemory
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class Slots(ABC):
 
     def take(self, block: Block) -> Memory | None:
         """Return memory of its own for a resident block, a slot for another; None if there is no room for it."""
-        return Separate(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
+        return OwnMemory(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
         """Return memory for a block beyond the limit, so that what is in use fits, and a slot more for one that somebody keeps.
@@ -67,17 +68,6 @@ class Slots(ABC):
             gc.collect()  # tracebacks keep what they saw, in cycles
             time.sleep(_POLL_SECONDS)
         return slot
-
-
-class Separate:
-    """Memory of a resident."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.nbytes = buffer.nbytes
-
-    def release(self, after: Ending | None = None) -> None:
-        """Nothing is to be done: the memory ends with the last tensor over it."""
 
 
 class PinnedSlots(Slots):

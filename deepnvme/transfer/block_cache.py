@@ -99,8 +99,8 @@ class BlockCache(Monitor):
     - Memory that is used or in transfer is not given to another block.
     - A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
       error of reading ahead may be old when the block is used: it is read once more then.
-    - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire` or :meth:`flush`,
-      before that changes anything, and the write is tried again when the memory is wanted.
+    - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
+      or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
     - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
       many writes as make room for it; other writes only when the drive would be idle.
     - An interrupt (Ctrl-C) can only come while a method waits. The method then has acquired nothing.
@@ -166,6 +166,8 @@ class BlockCache(Monitor):
 
         def prepare() -> None:
             self._raise_failure()
+            for block in wanted:
+                self._expected.pop(block, None)
             if then is not None:
                 self._set_expected(then)
 
@@ -191,7 +193,7 @@ class BlockCache(Monitor):
         """Begin a use of a block whose content will be new. It keeps the old content if that is in memory. May block.
 
         Raises:
-            OSError: From a write that had to make room.
+            OSError: From an earlier write, or one that had to make room. The use has not begun then.
             OutOfBuffers: If there is not enough memory.
         """
 
@@ -204,7 +206,7 @@ class BlockCache(Monitor):
                 block.users = block.users or 1
             return wait
 
-        self._obtain((block,), step)
+        self._obtain((block,), step, self._raise_failure)
 
     def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
         """End a use of each of these. Never blocks. Blocks that are not in memory are ignored.
@@ -263,7 +265,8 @@ class BlockCache(Monitor):
     def expect(self, uses: Iterable[Use]) -> None:
         """Set what will be used next, in order, in place of what was set before: it is read ahead. Never blocks.
 
-        Without ``retain``, clean blocks that are neither used nor among these nor resident are dropped.
+        A block is not expected any more when it is acquired. Without ``retain``, clean blocks that are neither used nor among
+        these nor resident are dropped.
         """
         with self._changing():
             self._set_expected(uses)
@@ -328,11 +331,13 @@ class BlockCache(Monitor):
                 if block.state is State.CLEAN:
                     self._drop(block)
 
-    def close(self) -> None:
-        """Wait for all transfers, and drop all blocks, also what was not written. Idempotent."""
+    def clear(self) -> None:
+        """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again."""
         self.drain()
         with self._changing():
+            self._failures.clear()
             for block in list(self._held):
+                block.users = 0
                 self._drop(block)
 
     # Steps

@@ -1,14 +1,31 @@
-"""Where blocks get their memory: leases of a pool, within a limit."""
+"""Memory of blocks: leases of a pool within a limit, or memory of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 
 from .block import Block, Memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepnvme.memory.lease import Ending
+
+
+class OwnMemory:
+    """Memory made for one block: it ends with the last tensor over it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.nbytes = buffer.nbytes
+
+    def release(self, after: Ending | None = None) -> None:
+        """Do nothing."""
 
 
 class PooledMemory:

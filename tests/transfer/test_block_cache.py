@@ -371,7 +371,7 @@ class Rules(RuleBasedStateMachine):
         self.cache.drain()
         self.cache.flush(self.blocks.values())
         assert {name: self.drive.contents[name] for name in self.values} == self.values
-        self.cache.close()
+        self.cache.clear()
         assert self.cache.used == 0
         assert not self.drive.under_way
 

@@ -136,12 +136,13 @@ class OffloadedCache(DynamicCache):
 
     def report(self) -> CacheReport:
         """Return the memory and space in use now, and the bytes and seconds of I/O since the cache was made."""
+        cache = self._drive.cache
         return CacheReport(
             bytes_in_memory=sum(layer.resident_bytes for layer in self._offloaded().values()),
             bytes_on_drive=sum(chunk.nbytes for chunks in self._drive.chunks for chunk in chunks),
-            bytes_read=self._drive.bytes_read,
-            bytes_written=self._drive.bytes_written,
-            seconds_waited=self._drive.seconds_waited,
+            bytes_read=cache.bytes_read,
+            bytes_written=cache.bytes_written,
+            seconds_waited=cache.seconds_waited,
         )
 
     def close(self) -> None:

@@ -6,11 +6,8 @@ import contextlib
 import copy
 import itertools
 import os
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,6 +23,9 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.block import Block, Memory
+from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
+from deepnvme.transfer.block_memory import OwnMemory
 
 from .memory import KVShape, Pair
 
@@ -40,21 +40,29 @@ _GROWTH = 4
 longer each time, and pinning takes 0.3 s for a GB."""
 
 
-@dataclass(eq=False)
-class KVChunk:
-    """Positions of a layer on the drive. They never change there."""
+class KVChunk(Block):
+    """Positions of a layer on the drive. They never change there.
 
-    name: str
-    start: int
-    end: int
-    form: KVShape
-    """As they were written."""
-    rows: torch.Tensor | None = None
-    """Which row of the batch each of the cache's rows is; None while they are the same."""
+    Args:
+        name: Its name in the store.
+        start: The first position.
+        end: The position after the last.
+        form: Shape of the keys and values, as they are written.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return (self.end - self.start) * self.form.position_bytes
+    __slots__ = ("copied_to", "created_on", "end", "form", "rows", "start")
+
+    def __init__(self, name: str, start: int, end: int, form: KVShape) -> None:
+        super().__init__(name, (end - start) * form.position_bytes)
+        self.start = start
+        self.end = end
+        self.form = form
+        self.rows: torch.Tensor | None = None
+        """Which row of the batch each of the cache's rows is; None while they are the same."""
+        self.created_on: torch.device | None = None
+        """The device on which memory for it is to be; None for host memory."""
+        self.copied_to: torch.device | None = None
+        """The device that its host memory is copied to, perhaps after its use has ended."""
 
 
 class KVDrive:
@@ -70,23 +78,19 @@ class KVDrive:
     def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """By layer, in the order of their positions."""
-        self.bytes_read = 0
-        self.bytes_written = 0
-        self.seconds_waited = 0.0
         self.engine = Engine()
         self._prefetch = prefetch
-        self._pool = BufferPool(0)
+        self._pool = BufferPool(_WRITING)
+        self._memory = _ChunkMemory(self._pool)
         self._names = itertools.count()
-        self._reading: dict[KVChunk, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
-        self._most_reading = 0
-        self._ahead: deque[KVChunk] = deque()
-        self._writing: deque[StoreFuture[int]] = deque()
         self._whole: Lease | None = None
         self.shown: tuple[int, Pair] | None = None
         """Which layer :meth:`whole` has been made for, and filled with."""
         self._closed = False
         self._broken: BaseException | None = None
         self._store = None if path is None else _open(Path(path), self.engine)
+        self.cache = BlockCache(_Chunks(self._store), self._memory, retain=False)
+        """The chunks that are in memory: in use, read ahead, or being written."""
 
     def changing(self, layer: int | None = None) -> AbstractContextManager[None]:
         """Around what changes a layer: after an error in it layers may not fit each other any more, and nothing uses them.
@@ -112,15 +116,12 @@ class KVDrive:
 
     def mend(self) -> None:
         """All layers are empty. What is on the drive for none of them, after an interrupt say, goes."""
-        self._ahead.clear()
-        for chunk in list(self._reading):
-            self._forget(chunk)
+        self.cache.clear()
         if self._store is not None:
             kept = {chunk.name for chunks in self.chunks for chunk in chunks}
             for name in self._store.names():
                 if name not in kept:
                     self._store.delete(name)
-        self._writing.clear()  # whose errors, if any, were of what is not there any more
         self.let_go()
         self._broken = None
 
@@ -129,31 +130,21 @@ class KVDrive:
 
         Raises OSError (ENOSPC) naming the directory, or what an earlier write ended with.
         """
-        assert self._store is not None
         chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values))
-        while self._writing and (
-            self._writing[0].done() or sum(future.nbytes for future in self._writing) + chunk.nbytes > _WRITING
-        ):
-            _raise_error(self._writing.popleft())
-        # A device's tensor is written as its stream leaves it: the store sees to that.
-        lease = self._lease(chunk.nbytes) if keys.is_cpu else None
-        memory = torch.empty(chunk.nbytes, dtype=torch.uint8, device=keys.device) if lease is None else lease.buffer
-        for mine, theirs in zip(chunk.form.pair(memory, keys.shape[2]), (keys, values), strict=True):
+        if not keys.is_cpu:  # a device's tensor is written as its stream leaves it: the store sees to that
+            chunk.created_on = keys.device
+        self.cache.create(chunk)
+        chunk.created_on = None
+        for mine, theirs in zip(chunk.form.pair(chunk.memory.buffer, keys.shape[2]), (keys, values), strict=True):
             mine.copy_(theirs)
-        future = self._store.put(chunk.name, memory)
-        if lease is not None:
-            lease.release(after=future)
-        self._writing.append(future)
-        self.bytes_written += chunk.nbytes
+        self.cache.release([chunk], changed=True)
         self.chunks[layer].append(chunk)
 
     def expect(self, layer: int) -> None:
         """The layer's chunks are wanted now, and then those of the layers after it: start reading, as far as there is room."""
         after = range(layer, layer + min(self._prefetch + 1, len(self.chunks)))
-        self._ahead = deque(itertools.chain.from_iterable(self.chunks[index % len(self.chunks)] for index in after))
-        for chunk in self._reading.keys() - set(self._ahead):
-            self._forget(chunk)
-        self._read_on()
+        ahead = itertools.chain.from_iterable(self.chunks[index % len(self.chunks)] for index in after)
+        self.cache.expect(Use(chunk, self._memory.reading) for chunk in ahead)
 
     def read(self, chunk: KVChunk, device: torch.device, use: Callable[[Pair], None]) -> None:
         """Have ``use`` see the chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes
@@ -162,37 +153,32 @@ class KVDrive:
         ``device``: where they are copied to; a copy that its current stream has been given may go on afterwards. Raises OSError
         naming the file.
         """
-        if chunk not in self._reading:
-            self._start(chunk)
+        self.cache.acquire([chunk])
         try:
-            lease, future = self._reading[chunk]
-            began = time.perf_counter()
-            _raise_error(future)
-            self.seconds_waited += time.perf_counter() - began
-            use(chunk.form.pair(lease.buffer, chunk.end - chunk.start))
+            use(chunk.form.pair(chunk.memory.buffer, chunk.end - chunk.start))
         finally:
-            self._forget(chunk, device)
-        self._read_on()
+            chunk.copied_to = device
+            self.cache.release([chunk])
 
     def delete(self, layer: int, index: int) -> None:
         """Give the place of the layer's chunk on the drive back."""
         assert self._store is not None
-        self._ahead.clear()
         chunk = self.chunks[layer].pop(index)
-        self._forget(chunk)
-        self._store.delete(chunk.name)
+        self.cache.discard(chunk)
+        if chunk.name in self._store:  # it may not have been written
+            self._store.delete(chunk.name)
 
     def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
         """Memory for a layer as attention sees it. What was given before goes to others, unless somebody still has it."""
         nbytes = form.position_bytes * positions
         size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
-        self._most_reading = max(self._prefetch * nbytes, _ROOM * max(CHUNK_BYTES, form.position_bytes))
         self.let_go()
-        if device.type != "cpu":
-            self._pool.set_budget(self._most_reading + _WRITING)
+        on_device = device.type != "cpu"
+        reading = max(self._prefetch * nbytes, _ROOM * max(CHUNK_BYTES, form.position_bytes))
+        self._memory.make_room(reading, beside=0 if on_device else size)
+        if on_device:
             return form.pair(torch.empty(size, dtype=torch.uint8, device=device), positions)
-        self._pool.set_budget(size + self._most_reading + _WRITING)
-        self._whole = self._lease(size)
+        self._whole = self._memory.lease(size)
         return form.pair(self._whole.buffer, positions)
 
     def let_go(self) -> None:
@@ -209,9 +195,7 @@ class KVDrive:
     def close(self) -> None:
         """Wait for what is under way, and remove the files. Idempotent."""
         self._closed = True
-        self._ahead.clear()
-        for chunk in list(self._reading):
-            self._forget(chunk)
+        self.cache.clear()
         self.let_go()
         if self._store is not None:
             with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
@@ -219,38 +203,85 @@ class KVDrive:
         self.engine.close()
         self._pool.trim()
 
-    def _read_on(self) -> None:
-        while self._ahead and (
-            self._ahead[0] in self._reading
-            or sum(chunk.nbytes for chunk in self._reading) + self._ahead[0].nbytes <= self._most_reading
-        ):
-            chunk = self._ahead.popleft()
-            if chunk not in self._reading:
-                self._start(chunk)
 
-    def _start(self, chunk: KVChunk) -> None:
+class _Chunks:
+    """The store of the chunks. None if all layers are in memory: then there are no chunks."""
+
+    def __init__(self, store: TensorStore | None) -> None:
+        self._store = store
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         assert self._store is not None
-        lease = self._lease(chunk.nbytes)
-        self._reading[chunk] = (lease, self._store.get(chunk.name, out=lease.buffer))
-        self.bytes_read += chunk.nbytes
+        return _Copying(self._store.get(block.name, out=buffer))
 
-    def _forget(self, chunk: KVChunk, device: torch.device | None = None) -> None:
-        """Let go of what was read of it, or is being read, or copied to a device."""
-        found = self._reading.pop(chunk, None)
-        if found is None:
-            return
-        lease, future = found
-        after: Ending = future
-        if device is not None and device.type == "cuda" and future.done():
-            after = Computed(device)
-        lease.release(after=after)
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        assert self._store is not None
+        return _Copying(self._store.put(block.name, buffer))
 
-    def _lease(self, nbytes: int) -> Lease:
+
+class _Copying:
+    """A store's transfer. The store keeps its error; this has another, whose traceback would keep the memory of all callers."""
+
+    def __init__(self, future: StoreFuture[Any]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def exception(self, timeout: float | None = None) -> OSError | None:
+        return copy.copy(self._future.exception(timeout))
+
+
+class _ChunkMemory:
+    """Memory for chunks: ``reading`` bytes for those that are read ahead, and 16 MiB for those that are written."""
+
+    separate_residents = False
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self.reading = 0
+        self.limit = _WRITING
+
+    def make_room(self, reading: int, beside: int) -> None:
+        """Set how much may be read ahead, and how much others lease of the pool."""
+        self.reading = reading
+        self.limit = reading + _WRITING
+        self._pool.set_budget(self.limit + beside)
+
+    def take(self, block: Block) -> Memory | None:
+        assert isinstance(block, KVChunk)
+        if block.created_on is not None:
+            return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))
+        lease = self._pool.try_lease(block.nbytes)
+        return None if lease is None else _Staged(lease, block)
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        assert isinstance(block, KVChunk)
+        return _Staged(self.lease(block.nbytes), block)
+
+    def lease(self, nbytes: int) -> Lease:
+        """Lease memory, beyond the pool's budget if somebody keeps what was lent."""
         lease = self._pool.try_lease(nbytes)
-        if lease is None:  # somebody keeps what he was given
+        if lease is None:
             self._pool.set_budget(self._pool.in_use + 2 * padded(nbytes))
             lease = self._pool.lease(nbytes)
         return lease
+
+
+class _Staged:
+    """Host memory of a chunk, which a device may be copying when it is released."""
+
+    def __init__(self, lease: Lease, chunk: KVChunk) -> None:
+        self._lease, self._chunk = lease, chunk
+        self.nbytes = lease.nbytes
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._lease.buffer
+
+    def release(self, after: Ending | None = None) -> None:
+        device, self._chunk.copied_to = self._chunk.copied_to, None
+        self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else after)
 
 
 class _Changing(AbstractContextManager[None]):
@@ -279,13 +310,6 @@ _INTERRUPTED = KeyboardInterrupt("a change was interrupted")
 def _without_traceback(error: BaseException) -> BaseException:
     """Another like it: its traceback would keep the memory of all callers."""
     return copy.copy(error) if isinstance(error, OSError) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _raise_error(future: StoreFuture[Any]) -> None:
-    """Wait for it. The store keeps its error: what is raised is another, whose traceback would keep the memory of all callers."""
-    error = future.exception()
-    if error is not None:
-        raise copy.copy(error)
 
 
 def _open(path: Path, engine: Engine) -> TensorStore:

@@ -62,7 +62,7 @@ def test_what_has_left_a_window_and_may_be_cropped_back_into_it_is_kept(windowed
 def test_what_leaves_a_window_leaves_the_drive(windowed: OffloadedLayer, there: KVDrive) -> None:
     for seed in range(200):
         windowed.update(*states(seed=seed))
-    assert there.bytes_written > 8 * sum(chunk.nbytes for chunk in there.chunks[0]) > 0
+    assert there.cache.bytes_written > 8 * sum(chunk.nbytes for chunk in there.chunks[0]) > 0
 
 
 @pytest.mark.parametrize("window", [None, 20])
