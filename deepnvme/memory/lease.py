@@ -1,4 +1,4 @@
-"""Leases: pinned memory that a pool has lent."""
+"""Leases: pinned memory that a pool has lent, and what they can be released after."""
 
 from __future__ import annotations
 
@@ -106,3 +106,26 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<Lease of {self.nbytes} bytes{', released' if self._buffer is None else ''}>"
+
+
+class Computed:
+    """Done when a CUDA device's current stream has finished all work that was queued on it before this was made.
+
+    A lease can be released after it: see :meth:`Lease.release`.
+
+    Attributes:
+        event: The CUDA event, for which another stream can wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(torch.cuda.current_stream(device))
+
+    def done(self) -> bool:
+        """Return whether the work is finished. Never blocks."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def exception(self, timeout: float | None = None) -> None:
+        """Return None. Errors on a device are raised by later calls that use the device."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
-from .available import available_memory
+from .budget import available_memory
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Ending, Lease
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
@@ -192,8 +192,10 @@ class BufferPool:
         """
         nbytes = _natural(nbytes, "nbytes")
         self._settle()
-        if nbytes == 0:
-            return Lease(_no_bytes(), _forget)
+        if nbytes == 0:  # there is no memory to give back
+            import torch
+
+            return Lease(torch.empty(0, dtype=torch.uint8, device="cpu"), lambda after: None)
         size = padded(nbytes, PAGE)
         claim = Claim()
         try:
@@ -379,17 +381,6 @@ def _natural(value: int, name: str) -> int:
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
     return value
-
-
-def _forget(after: Ending | None) -> None:
-    """Do nothing: a lease of 0 bytes has no memory to give back."""
-
-
-def _no_bytes() -> torch.Tensor:
-    """Return the buffer of a lease of 0 bytes."""
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _has_ended(chunk: PinnedChunk, after: Ending) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme.memory.device_event import Computed
+from deepnvme.memory.lease import Computed
 
 from .arriving import ExtentReads
 from .slots import PinnedSlots, Slots

@@ -290,9 +290,7 @@ def test_a_future_may_use_the_pool_when_it_is_asked(pool: BufferPool) -> None:
     assert in_thread(lambda: pool.in_use) == 0
 
 
-def test_a_transfer_that_nobody_looks_at_gives_back_its_memory(
-    pool: BufferPool, engine: deepnvme.Engine, drive: Path
-) -> None:
+def test_a_transfer_that_nobody_looks_at_gives_back_its_memory(pool: BufferPool, engine: deepnvme.Engine, drive: Path) -> None:
     """The engine keeps the tensor until its future is asked, or it is given something else to do."""
     lease = pool.lease(100 * PAGE)
     lease.release(after=engine.write(lease.buffer, drive / "file"))

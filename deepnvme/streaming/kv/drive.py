@@ -16,9 +16,8 @@ import torch
 
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.device_event import Computed
 from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.lease import Ending, Lease
+from deepnvme.memory.lease import Computed, Ending, Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture

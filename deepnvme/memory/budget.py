@@ -1,13 +1,14 @@
-"""How much more memory this process can use, within what the machine has free and the limits of its control groups."""
+"""Memory that can be used: what this process may still take, within what the machine has free and its control groups allow."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .meminfo import meminfo
-
+MEMINFO = Path("/proc/meminfo")
+NODES = Path("/sys/devices/system/node")
 PROCESS = Path("/proc/self")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -82,3 +83,31 @@ def _lines(file: Path) -> list[str]:
         return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []  # the system has no such file, or has the other version of control groups
+
+
+def meminfo(field: str) -> int:
+    """Return one line of /proc/meminfo: in bytes if the kernel gives kB, else as a count; 0 if there is no such line.
+
+    If /proc is not mounted, or shows only processes, the lines of the NUMA nodes in /sys are summed. These have no MemAvailable,
+    so free memory and cached files are returned for it. Without /sys too, MemAvailable is the free memory, and all other fields
+    but MemTotal are 0.
+    """
+    if lines := _lines(MEMINFO):
+        return _sum(field, lines)
+    # Each line begins with "Node 0", say, and goes on as in /proc/meminfo.
+    if lines := [line.split(maxsplit=2)[2] for file in NODES.glob("node*/meminfo") for line in _lines(file)]:
+        parts = ("MemFree", "Active(file)", "Inactive(file)") if field == "MemAvailable" else (field,)
+        return sum(_sum(part, lines) for part in parts)
+    name = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}.get(field)
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name else 0
+
+
+def _sum(field: str, lines: list[str]) -> int:
+    """Return the sum of a field over all lines that have it."""
+    total = 0
+    for line in lines:
+        name, value = line.split(":", 1)
+        if name == field:
+            number, *unit = value.split()
+            total += int(number) * (1024 if unit else 1)
+    return total
