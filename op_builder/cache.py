@@ -64,7 +64,7 @@ def directory(name: str, make: bool = False) -> Path:
         return _usable(chosen / name, make)
     except Unusable as error:
         problem = error
-    for place in _private_places():
+    for place in private_places():
         try:
             usable = _usable(place / name, make)
         except OSError:
@@ -153,7 +153,7 @@ def _of_the_user() -> Path | None:
     return None if home == "~" else Path(home).absolute() / ".cache" / "deepnvme"
 
 
-def _private_places() -> Iterator[Path]:
+def private_places() -> Iterator[Path]:
     """For where the place that was chosen is unusable."""
     own = _of_the_user()
     if own is not None:

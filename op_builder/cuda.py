@@ -14,8 +14,8 @@ from pathlib import Path
 
 from . import packages
 
-_DEFAULT_TOOLKIT = Path("/usr/local/cuda")
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
+DEFAULT_TOOLKIT = Path("/usr/local/cuda")
+NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def installed_torch() -> Torch | None:
 def _toolkit() -> tuple[Found, Found]:
     on_path = shutil.which("nvcc")
     named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    places = named + ([Path(on_path).resolve().parent.parent] if on_path else []) + [_DEFAULT_TOOLKIT]
+    places = named + ([Path(on_path).resolve().parent.parent] if on_path else []) + [DEFAULT_TOOLKIT]
     with_nvcc = [place for place in places if (place / "bin" / "nvcc").exists()]
     # An nvcc on PATH may be a script that stands elsewhere than its toolkit; a directory with the headers is the toolkit.
     home = next((place for place in places if (place in named and place in with_nvcc) or _header_version(place)), None)
@@ -172,14 +172,14 @@ def _cufile_remedy(toolkit: Found) -> str:
 
 def _nvidia_fs() -> Found:
     try:
-        text = _NVIDIA_FS.read_text()
+        text = NVIDIA_FS.read_text()
     except OSError:
         return Found(
             problem="the nvidia-fs kernel module is not loaded, without it gds goes through host memory: "
             f"{packages.as_root('modprobe nvidia-fs')} (package nvidia-gds)"
         )
     match = re.search(r"\d+\.[\d.]*", text)
-    return Found(str(_NVIDIA_FS), match[0] if match else None)
+    return Found(str(NVIDIA_FS), match[0] if match else None)
 
 
 def _tried(places: list[Path]) -> str:

@@ -196,7 +196,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         output = work / "output"
         output.mkdir()
         library = output / (recipe.extension + _SUFFIX)
-        (work / "build.ninja").write_text(_build_file(recipe, _write_units(recipe.sources, work), library))
+        (work / "build.ninja").write_text(_build_file(recipe, write_units(recipe.sources, work), library))
         command = [program, "-j", str(_jobs()), *(["-v"] if verbose else [])]
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         if verbose:
@@ -231,7 +231,7 @@ def _jobs() -> int:
     return int(text)
 
 
-def _write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
+def write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
     """One file for each directory of ``sources``, which includes those: they share the headers that most of the time goes
     into. For async_io 22 s of processor time instead of 54 s. Names local to a file must therefore differ within a
     directory."""

@@ -105,6 +105,12 @@ _attempts: dict[str, Attempt] = {}
 _found: dict[tuple[str | None, ...], Toolchain] = {}
 
 
+def forget() -> None:
+    """Look for everything again, as another process would."""
+    _found.clear()
+    _attempts.clear()
+
+
 def find() -> Toolchain | Attempt:
     """The compiler named by CXX, or else the first of c++, g++ and clang++ that accepts C++20; otherwise a failed
     Attempt that says what was tried. Never raises."""

@@ -119,6 +119,11 @@ class BufferPool:
         """The budget, in bytes."""
         return self._chunks.budget
 
+    @property
+    def waiting(self) -> int:
+        """Number of threads that wait for a lease."""
+        return len(self._waiting)
+
     def set_budget(self, nbytes: int) -> None:
         """Change the budget (bytes).
 

@@ -22,8 +22,8 @@ from .facts import Fact, Value, human_size
 _SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
 _SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
 _FEW_AIO_EVENTS = 1024  # eight default handles
-_AIO_LIMITS = Path("/proc/sys/fs")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+AIO_LIMITS = Path("/proc/sys/fs")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
 
 
@@ -250,13 +250,13 @@ def _cpu() -> list[Fact]:
 
 def _aio_events_used() -> tuple[Value, str, str] | None:
     """Probe how many events of the kernel's asynchronous I/O are in use."""
-    used = _read(_AIO_LIMITS / "aio-nr")
+    used = _read(AIO_LIMITS / "aio-nr")
     return None if used is None else (int(used), "", "")
 
 
 def _aio_events_allowed() -> tuple[Value, str, str] | None:
     """Probe how many events of the kernel's asynchronous I/O are allowed; few of them left is a problem."""
-    used, allowed = (_read(_AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
+    used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
         return None
     left = int(allowed) - int(used)
@@ -288,12 +288,12 @@ def _memory_lock() -> tuple[Value, str, str]:
 
 def _huge_pages() -> tuple[Value, str, str]:
     """Probe when the kernel uses huge pages; never is a problem."""
-    text = _read(_HUGE_PAGES)
+    text = _read(HUGE_PAGES)
     if text is None:
-        return None, "unknown", f"{_HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
+        return None, "unknown", f"{HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
     chosen = re.search(r"\[(\w+)\]", text)
     value = chosen[1] if chosen else text
-    problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {_HUGE_PAGES}')}"
+    problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {HUGE_PAGES}')}"
     return value, "", problem if value == "never" else ""
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepnvme.memory.lease import Ending
     from deepnvme.transfer.block import Block, Memory
 
-_LINGER_SECONDS = 0.5
+LINGER_SECONDS = 0.5
 """How long a thread that is done with memory may take to let go of it."""
 _POLL_SECONDS = 0.0005
 """Between looks whether somebody has let go of memory."""
@@ -60,7 +60,7 @@ class Slots(ABC):
 
         Waits a moment for threads that are about to end, and garbage, to let go of theirs. Raises OutOfBuffers after that.
         """
-        deadline = time.monotonic() + _LINGER_SECONDS
+        deadline = time.monotonic() + LINGER_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
         while (slot := self.lease(block.nbytes, limit)) is None:
             if time.monotonic() > deadline:

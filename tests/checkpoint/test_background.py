@@ -35,7 +35,7 @@ def all_ended() -> Iterator[None]:
     """No test leaves a save under way, or one for another to raise."""
     yield
     assert not background._saves._under_way
-    assert background._saves.unseen() is None
+    background.raise_unseen()
 
 
 def test_a_group_is_refused_with_what_there_is_for_it(drive: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_failure_is_the_futures(drive: Path, pool: BufferPool, lazy: bool) -> 
 
 @pytest.mark.parametrize("save", [deepnvme.save, deepnvme.async_save])
 def test_one_that_nobody_looked_at_is_raised_by_the_next_save(drive: Path, save: Callable[..., Any]) -> None:
-    background._saves.wait_for(deepnvme.async_save(state(), drive / "missing" / "a.pt").path)
+    background.wait_for_saves(deepnvme.async_save(state(), drive / "missing" / "a.pt").path)
     with pytest.raises(FileNotFoundError) as caught:
         save(state(), drive / "b.pt")
     assert caught.value.filename == str(drive / "missing" / "a.pt")

@@ -127,7 +127,7 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
 
         # an earlier save of one rank, that nobody looked at
         if one:
-            deepnvme.checkpoint.background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "b.pt").path)
+            deepnvme.checkpoint.background.wait_for_saves(deepnvme.async_save([1], drive / "missing" / "b.pt").path)
         refused(FileNotFoundError, "missing/b.pt", state, RuntimeError)
 
         # a rank has no engine or memory, writes, or rank 0 begins or publishes, in vain

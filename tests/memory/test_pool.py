@@ -54,10 +54,10 @@ class Started:
 
 def start_waiting(pool: BufferPool, call: Callable[..., Any], *arguments: Any) -> Started:
     """Start a call that leads to one more thread waiting for the pool."""
-    before = len(pool._waiting)
+    before = pool.waiting
     started = Started(call, *arguments)
     deadline = time.monotonic() + 10
-    while len(pool._waiting) == before:
+    while pool.waiting == before:
         assert not started.future.done(), f"it did not wait: {started.future}"
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -544,7 +544,7 @@ def test_the_last_to_wait_lets_another_go_on(pool: BufferPool) -> None:
     assert leased.wait(10)
     in_front = start_waiting(pool, first)
     ask.set()
-    while len(pool._waiting) < 2:
+    while pool.waiting < 2:
         time.sleep(0.001)
     assert order == []
     with pool.lease(40 * PAGE, timeout=10):

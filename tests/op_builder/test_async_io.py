@@ -231,7 +231,7 @@ def test_without_either_library_the_engine_is_built_and_moves_bytes(
     sources = [csrc.parent / source for source in builder.sources() if "bindings" not in source]
     main, program = tmp_path / "main.cpp", tmp_path / "program"
     main.write_text(WITHOUT_LIBRARIES)
-    units = [main, *jit._write_units(tuple(sources), tmp_path)]
+    units = [main, *jit.write_units(tuple(sources), tmp_path)]
     flags = [os.environ["CPPFLAGS"], *builder.cxx_args(), "-O0", f"-I{csrc}"]
     subprocess.run([compiler, *flags, *units, "-o", program, *builder.extra_ldflags()], check=True, timeout=120)
     done = subprocess.run([program, tmp_path / "file"], capture_output=True, text=True, timeout=60)

@@ -160,7 +160,6 @@ def test_nothing_is_kept_below_a_directory_that_others_can_write_to(
     standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, mode: int
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr(build_cache, "_told", set())
     (tmp_path / "extensions/deepnvme/standin_op").mkdir(parents=True)
     (tmp_path / part).chmod(mode)
     with pytest.warns(UserWarning, match=rf"can be written to by .*\(mode {mode:o}\).*own.*TORCH_EXTENSIONS_DIR"):
@@ -216,7 +215,7 @@ def test_whatever_the_umask_others_can_write_nothing_of_a_build(standin: Standin
 def test_where_no_place_will_do_the_error_says_what_is_wrong_with_the_chosen_one(
     standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_cache, "_private_places", lambda: iter([tmp_path / "extensions" / "x", tmp_path / "a-file" / "x"]))
+    monkeypatch.setattr(build_cache, "private_places", lambda: iter([tmp_path / "extensions" / "x", tmp_path / "a-file" / "x"]))
     (tmp_path / "extensions").mkdir()
     (tmp_path / "extensions").chmod(0o777)
     (tmp_path / "a-file").touch()

@@ -24,8 +24,8 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "commands"))
-    monkeypatch.setattr(cuda, "_DEFAULT_TOOLKIT", tmp_path / "default")
-    monkeypatch.setattr(cuda, "_NVIDIA_FS", tmp_path / "nvidia-fs")
+    monkeypatch.setattr(cuda, "DEFAULT_TOOLKIT", tmp_path / "default")
+    monkeypatch.setattr(cuda, "NVIDIA_FS", tmp_path / "nvidia-fs")
     for name in ("torch", "nvidia"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))

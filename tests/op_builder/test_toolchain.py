@@ -78,7 +78,7 @@ def test_an_upgraded_compiler_is_another_one(command: Command, compiler: str, mo
     monkeypatch.setenv("CXX", str(script))
     before = found().identity
     script.write_text(script.read_text() + "# upgraded\n")
-    toolchain._found.clear()  # as in another process
+    toolchain.forget()  # as in another process
     assert found().identity != before
 
 
@@ -105,8 +105,7 @@ def test_what_succeeded_is_not_tried_again_by_the_next_process(
     monkeypatch.setenv("CXX", str(logging))
     for _ in range(2):
         assert found().has_library("m", "math.h", "1")
-        toolchain._found.clear()  # as in another process
-        toolchain._attempts.clear()
+        toolchain.forget()  # as in another process
     assert log.read_text().splitlines() == ["probe", "probe"]  # C++20 and the library, once each
 
 

@@ -266,23 +266,27 @@ def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypa
 def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
-    monkeypatch.setattr(machine_probes, "_AIO_LIMITS", tmp_path)
+    monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
     in_use, allowed = of_the_system("aio_nr"), of_the_system("aio_max_nr")
     assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "enabled").write_text("always madvise [never]\n")
-    monkeypatch.setattr(machine_probes, "_HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(machine_probes, "HUGE_PAGES", tmp_path / "enabled")
     fact = of_the_system("transparent_huge_pages")
     assert (fact.value, fact.status) == ("never", "WARNING")
     assert "echo madvise" in fact.problems[0]
 
 
 def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_probes, "_AIO_LIMITS", tmp_path)
-    monkeypatch.setattr(machine_probes, "_HUGE_PAGES", tmp_path / "enabled")
-    monkeypatch.setattr(machine_probes, "_read", lambda path: None)
+    monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
+    monkeypatch.setattr(machine_probes, "HUGE_PAGES", tmp_path / "enabled")
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> str:
+        raise PermissionError(errno.EACCES, "as asked for", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
     for fact in machine_probes.system():
         assert fact.shown
         assert bool(fact.problems) == (fact.status == "WARNING")
@@ -447,7 +451,7 @@ def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, mon
     told = directory_probes.try_direct_io(tmp_path)
     if told.source != "statx":
         pytest.skip("needs a kernel and a filesystem that report their alignment (statx, Linux 6.1)")
-    monkeypatch.setattr(directory_probes, "_statx_alignment", lambda descriptor: None)
+    monkeypatch.setattr("ctypes.CDLL", lambda *args, **kwargs: object())  # a libc that has no statx
     tried = directory_probes.try_direct_io(tmp_path)
     assert told.memory_alignment is not None
     assert tried.memory_alignment is not None

@@ -304,7 +304,7 @@ class Rules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("deepnvme.streaming.slots._LINGER_SECONDS", 0.01)  # nobody is on the way out
+        self.patch.setattr("deepnvme.streaming.slots.LINGER_SECONDS", 0.01)  # nobody is on the way out
         self.fake = FakeDrive()
         self.residents = "ab"
         self.slots = CountedSlots(3 * NBYTES)

@@ -158,13 +158,13 @@ def test_a_folder_that_is_too_small_is_one_line_before_the_first_byte(ds_io: Com
 def test_a_disk_that_fills_up_meanwhile_is_one_line_and_leaves_nothing(
     ds_io: Command, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, hog = transfers._Handle.move, small_disk / "hog"
+    real, hog = transfers.AioHandle.move, small_disk / "hog"
 
     def greedy(self: Any, path: Path) -> None:
         hog.write_bytes(bytes(small_disk.bytes_free() // 4 * 3))
         real(self, path)
 
-    monkeypatch.setattr(transfers._Handle, "move", greedy)
+    monkeypatch.setattr(transfers.AioHandle, "move", greedy)
     failed(ds_io("--folder", small_disk.path, "--io_size", "16M"), "No space left on device")
     assert sorted(path.name for path in small_disk.path.iterdir()) == ["hog", "lost+found"]
 
@@ -174,13 +174,13 @@ def test_an_io_size_without_end_is_one_line(ds_io: Command, drive: Path) -> None
 
 
 def test_a_difference_that_validation_finds_is_one_line(ds_io: Command, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = transfers._Handle.move
+    real = transfers.AioHandle.move
 
     def careless(self: Any, path: Path) -> None:
         real(self, path)
         self.tensor[0] ^= 1
 
-    monkeypatch.setattr(transfers._Handle, "move", careless)
+    monkeypatch.setattr(transfers.AioHandle, "move", careless)
     failed(ds_io("--folder", drive, "--io_size", "1M", "--validate", "--json"), "validation: tensor and '")
     assert list(drive.iterdir()) == []
 

@@ -28,7 +28,7 @@ MIB = 1 << 20
 ENGINES = get_args(EngineName)
 OPERATIONS = get_args(Operation)
 Mover = Callable[[Any, Path], None]
-CLASSES = {"aio_handle": "_Handle", "aio_basic": "_Basic", "torch_io": "_Torch", "torch_fastio": "_TorchFast"}
+CLASSES = {"aio_handle": "AioHandle", "aio_basic": "AioBasic", "torch_io": "TorchIo", "torch_fastio": "TorchFastIo"}
 
 
 def job(folder: Path, operation: Operation, *, processes: int = 1, io_size: int = MIB, **more: Any) -> Job:
@@ -263,13 +263,13 @@ def test_fsync_counts_as_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, d
 
 @pytest.mark.alone
 def test_validation_takes_no_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    real = transfers._Handle.matches
+    real = transfers.AioHandle.matches
 
     def slow(self: Any, path: Path) -> bool:
         time.sleep(2)
         return real(self, path)
 
-    monkeypatch.setattr(transfers._Handle, "matches", slow)
+    monkeypatch.setattr(transfers.AioHandle, "matches", slow)
     assert measure(job(drive, "write", validate=True, loops=1, warmup_loops=0)).seconds < 2
 
 
@@ -353,7 +353,7 @@ def test_what_another_process_warns_of_is_said_here(monkeypatch: pytest.MonkeyPa
     ours, theirs = multiprocessing.Pipe()
     worker_processes.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), lambda: None, theirs)
     with pytest.warns(RuntimeWarning, match="half the speed"), pytest.raises(Unsuitable, match="and then this"):
-        worker_processes._Several([ours])
+        worker_processes.SeveralProcesses([ours])
     ours.close()
 
 

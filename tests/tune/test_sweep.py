@@ -216,7 +216,7 @@ def test_an_interrupt_of_the_last_measurement_is_told_too(
     folders = [drive / "a", drive / "b"]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(tuner, "_striping", interrupt)
+    monkeypatch.setattr(tuner, "measure_striping", interrupt)
     ran = ds_nvme_tune("--nvme_dir", *folders, "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
     ran.refusal(130)
     assert "INTERRUPTED" in ran.out

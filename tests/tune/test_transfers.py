@@ -83,7 +83,7 @@ def test_a_file_of_another_length_is_not_the_tensor(length: int, drive: Path) ->
 
 
 def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_CHUNK", 1000)
+    monkeypatch.setattr(transfers, "CHUNK", 1000)
     transfer = transfers.make(job("aio_handle", "write"), 0)
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")

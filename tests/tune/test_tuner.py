@@ -170,7 +170,7 @@ def test_an_interrupt_of_the_striping_keeps_all_searches(drive: Path, monkeypatc
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuner, "_striping", interrupted)
+    monkeypatch.setattr(tuner, "measure_striping", interrupted)
     tuning = tune(order(*folders))
     assert not tuning.complete
     assert len(tuning.searches) == 3

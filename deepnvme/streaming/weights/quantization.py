@@ -48,7 +48,7 @@ _LEAST_COLUMNS = 64
 _LARGEST = 2.0**126
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _ALIGNMENT = 64
-_AT_A_TIME = 1 << 22  # values dequantised at a time; torch needs some 12 bytes of temporary memory for each
+VALUES_AT_A_TIME = 1 << 22  # values dequantised at a time; torch needs some 12 bytes of temporary memory for each
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class QuantizedLayout:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Return the ranges of rows, as (begin, end), that :func:`dequantize_over` dequantises one after the other."""
-        step = max(1, _AT_A_TIME // max(1, self.columns))
+        step = max(1, VALUES_AT_A_TIME // max(1, self.columns))
         return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
 
     def distance(self, itemsize: int) -> int:

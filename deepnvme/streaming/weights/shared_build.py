@@ -17,7 +17,7 @@ from .weight_store import WeightStore
 
 BUILDING = "building"
 """Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""
-_PATIENCE = 3600.0
+PATIENCE_SECONDS = 3600.0
 """Seconds to wait for another process: enough to build some TB. A builder that dies is not waited for."""
 _BETWEEN_LOOKS = 0.05
 """Seconds between two attempts to lock the directory."""
@@ -105,8 +105,9 @@ def _alone_in(directory: Path) -> DirectoryLock:
         try:
             return DirectoryLock(directory)
         except StoreLocked as error:
-            if time.monotonic() - began > _PATIENCE:
-                text = f"waited {_PATIENCE:.0f} s for {error.holder} to build the store; end that, or choose another directory"
+            if time.monotonic() - began > PATIENCE_SECONDS:
+                waited = f"waited {PATIENCE_SECONDS:.0f} s for {error.holder} to build the store"
+                text = f"{waited}; end that, or choose another directory"
                 raise StoreLocked(errno.EBUSY, text, str(directory.parent)) from None
             if not said:
                 _logger.warning("waiting for %s to build the store in '%s'", error.holder, directory.parent)

@@ -21,7 +21,7 @@ from .job import EngineName, Job
 if TYPE_CHECKING:
     import torch
 
-_CHUNK = 64 << 20
+CHUNK = 64 << 20
 
 
 class Transfer(abc.ABC):
@@ -80,7 +80,7 @@ def make(job: Job, device_number: int) -> Transfer:
     """
     device = gpu(device_number) if job.gpu else None
     engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]]
-    engines = {"aio_handle": _Handle, "aio_basic": _Basic, "torch_io": _Torch, "torch_fastio": _TorchFast}
+    engines = {"aio_handle": AioHandle, "aio_basic": AioBasic, "torch_io": TorchIo, "torch_fastio": TorchFastIo}
     return engines[job.engine](job, device)
 
 
@@ -120,7 +120,7 @@ def gpu(number: int, in_turn: bool = False) -> torch.device:
     return torch.device("cuda", number % count)
 
 
-class _Handle(Transfer):
+class AioHandle(Transfer):
     """Moves the tensor by one aio_handle or gds_handle, used in all loops."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -151,7 +151,7 @@ class _Handle(Transfer):
         return dict(self._handle.stats())
 
 
-class _Basic(Transfer):
+class AioBasic(Transfer):
     """Moves the tensor by the functions aio_read and aio_write, which make a handle for each call."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -174,7 +174,7 @@ class _Basic(Transfer):
         self._op.aio_read(self.tensor, str(path), *self._arguments)
 
 
-class _Torch(Transfer):
+class TorchIo(Transfer):
     """Moves the tensor by torch.save and torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -215,7 +215,7 @@ class _Torch(Transfer):
         torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
 
 
-class _TorchFast(_Torch):
+class TorchFastIo(TorchIo):
     """Moves the tensor by torch.save to a file object that writes with a handle, and by torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -238,8 +238,8 @@ def _same(tensor: torch.Tensor, path: Path) -> bool:
     if path.stat().st_size != tensor.numel():
         return False
     with path.open("rb", buffering=0) as file:
-        for start in range(0, tensor.numel(), _CHUNK):
-            part = tensor[start : start + _CHUNK].cpu()
+        for start in range(0, tensor.numel(), CHUNK):
+            part = tensor[start : start + CHUNK].cpu()
             with memory_of(part) as view:
                 if file.read(len(view)) != view:
                     return False

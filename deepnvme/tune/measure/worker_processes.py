@@ -61,7 +61,7 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
                 process.start()
             processes.append(process)
             theirs.close()  # so that reading raises EOFError when the process dies
-        yield _Several(connections)
+        yield SeveralProcesses(connections)
     except BaseException:
         # Kill all, because those at the barrier would wait forever.
         for process in processes:
@@ -87,7 +87,7 @@ class _One:
         return [getattr(self._member, method)(*arguments)]
 
 
-class _Several:
+class SeveralProcesses:
     """Members in other processes, each behind a connection."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:

@@ -90,7 +90,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
                 if not outcome.complete:
                     break
             if len(searches) == len(groups) > 1 and searches[-1].complete:
-                striping = _striping(bench, order, searches, facts)
+                striping = measure_striping(bench, order, searches, facts)
             complete = searches[-1].complete
     except KeyboardInterrupt:  # may also come while the bench removes its files, when all has been measured
         if not searches:
@@ -144,7 +144,7 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 # Striping.
 
 
-def _striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+def measure_striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
     """Measure each folder with its own best setting, and all together with theirs.
 
     They take turns, so that a drive that is slow for a while is slow in all measurements.

@@ -262,7 +262,7 @@ def test_no_byte_beyond_is_touched_at_any_address(scheme: Scheme, shape: tuple[i
 def test_values_may_overwrite_the_bytes_that_they_are_of(
     scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "_AT_A_TIME", 500)  # values: several pieces of most
+    monkeypatch.setattr(quantization, "VALUES_AT_A_TIME", 500)  # values: several pieces of most
     expected = torch.empty(shape, dtype=dtype)
     source = quantize(made(*shape), scheme)
     dequantize([(scheme, source, expected)])

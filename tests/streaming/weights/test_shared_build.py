@@ -37,7 +37,7 @@ def never(_: Path) -> WeightStore:
 
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_build, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_build, "PATIENCE_SECONDS", 0.1)
     other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)
@@ -72,7 +72,7 @@ def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_lock
     drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     """At each point, while the traceback, which has the frames, is alive."""
-    monkeypatch.setattr(shared_build, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_build, "PATIENCE_SECONDS", 0.1)
     where, skip = drive / "store", all_but(shared_build)
 
     def open_or_build() -> WeightStore:
