@@ -18,13 +18,11 @@ from typing import NoReturn
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from ._shared_engine import shared_engine
-from .destination import Destination
 from .formats.archive import archive
 from .formats.file_image import FileImage
-from .kept_errors import clear_frames, clearing_frames
-from .latch import Latch
-from .staging import Cancelled, Snapshot
+from .publication import Destination
+from .staging import Cancelled, Latch, Snapshot
+from .transfers import clear_frames, clearing_frames, shared_engine
 
 
 class SaveFuture:
@@ -108,10 +106,7 @@ class SaveFuture:
 
     def _run(self) -> None:
         try:
-            with self._destination.begin(self.nbytes) as new:
-                self._snapshot.write(new.file, shared_engine())
-                new.publish()
-            self._destination.end()
+            self._destination.publish(self.nbytes, lambda file: self._snapshot.write(file, shared_engine()))
         except BaseException as error:
             self._error = error
         finally:

@@ -15,8 +15,6 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from ._shared_engine import shared_engine
-from .file_version import read_consistently
 from .formats.archive import crc32_of
 from .formats.contents import (
     ArchiveContents,
@@ -33,8 +31,8 @@ from .formats.contents import (
     wrong_size,
 )
 from .formats.pickled import pickled
-from .reading import read
 from .storage_placement import MapLocation, PlacedStorage, memory_for, placing, unread, watching
+from .transfers import read, read_consistently, shared_engine
 from .verifying import refuse_compressed, verify_records
 
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from deepnvme._files import sync_directory
 from deepnvme.memory.pool import BufferPool
 
-from ._shared_engine import shared_engine
 from .background import SaveFuture, raise_unseen, refuse_group, start
-from .destination import Destination
 from .formats.archive import archive
 from .formats.file_image import FileImage
 from .formats.sharding import Across
 from .loading import load
-from .publication import Publication
+from .publication import Destination, Publication
 from .saving import save_to
+from .transfers import shared_engine
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

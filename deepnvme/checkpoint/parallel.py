@@ -13,13 +13,11 @@ from deepnvme._progress import Progress
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
-from .destination import Destination
 from .formats.file_image import FileImage
 from .formats.sharding import equal_share
-from .publication import name_the_final_file
-from .writing import write
+from .publication import Destination, name_the_final_file
+from .transfers import shared_engine, write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

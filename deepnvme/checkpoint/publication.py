@@ -10,12 +10,16 @@ import os
 import secrets
 import signal
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
+
+from .transfers import shared_engine
 
 SUFFIX = ".deepnvme-tmp"
 """Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""
@@ -170,6 +174,38 @@ class Publication:
         if size > self._nbytes:
             os.ftruncate(descriptor, self._nbytes)
         preallocate(descriptor, size, self._nbytes, str(self.path), "make room, or save to another disk")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The path that a file is saved to, with the steps before it is written and after it is published."""
+
+    path: Path
+    """Path of the file."""
+    fsync: bool
+    """Whether the file is flushed to stable storage before it gets its name."""
+
+    def begin(self, nbytes: int) -> Publication:
+        """Return the publication that a file of ``nbytes`` bytes is written through."""
+        return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync)
+
+    def end(self) -> None:
+        """Do what follows publication; here nothing. An error of this step says that the file is saved."""
+
+    def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
+        """Publish a file. Blocks.
+
+        Args:
+            nbytes: Size of the file in bytes.
+            write: Writes the whole file.
+
+        Raises:
+            OSError: As for :class:`Publication`.
+        """
+        with self.begin(nbytes) as new:
+            write(new.file)
+            new.publish()
+        self.end()
 
 
 def name_the_final_file(error: OSError, temporary: str, path: str) -> None:

@@ -15,8 +15,6 @@ import torch
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from ._shared_engine import shared_engine
-from .file_version import read_consistently
 from .formats.file_image import FileImage
 from .formats.safetensors_header import (
     INDEX_SUFFIX,
@@ -31,9 +29,8 @@ from .formats.safetensors_header import (
 )
 from .formats.shared_tensors import left_out
 from .publication import Publication
-from .reading import read
 from .storage_placement import PlacedStorage, memory_for
-from .writing import write
+from .transfers import read, read_consistently, shared_engine, write
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 

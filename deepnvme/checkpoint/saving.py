@@ -14,14 +14,13 @@ from torch.serialization import save as torch_save  # deepnvme.save may have rep
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from ._shared_engine import shared_engine
 from .background import raise_unseen, wait_for_saves
-from .destination import Destination
 from .formats.archive import archive
 from .formats.file_image import FileImage
 from .formats.sharding import Across
 from .parallel import save_together
-from .writing import write
+from .publication import Destination
+from .transfers import shared_engine, write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,7 +120,5 @@ def save_to(
     raise_unseen()
     image = make(None)
     wait_for_saves(destination.path)
-    with destination.begin(image.nbytes) as new:
-        write(image, new.file, shared_engine(), buffer_pool() if pool is None else pool, progress=progress)
-        new.publish()
-    destination.end()
+    memory = buffer_pool() if pool is None else pool
+    destination.publish(image.nbytes, lambda file: write(image, file, shared_engine(), memory, progress=progress))

@@ -29,8 +29,7 @@ from deepnvme.memory.host import address_range
 from deepnvme.transfer.gather import DIRECT_FROM
 
 from .formats.contents import ArchiveContents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
-from .formats.zip_directory import data_of
-from .formats.zip_layout import LOCAL_HEADER
+from .formats.zip_format import LOCAL_HEADER, data_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

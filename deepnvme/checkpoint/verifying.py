@@ -21,7 +21,6 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
-from ._shared_engine import shared_engine
 from .formats import safetensors_header
 from .formats.contents import (
     DAMAGE,
@@ -38,8 +37,7 @@ from .formats.contents import (
     scan_of,
 )
 from .formats.pickle_scan import PickleScan, why_wasteful
-from .kept_errors import clearing_frames
-from .reading import started
+from .transfers import clearing_frames, shared_engine, started
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 

@@ -357,7 +357,6 @@ def test_threads_may_save_at_the_same_time(drive: Path, pool: BufferPool) -> Non
 
 PROGRAM = """
 import os, sys, torch, deepnvme
-from deepnvme.swap import BufferPool
 path = {path!r}
 large = [torch.full((8 << 20,), 7, dtype=torch.uint8) for _ in range(4)]
 """

@@ -14,9 +14,9 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import background
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.latch import Latch
 from deepnvme.checkpoint.publication import Publication
-from deepnvme.checkpoint.writing import write
+from deepnvme.checkpoint.staging import Latch
+from deepnvme.checkpoint.transfers import write
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import DIRECT_FROM
 

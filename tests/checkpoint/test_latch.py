@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from deepnvme.checkpoint.latch import Latch
+from deepnvme.checkpoint.staging import Latch
 
 
 def test_all_who_wait_go_on() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.writing import write
+from deepnvme.checkpoint.transfers import write
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.checkpoint.formats.file_image import bytes_of
-from deepnvme.checkpoint.reading import in_chunks, read
 from deepnvme.checkpoint.storage_placement import PlacedStorage, memory_for
+from deepnvme.checkpoint.transfers import in_chunks, read
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import memory_of

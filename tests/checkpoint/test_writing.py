@@ -12,7 +12,7 @@ import torch
 
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.writing import write
+from deepnvme.checkpoint.transfers import write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme.checkpoint.file_version import read_consistently
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.transfers import read_consistently
 
 from .reader import Wanted, done, fill, opened, part
 from .safetensors import elements_of_safetensors

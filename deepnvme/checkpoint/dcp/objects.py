@@ -16,8 +16,7 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 
 from deepnvme.checkpoint.formats.contents import DAMAGE
 from deepnvme.checkpoint.formats.pickle_scan import why_wasteful
-from deepnvme.checkpoint.formats.zip_directory import BadDirectory, data_of, entries
-from deepnvme.checkpoint.formats.zip_layout import LOCAL_HEADER
+from deepnvme.checkpoint.formats.zip_format import LOCAL_HEADER, BadDirectory, data_of, entries
 
 
 class Damaged(ValueError):

@@ -18,14 +18,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from deepnvme._files import naming_file
-from deepnvme.checkpoint._shared_engine import shared_engine
-from deepnvme.checkpoint.file_version import Version, read_consistently, unless_replaced, version_of
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.file_image import bytes_of
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
-from deepnvme.checkpoint.kept_errors import clearing_frames
 from deepnvme.checkpoint.loading import resolve_weights_only
-from deepnvme.checkpoint.reading import in_chunks
+from deepnvme.checkpoint.transfers import (
+    Version,
+    clearing_frames,
+    in_chunks,
+    read_consistently,
+    shared_engine,
+    unless_replaced,
+    version_of,
+)
 from deepnvme.engine import Future as Transfer
 from deepnvme.engine import without_python
 from deepnvme.memory.host import give_pages

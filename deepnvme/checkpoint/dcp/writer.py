@@ -22,12 +22,11 @@ from torch.futures import Future
 
 from deepnvme._files import sync_directory
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.checkpoint._shared_engine import shared_engine
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.tensor_archive import flat, frame, memory_of_item
-from deepnvme.checkpoint.latch import Latch
 from deepnvme.checkpoint.publication import Publication, remove_leftovers
-from deepnvme.checkpoint.writing import write
+from deepnvme.checkpoint.staging import Latch
+from deepnvme.checkpoint.transfers import shared_engine, write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM

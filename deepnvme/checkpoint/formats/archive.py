@@ -18,7 +18,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 
 from .file_image import FileImage, Source, bytes_of
 from .pickled import pickled
-from .zip_layout import ZipLayout, lay_out
+from .zip_format import ZipLayout, lay_out
 
 _CRC_CHUNK = 16 << 20
 

@@ -21,8 +21,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from .archive import archive
 from .pickle_scan import why_wasteful
 from .pickled import is_plain
-from .zip_directory import BadDirectory, ZipEntry, data_of, parse
-from .zip_layout import END, END_64, LOCAL_HEADER, LOCATOR_64
+from .zip_format import END, END_64, LOCAL_HEADER, LOCATOR_64, BadDirectory, ZipEntry, data_of, parse
 
 _ALIGNMENT = 64
 """Alignment of the records in bytes, torch's default: a small tensor should not take pages.

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from deepnvme._listed import listed
-from deepnvme.checkpoint.file_version import read_consistently, version_of
 from deepnvme.checkpoint.formats.contents import (
     CorruptCheckpoint,
     check_pickle,
@@ -23,8 +22,8 @@ from deepnvme.checkpoint.formats.contents import (
 )
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
 from deepnvme.checkpoint.formats.tensor_archive import Elements, contiguous_strides
-from deepnvme.checkpoint.reading import started
 from deepnvme.checkpoint.storage_placement import unread
+from deepnvme.checkpoint.transfers import read_consistently, started, version_of
 from deepnvme.engine import Engine, File
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named

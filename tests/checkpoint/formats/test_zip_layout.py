@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.formats.zip_directory import BadDirectory, data_of, entries
-from deepnvme.checkpoint.formats.zip_layout import LOCAL_HEADER, ZipLayout, lay_out
+from deepnvme.checkpoint.formats.zip_format import LOCAL_HEADER, BadDirectory, ZipLayout, data_of, entries, lay_out
 
 GIB = 1 << 30
 records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,

@@ -1,0 +1,330 @@
+"""Transfers between checkpoint files and memory: by one engine, of one version of the file, with errors that keep no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ParamSpec, Protocol, TypeVar
+
+import torch
+
+from deepnvme._files import naming_file
+from deepnvme._progress import Progress, counting
+from deepnvme.engine import Engine, File, Future, without_python
+from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.host import give_pages
+from deepnvme.memory.pool import BufferPool
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
+from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
+
+from .formats.contents import CorruptCheckpoint
+from .formats.file_image import FileImage, bytes_of
+from .storage_placement import PlacedStorage
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+_PACKAGE = __name__.partition(".")[0]
+_GAP = 64 << 10
+"""Most bytes between two pieces that are read along with them instead of being skipped."""
+Path = str | os.PathLike[str]
+Version = tuple[int, ...]
+"""Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""
+
+
+def shared_engine() -> Engine:
+    """Return this process's engine, created on first use. A forked child gets an engine of its own."""
+    return _engine_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _engine_of(process: int) -> Engine:
+    return Engine()
+
+
+# Errors.
+
+
+def clear_frames(error: BaseException) -> None:
+    """Forget the local variables of this package's functions that the error has left, and the errors that led to it.
+
+    Frames of others stay as they are: a debugger may want them, and clearing one of a suspended generator would close that.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += each.__cause__, each.__context__
+        trace = each.__traceback__
+        while trace is not None:
+            if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+                with contextlib.suppress(RuntimeError):  # still running
+                    trace.tb_frame.clear()
+            trace = trace.tb_next
+
+
+def clearing_frames(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function like this one whose errors keep its arguments, and no other variables of this package's functions."""
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            clear_frames(error)
+            raise
+
+    return call
+
+
+# Writing.
+
+
+@clearing_frames
+def write(
+    image: FileImage,
+    file: File,
+    engine: Engine,
+    pool: BufferPool,
+    parts: Sequence[tuple[int, int]] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a file image, or parts of it, into a file. Blocks until everything is written.
+
+    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache.
+
+    Args:
+        image: Bytes of the file.
+        file: File to write to.
+        engine: Engine that does the transfers.
+        pool: Pool of the buffers for small pieces.
+        parts: Ranges of the file to write, each (begin, end) in bytes. None is the whole file.
+        progress: Called with (bytes written, bytes to write).
+
+    Raises:
+        OutOfBuffers: If the pool's budget does not allow a buffer.
+        OSError: The first error of a transfer, after all started transfers have ended.
+    """
+    if parts is None:
+        parts = [(0, image.nbytes)]
+    ended = counting(progress, sum(end - begin for begin, end in parts))
+    start = without_python(engine.write)
+    under_way: deque[tuple[int, Future]] = deque()
+    ring = ChunkRing(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)), wait=True)
+
+    def end_first() -> None:
+        nbytes, future = under_way[0]
+        future.result()
+        under_way.popleft()
+        ended(nbytes)
+
+    try:
+        for begin, end in parts:
+            for part in image.ranges(begin, end):
+                tensor = part.tensor
+                if tensor is None:
+                    tensor = ring.memory(part.begin, part.end)
+                    assert tensor is not None  # because the ring waits for the pool
+                    image.copy(part.begin, part.end, tensor)
+                # One call starts the write and keeps its future: Ctrl-C cannot come between the two.
+                under_way.extend(zip([part.end - part.begin], map(start, [tensor], [file], [part.begin]), strict=True))
+                if part.tensor is None:
+                    ring.sent([under_way[-1][1]])
+                while under_way and under_way[0][1].done():
+                    end_first()
+        while under_way:
+            end_first()
+    finally:
+        for _, future in under_way:
+            future.exception()  # the caller may change the memory after this returns
+        ring.release()
+
+
+# Reading.
+
+
+class ByteRange(Protocol):
+    """A range of bytes to read from a file. It must have fewer than CHUNK - PAGE bytes."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the file."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        ...
+
+
+Piece = TypeVar("Piece", bound=ByteRange)
+
+
+@clearing_frames
+def read(
+    placed: Sequence[PlacedStorage],
+    path: str | os.PathLike[str],
+    engine: Engine,
+    pool: BufferPool,
+    progress: Progress | None = None,
+) -> None:
+    """Fill storages with their bytes from a file. Blocks. Leases at most 16 MiB at a time.
+
+    Args:
+        placed: The storages and their offsets, on the CPU or CUDA devices.
+        path: The file.
+        engine: Engine that does the transfers.
+        pool: Pool of the chunks that small storages are read through.
+        progress: Called with (bytes read, bytes to read).
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the last byte of a storage.
+        OSError: The first error, after all started transfers have ended.
+    """
+    ended = counting(progress, sum(each.nbytes for each in placed))
+    together: list[PlacedStorage] = []
+    with engine.open(os.fspath(path), "r") as file:
+        alone: list[Future] = []
+        try:
+            for each in placed:
+                if each.storage.device.type == "cpu" and each.nbytes < DIRECT_FROM:
+                    together.append(each)
+                else:
+                    if each.storage.device.type == "cpu":
+                        give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier storages
+                    alone.append(started(engine, bytes_of(each.storage), file, each.offset))
+            for run, chunk, begin in in_chunks(together, file, engine, pool):
+                scatter([each.storage.data_ptr() for each in run], [(each.offset, each.nbytes) for each in run], chunk, begin)
+                ended(sum(each.nbytes for each in run))
+            for future in alone:
+                future.result()
+                ended(future.nbytes)
+        finally:
+            for future in alone:
+                future.exception()  # the storages may be freed after this returns
+
+
+def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
+    """Start reading from a file and return the future of the read.
+
+    Args:
+        engine: Engine that does the transfer.
+        memory: Contiguous tensor to fill.
+        file: File to read.
+        offset: Bytes from the start of the file.
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the range does: it was truncated since its directory was read.
+    """
+    try:
+        return engine.read(memory, file, offset)
+    except ValueError as error:
+        if offset + memory.nbytes <= file.size():
+            raise
+        raise CorruptCheckpoint(file.path, str(error)) from error
+
+
+def in_chunks(
+    pieces: Iterable[Piece], file: File, engine: Engine, pool: BufferPool
+) -> Iterator[tuple[list[Piece], torch.Tensor, int]]:
+    """Read pieces of a file, neighbours together, and yield groups of them in the order of the file.
+
+    At most 16 MiB are leased at a time.
+
+    Args:
+        pieces: The ranges to read, in any order. They may overlap.
+        file: File to read.
+        engine: Engine that does the transfers.
+        pool: Pool of the chunks.
+
+    Yields:
+        (pieces, chunk, begin): a group of pieces, the bytes of the file that they are in, and the offset of these bytes in the
+        file. The chunk's memory is reused when the next group is requested.
+
+    Raises:
+        CorruptCheckpoint: If the file ends before the last byte of a piece.
+        OSError: The first error, after all started transfers have ended.
+    """
+    pieces = list(pieces)
+    size = file.size()
+    if any(each.offset + each.nbytes > size for each in pieces):
+        raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
+
+    def start(run: Run, chunk: torch.Tensor) -> Future:
+        return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
+
+    found = runs([(0, each.offset, each.nbytes) for each in pieces], CHUNK, PAGE, _GAP)
+    for run, chunk in read_ahead(found, start, pool):
+        yield [pieces[index] for index in run.members], chunk, run.begin
+
+
+# Files that are replaced while they are read: loading opens a path more than once, and what is loaded must come from one file.
+
+
+def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
+    """Call ``load`` until the file was not replaced during the call, and return its result.
+
+    Args:
+        path: The file that ``load`` reads. Its OSErrors that name no file are made to name this one.
+        load: Reads the file. Called again after a replacement, also if it raised.
+
+    Raises:
+        Exception: What ``load`` raised, if the file was not replaced during that call.
+    """
+    while True:
+        version = version_of(path)
+        try:
+            with naming_file(path):
+                loaded = load()
+        except Exception:
+            if not _replaced(path, version):
+                raise
+        else:
+            if not _replaced(path, version):
+                return loaded
+            del loaded  # frees the memory for the next attempt
+
+
+@contextlib.contextmanager
+def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[None]:
+    """Raise OSError (ESTALE) after the block if one of the files was replaced during it, for callers that cannot start again.
+
+    Args:
+        versions: The files with their versions from before the block, see :func:`version_of`.
+        what: What was replaced, for the message: "the checkpoint".
+
+    Raises:
+        OSError: ESTALE, if a file was replaced. An exception of the block becomes its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        _refuse_replaced(versions, what, error)
+        raise
+    _refuse_replaced(versions, what, None)
+
+
+def _refuse_replaced(versions: Mapping[Path, Version], what: str, cause: Exception | None) -> None:
+    replaced = next((path for path, version in versions.items() if _replaced(path, version)), None)
+    if replaced is not None:
+        raise OSError(errno.ESTALE, f"{what} was replaced while it was read: load it again", os.fspath(replaced)) from cause
+
+
+def version_of(path: Path) -> Version:
+    """Return the current version of a file. Raises OSError if there is no such file."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _replaced(path: Path, version: Version) -> bool:
+    """Return whether the path now has another version. A file that was removed was not replaced."""
+    try:
+        return version_of(path) != version
+    except FileNotFoundError:
+        return False
