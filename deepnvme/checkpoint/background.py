@@ -11,9 +11,9 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -28,8 +28,8 @@ from .transfers import clear_frames, clearing_frames, shared_engine
 class SaveFuture:
     """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
-    An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt file
-    (:func:`save`, :func:`async_save`, :class:`CheckpointManager`), which then does not run. If there is no such save, the error
+    An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt or
+    safetensors file, which then does not run. If there is no such save, the error
     is written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
@@ -208,7 +208,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def raise_unseen() -> None:
-    """Raise the error of an earlier background save if nobody has seen it. Every save of a .pt file calls this first."""
+    """Raise the error of an earlier background save if nobody has seen it. Every save calls this first."""
     failed = _saves.unseen()
     if failed is not None and failed._error is not None:
         try:
@@ -224,26 +224,37 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
 
 @clearing_frames
 def start(
-    destination: Destination, image: FileImage, pool: BufferPool | None, lazy: bool, max_in_flight: int
-) -> SaveFuture:
-    """Stage the image, then write and publish it in the background.
+    destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
+    group: object,
+) -> SaveFuture:  # fmt: skip
+    """Stage an image, then write and publish it in the background.
 
     Args:
         destination: Where the file is published.
-        image: Bytes of the file.
+        make: Returns the image.
         pool: Pool of the pinned memory that the image is copied into. None is the process's pool.
         lazy: Let the background thread copy the whole image, and return at once.
         max_in_flight: Most saves queued or running. Waits for one to end if there are as many.
+        group: None. The ranks of a group would run collectives in their background threads, beside those of training, and each
+            rank in an order of its own.
 
     Returns:
         The future of the save, when what fits into the pool's free memory is copied.
 
     Raises:
-        ValueError: If ``max_in_flight`` is less than 1.
+        Exception: The error of an earlier background save that nobody has seen, or whatever ``make`` raises.
+        ValueError: If ``max_in_flight`` is less than 1, or a group is given.
         OutOfBuffers: If the pool's budget is too small, or held by this thread.
     """
+    if group is not None:
+        raise ValueError(
+            "the ranks of a group save together and at once, not behind training: use save(..., group=...), or"
+            " torch.distributed.checkpoint.async_save(..., storage_writer=deepnvme.NVMeWriter(path))"
+        )
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+    raise_unseen()
+    image = make(None)
     shared_engine()  # here, so that the caller gets the error if the engine cannot be created
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
     save = SaveFuture(destination, snapshot)
@@ -259,17 +270,6 @@ def start(
         _saves.wait_until_gone(save)
         raise
     return save
-
-
-def refuse_group() -> NoReturn:
-    """Raise ValueError: a background save cannot be made by the ranks of a process group.
-
-    The ranks would run collectives in their background threads, beside those of training, and each rank in an order of its own.
-    """
-    raise ValueError(
-        "the ranks of a group save together and at once, not behind training: use save(..., group=...), or"
-        " torch.distributed.checkpoint.async_save(..., storage_writer=deepnvme.NVMeWriter(path))"
-    )
 
 
 def async_save(
@@ -319,8 +319,6 @@ def async_save(
             (Leases that this thread takes later must be released before it waits for the future.)
         ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
     """
-    if group is not None:
-        refuse_group()
-    raise_unseen()
-    image = archive(obj, pickle_module, pickle_protocol, checksum)
-    return start(Destination(Path(path).absolute(), fsync), image, pool, lazy, max_in_flight)
+    destination = Destination(Path(path).absolute(), fsync)
+    make = partial(archive, obj, pickle_module, pickle_protocol, checksum)
+    return start(destination, make, pool, lazy, max_in_flight, group)

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import IO, Any
 
@@ -71,10 +72,9 @@ def load(
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.
         mmap: As for ``torch.load``. None is the default that torch is configured with.
         keys: If the file holds a mapping, load only these entries, and read only their bytes. All bytes are read if unpickling
-            looks at tensors (sparse tensors, classes defined outside torch), from safetensors files, and from files left to
-            ``torch.load``.
+            looks at tensors (sparse tensors, classes defined outside torch), and from files left to ``torch.load``.
         checksum: Verify the CRC-32 of each tensor that has one. Files that are left to ``torch.load`` are read one more time
-            for this. No effect for safetensors files, which have no checksums.
+            for this.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes read, bytes to
             read). No effect for what is left to ``torch.load``.
@@ -85,7 +85,8 @@ def load(
         KeyError: If the file does not have one of ``keys``.
         TypeError: If ``keys`` is given and the file holds no mapping.
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
-        ValueError: If ``checksum`` is combined with ``mmap`` or a file object.
+        ValueError: If ``checksum`` is combined with ``mmap`` or a file object; or if one of them is True for a safetensors file,
+            which is not mapped and has no checksums.
         RuntimeError: If torch refuses the arguments.
         OSError: If the file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
@@ -115,9 +116,11 @@ def load(
             return _load(path, chosen, mapped, checksum, safe, options, buffer_pool() if pool is None else pool, told)
 
     if os.fspath(path).endswith(".safetensors") and not is_zip(path):
-        loaded = _load_safetensors(path, map_location, pool, progress)
-    else:
-        loaded = read_consistently(path, whole)
+        if mmap or checksum:
+            what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
+            raise ValueError(f"{what}: load '{os.fspath(path)}' without")
+        return _load_safetensors(path, map_location, chosen, pool, progress)
+    loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
 
@@ -154,13 +157,17 @@ def _mapped_by_default() -> bool:
     return bool(config.load.mmap)
 
 
-def _load_safetensors(path: Any, map_location: MapLocation, pool: BufferPool | None, progress: Wanted) -> dict[str, torch.Tensor]:
-    from .safetensors_files import load_file
+def _load_safetensors(
+    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: Wanted
+) -> dict[str, torch.Tensor]:
+    from .safetensors_files import load_entries
 
     if map_location is not None and not isinstance(map_location, (str, bytes, torch.device)):
         raise RuntimeError(f"map_location must be a device for a safetensors file, got {type(map_location).__name__}")
     device = map_location.decode() if isinstance(map_location, bytes) else map_location
-    return load_file(path, "cpu" if device is None else device, pool=pool, progress=progress)
+    choose = dict if keys is None else partial(_chosen, keys=keys)
+    loaded = load_entries(path, "cpu" if device is None else device, choose, pool, progress)
+    return loaded if keys is None else {key: loaded[key] for key in keys}
 
 
 def _load(

@@ -8,16 +8,15 @@ import os
 import pickle
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme._files import sync_directory
 from deepnvme.memory.pool import BufferPool
 
-from .background import SaveFuture, raise_unseen, refuse_group, start
+from .background import SaveFuture, start
 from .formats.archive import archive
-from .formats.file_image import FileImage
-from .formats.sharding import Across
 from .loading import load
 from .publication import Destination, Publication
 from .saving import save_to
@@ -113,28 +112,25 @@ class CheckpointManager:
             fsync: As for :func:`deepnvme.save`.
             checksum: As for :func:`deepnvme.save`.
             pool: As for :func:`deepnvme.save`.
-            lazy: As for :func:`deepnvme.async_save`. No effect unless ``asynchronous``.
+            lazy: As for :func:`deepnvme.async_save`. Only with ``asynchronous``.
             group: As for :func:`deepnvme.save`. Not with ``asynchronous``.
 
         Returns:
             The future of the save if ``asynchronous``, otherwise None.
 
         Raises:
+            ValueError: If ``lazy`` is given without ``asynchronous``, or ``group`` with it.
             OSError: From saving. If a surplus checkpoint cannot be removed, the message says that the new one is saved.
             Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.
         """
+        if lazy and not asynchronous:
+            raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
         destination = _Step(self.path(step), fsync, self, step)
-
-        def make(across: Across | None) -> FileImage:
-            return archive(obj, pickle, 2, checksum, across=across)
-
-        if not asynchronous:
-            save_to(destination, make, pool, group=group)
-            return None
-        if group is not None:
-            refuse_group()
-        raise_unseen()
-        return start(destination, make(None), pool, lazy, _IN_FLIGHT)
+        make = partial(archive, obj, pickle, 2, checksum)
+        if asynchronous:
+            return start(destination, make, pool, lazy, _IN_FLIGHT, group)
+        save_to(destination, make, pool, group=group)
+        return None
 
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Load the checkpoint of a step, by default the latest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,17 @@ from .formats.safetensors_header import (
     TensorEntry,
     check_contiguous,
     check_savable,
+    extent,
     indexed,
     make_header,
     not_a_directory,
     read_header,
     shards_of,
 )
-from .formats.shared_tensors import left_out
-from .publication import Publication
+from .publication import Destination
+from .saving import save_to
 from .storage_placement import PlacedStorage, memory_for
-from .transfers import read, read_consistently, shared_engine, write
+from .transfers import read, read_consistently, shared_engine
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -59,6 +60,7 @@ def save_file(
         progress: As for :func:`deepnvme.save`.
 
     Raises:
+        Exception: First of all, the error of an earlier :func:`deepnvme.async_save` that nobody has seen.
         ValueError: If a tensor is not contiguous or not dense.
         KeyError: If the format does not have a tensor's dtype.
         NotImplementedError: If a tensor is on the meta device. This is a RuntimeError too.
@@ -67,15 +69,17 @@ def save_file(
         OSError: From writing, naming the file. All errors above this one are raised before anything is created.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
-    check_savable(tensors)
-    header, names = make_header(tensors, metadata)
-    image = FileImage()
-    image.add_text(header)
-    image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
-    engine = shared_engine()
-    with Publication(Path(filename), image.nbytes, engine, fsync=fsync) as new, following(progress, f"saving {filename}") as told:
-        write(image, new.file, engine, buffer_pool() if pool is None else pool, progress=told)
-        new.publish()
+
+    def make(across: object) -> FileImage:
+        check_savable(tensors)
+        header, names = make_header(tensors, metadata)
+        image = FileImage()
+        image.add_text(header)
+        image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
+        return image
+
+    with following(progress, f"saving {filename}") as told:
+        save_to(Destination(Path(filename), fsync), make, pool, told)
 
 
 def load_file(
@@ -103,13 +107,30 @@ def load_file(
         OSError: If a file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
+    return load_entries(filename, device, dict, pool, progress)
+
+
+def load_entries(
+    filename: str | os.PathLike[str],
+    device: str | int | torch.device,
+    choose: Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]],
+    pool: BufferPool | None,
+    progress: Wanted,
+) -> dict[str, torch.Tensor]:
+    """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
+
+    The arguments and errors are those of :func:`load_file`, and besides:
+
+    Args:
+        choose: Returns the entries to load, by name, of all those of a file.
+    """
     not_a_directory(filename)
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
     for shard, names in shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
-            found = read_consistently(shard, partial(_load, shard, target, pool, told))
+            found = read_consistently(shard, partial(_load, shard, target, choose, pool, told))
         loaded.update(indexed(filename, shard, names, found))
     return loaded
 
@@ -143,7 +164,7 @@ def save_model(
         Exception: Any error of :func:`save_file`.
     """
     tensors = dict(model.state_dict())
-    kept_for = left_out(tensors)
+    kept_for = _left_out(tensors)
     for name in kept_for:
         del tensors[name]
     if force_contiguous:
@@ -186,7 +207,7 @@ def load_model(
         Exception: Any error of :func:`load_file`.
     """
     loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress)
-    kept_for = left_out(model.state_dict(), preferred=loaded)
+    kept_for = _left_out(model.state_dict(), preferred=loaded)
     result = model.load_state_dict(loaded, strict=False)
     missing = set(result.missing_keys).difference(kept_for)
     unexpected = list(result.unexpected_keys) + [name for name in kept_for if name not in result.missing_keys]
@@ -197,17 +218,23 @@ def load_model(
     return missing, unexpected
 
 
-def _load(path: str, device: torch.device, pool: BufferPool, progress: Progress | None) -> dict[str, torch.Tensor]:
-    entries = read_header(path).tensors
+def _load(
+    path: str,
+    device: torch.device,
+    choose: Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]],
+    pool: BufferPool,
+    progress: Progress | None,
+) -> dict[str, torch.Tensor]:
     direct = device if device.type == "cuda" else torch.device("cpu")
-    storages = [_storage(entry, direct) for entry in entries]
-    placed = [PlacedStorage(entry.offset, storage) for entry, storage in zip(entries, storages, strict=True) if entry.nbytes]
-    read(placed, path, shared_engine(), pool, progress)
+    entries = choose({entry.name: entry for entry in read_header(path).tensors})
+    storages = {name: _storage(entry, direct) for name, entry in entries.items()}
+    read([PlacedStorage(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
+         path, shared_engine(), pool, progress)  # fmt: skip
     return {
-        entry.name: torch.empty(0, dtype=entry.dtype, device=direct)
-        .set_(storage, 0, entry.shape)  # type: ignore[call-overload]
+        name: torch.empty(0, dtype=entry.dtype, device=direct)
+        .set_(storages[name], 0, entry.shape)  # type: ignore[call-overload]
         .to(device)
-        for entry, storage in sorted(zip(entries, storages, strict=True), key=lambda pair: pair[0].name)
+        for name, entry in sorted(entries.items())
     }
 
 
@@ -266,17 +293,10 @@ def save_sharded(
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         paths.append(folder / f"{name}.safetensors{INDEX_SUFFIX}")
-        _publish_text(json.dumps(index, indent=2, sort_keys=True) + "\n", paths[-1], fsync, pool)
+        image = FileImage()
+        image.add_text(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+        save_to(Destination(paths[-1], fsync), lambda across: image, pool)
     return paths
-
-
-def _publish_text(text: str, path: Path, fsync: bool, pool: BufferPool | None) -> None:
-    """Write a small text file so that it appears whole."""
-    image, engine = FileImage(), shared_engine()
-    image.add_text(text.encode())
-    with Publication(path, image.nbytes, engine, fsync=fsync) as new:
-        write(image, new.file, engine, buffer_pool() if pool is None else pool)
-        new.publish()
 
 
 def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
@@ -301,3 +321,61 @@ def _bytes(size: int | str) -> int:
     if nbytes <= 0:
         raise ValueError(f"max_shard_size must be positive, got {size!r}")
     return nbytes
+
+
+# Names that share a tensor, which the format cannot express. Contract: safetensors' own save_model and load_model.
+
+
+def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:
+    """Return the names that are left out, each with the name that is saved in its place.
+
+    Of the names that share memory, the alphabetically first is kept that covers the whole storage, or the first of
+    ``preferred`` among these.
+
+    Args:
+        tensors: All tensors by name.
+        preferred: Names to keep if there is a choice.
+
+    Raises:
+        RuntimeError: If no name covers the whole storage.
+    """
+    kept_for = {}
+    for names in _overlapping(tensors):
+        whole = sorted(name for name in names if _is_whole(tensors[name]))
+        if not whole:
+            raise RuntimeError(
+                f"tensors {', '.join(map(repr, sorted(names)))} are parts of a larger storage, of which no name has all: save"
+                " clones of them, by save_file, or use a .pt"
+            )
+        kept = next((name for name in whole if name in preferred), whole[0])
+        kept_for.update({name: kept for name in sorted(names) if name != kept})
+    return kept_for
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Yield groups of names whose tensors overlap in a storage. A group may have a single name."""
+    storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            continue  # save_file refuses it
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            begin = tensor.data_ptr()
+            place = begin, begin + (extent(tensor) if tensor.numel() else 0), name
+            storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), []).append(place)
+    for places in storages.values():
+        group: list[str] = []
+        last_end = 0
+        for begin, end, name in sorted(places):
+            if group and begin >= last_end:
+                yield group
+                group = []
+            group.append(name)
+            last_end = end
+        yield group
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor covers its whole storage."""
+    storage = tensor.untyped_storage()
+    return tensor.data_ptr() == storage.data_ptr() and tensor.nbytes == storage.nbytes()

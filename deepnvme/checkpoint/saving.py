@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING
@@ -89,13 +90,10 @@ def save(
         torch_save(obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
         return
 
-    def make(across: Across | None) -> FileImage:
-        return archive(obj, pickle_module, pickle_protocol, checksum, across=across)
-
     if progress is True and group is not None and group.rank() != 0:
         progress = None  # one progress bar for all ranks
     with following(progress, f"saving {f}") as told:
-        save_to(Destination(Path(f), fsync), make, pool, told, group)
+        save_to(Destination(Path(f), fsync), partial(archive, obj, pickle_module, pickle_protocol, checksum), pool, told, group)
 
 
 def save_to(

@@ -15,6 +15,7 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import background
 from deepnvme.checkpoint.formats.file_image import FileImage
+from deepnvme.safetensors import load_file, save_file, save_sharded
 from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 from deepnvme.transfer.gather import CHUNK
 
@@ -108,6 +109,21 @@ def test_one_that_nobody_looked_at_is_raised_by_the_next_save(drive: Path, save:
     done = save(state(), drive / "b.pt")
     assert done is None or done.result(10)
     assert_saved(drive / "b.pt", state())
+
+
+@pytest.mark.parametrize("save", [save_file, save_sharded])
+def test_safetensors_are_saved_after_what_was_saved_before(drive: Path, save: Callable[..., Any]) -> None:
+    """The failed ones are raised, and those to the same path are waited for: they would replace the file later."""
+    weights = {"a": torch.ones(3)}
+    target = drive / "model.safetensors" if save is save_file else drive
+    background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "a.pt").path)
+    with pytest.raises(FileNotFoundError, match=r"missing/a\.pt"):
+        save(weights, target)
+    assert not (drive / "model.safetensors").exists()
+    earlier = deepnvme.async_save(state(1), drive / "model.safetensors")
+    save(weights, target)
+    assert earlier.done()
+    assert torch.equal(load_file(drive / "model.safetensors")["a"], weights["a"])
 
 
 def test_one_that_nobody_looked_at_is_told_at_exit(drive: Path, interpreters: Any) -> None:
@@ -357,6 +373,7 @@ def test_threads_may_save_at_the_same_time(drive: Path, pool: BufferPool) -> Non
 
 PROGRAM = """
 import os, sys, torch, deepnvme
+from deepnvme.swap import BufferPool
 path = {path!r}
 large = [torch.full((8 << 20,), 7, dtype=torch.uint8) for _ in range(4)]
 """

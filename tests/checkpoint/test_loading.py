@@ -822,6 +822,20 @@ class TestInPlaceOfTorchs:
         assert_same(torch.load(drive / "w.safetensors", "cpu"), {"a": torch.ones(3)})
         with pytest.raises(RuntimeError, match="map_location"):
             torch.load(drive / "w.safetensors", {"cpu": "cpu"})
+        with pytest.raises(ValueError, match="mmap=True is for"):
+            torch.load(drive / "w.safetensors", mmap=True)
+        with pytest.raises(ValueError, match="no checksums"):
+            torch.load(drive / "w.safetensors", checksum=True)
+
+    def test_keys_of_safetensors_are_all_that_is_read(self, drive: Path) -> None:
+        path = drive / "w.safetensors"
+        deepnvme.safetensors.save_file({name: torch.full((1 << 20,), index) for index, name in enumerate("abc")}, path)
+        told: list[tuple[int, int]] = []
+        loaded = torch.load(path, keys=["b"], progress=lambda *now: told.append(now))
+        assert_same(loaded, {"b": torch.full((1 << 20,), 1)})
+        assert told[-1] == (8 << 20, 8 << 20)
+        with pytest.raises(KeyError, match="the file has no 'd'; there is 'a', 'b', 'c'"):
+            torch.load(path, keys=["b", "d"])
 
     def test_a_file_that_is_mapped_by_default(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has its defaults").config

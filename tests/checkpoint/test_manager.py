@@ -236,6 +236,12 @@ def test_other_files_are_left_alone(drive: Path, name: str) -> None:
     assert (drive / name).read_bytes() == b"mine"
 
 
+def test_a_blocking_save_cannot_be_lazy(drive: Path) -> None:
+    with pytest.raises(ValueError, match="lazy=True is for asynchronous=True"):
+        CheckpointManager(drive).save(1, [1], lazy=True)
+    assert list(drive.iterdir()) == []
+
+
 def test_steps_of_more_digits_are_higher(drive: Path) -> None:
     manager = CheckpointManager(drive, keep=2)
     for step in (99_999_999, 100_000_000, 123_456_789_012):

@@ -14,13 +14,11 @@ import torch
 
 from deepnvme.checkpoint.formats.sharding import Across, Sharded
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import checksums
 
 from .file_image import FileImage, Source, bytes_of
 from .pickled import pickled
 from .zip_format import ZipLayout, lay_out
-
-_CRC_CHUNK = 16 << 20
 
 
 def archive(
@@ -28,8 +26,8 @@ def archive(
     pickle_module: ModuleType,
     protocol: int,
     checksum: bool,
-    alignment: int = PAGE,
     across: Across | None = None,
+    alignment: int = PAGE,
 ) -> FileImage:
     """Return the image of the archive of an object.
 
@@ -38,9 +36,9 @@ def archive(
         pickle_module: Provides the pickler.
         protocol: Pickle protocol.
         checksum: Compute the CRC-32 of each storage, 0.4 s of one core per GB. Otherwise the file has 0 in its place.
-        alignment: Each storage begins at a multiple of this many bytes.
         across: If several ranks save one object with DTensors together: pickles it alike on every rank. The image then has this
             rank's part.
+        alignment: Each storage begins at a multiple of this many bytes.
 
     Raises:
         ValueError: If ``checksum`` is given for an object with DTensors saved across ranks.
@@ -95,11 +93,7 @@ def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Shar
 def crc32_of(source: Source) -> int:
     """Return the CRC-32 of the bytes of a contiguous tensor or a storage, on any device. Blocks."""
     data = bytes_of(source)
-    crc = 0
-    for begin in range(0, data.numel(), _CRC_CHUNK):
-        part = data[begin : begin + _CRC_CHUNK].cpu()
-        crc = zlib.crc32(memory_of(part), crc)
-    return crc
+    return checksums(data, [data.numel()])[0]
 
 
 def _identity(stream: bytes, sizes: array[int]) -> bytes:

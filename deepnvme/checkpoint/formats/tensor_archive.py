@@ -63,7 +63,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     """Return the frame of the archive of a tensor whose memory has no gaps."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
-    image = archive(like, pickle, 2, False, _ALIGNMENT)
+    image = archive(like, pickle, 2, False, alignment=_ALIGNMENT)
     begin = end = image.nbytes
     if storage.nbytes():
         begin = image.begin_of(storage)

@@ -207,4 +207,4 @@ def lay_out(names: list[str], sizes: array[int], crcs: array[int], alignment: in
         crcs: CRC-32 of each record, an array of uint64 ("Q").
         alignment: The data of each record begin at a multiple of this many bytes.
     """
-    return ZipLayout(*load_async_io().zip_layout(names, sizes, crcs, alignment))
+    return ZipLayout(*load_async_io().checkpoint.zip_layout(names, sizes, crcs, alignment))
