@@ -89,36 +89,24 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
 
 def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
     name = os.fspath(path)
-    if not is_zip(path):
-        try:
-            refuse_damaged_beginning(path)
-        except CorruptCheckpoint as error:
-            return Report(name, "pt", 0, 0, 0, (error.why,))
-        return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
-    problems = []
+    problems: list[str] = []
     try:
+        if not is_zip(path):
+            refuse_damaged_beginning(path)
+            return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
         found = contents(path)
-        if not found.stored:
-            return _compressed(name, found)
-        with contextlib.suppress(WrongChecksum):  # reported below with the storages'; such a pickle's references mean nothing
-            check_pickle(path, found)
-            with open(path, "rb") as file:
-                sizes = {record.key: record.nbytes for record in found.storages}
-                problems = _pickle_problems(scan_of(path, file, found), sizes, found.script)
-        problems += _checksum_problems(path, found, pool)
-    except CorruptCheckpoint as error:
-        return Report(name, "pt", 0, 0, 0, (error.why,))
+        if found.stored:
+            with contextlib.suppress(WrongChecksum):  # reported below with the storages'; such a pickle's references mean nothing
+                check_pickle(path, found)
+                problems = _pickle_problems(scan_of(path, found), found)
+            problems += _checksum_problems(path, found, pool)
+        else:
+            problems = _compressed_problems(path, found)
     except _DAMAGED as error:
-        return Report(name, "pt", 0, 0, 0, (str(error),))
-    storages = found.storages
-    return Report(
-        name,
-        "pt",
-        len(storages),
-        sum(record.nbytes for record in storages),
-        sum(record.crc32 != 0 for record in storages),
-        tuple(problems),
-    )
+        return Report(name, "pt", 0, 0, 0, (error.why if isinstance(error, CorruptCheckpoint) else str(error),))
+    nbytes = sum(record.whole for record in found.storages)
+    checksums = sum(record.crc32 != 0 for record in found.storages)
+    return Report(name, "pt", len(found.storages), nbytes, checksums, tuple(problems), compressed=not found.stored)
 
 
 def _safetensors(path: str) -> Report:
@@ -140,20 +128,22 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _compressed(path: str, found: ArchiveContents) -> Report:
-    problems = []
+def _compressed_problems(path: str | os.PathLike[str], found: ArchiveContents) -> list[str]:
+    """Return messages for records of an archive with deflated records that are damaged."""
     with zipfile.ZipFile(path) as archive:
-        infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        storages = {name.removeprefix("data/"): entry for name, entry in infos.items() if name.startswith("data/")}
-        problems += _compressed_pickle(archive, infos, found)[0]
+        infos = _infos(archive)
+        problems = _compressed_pickle(archive, infos, found)[0]
         for name, entry in infos.items() if not problems else ():
             try:
                 _read_through(archive, entry)
             except _DAMAGED as error:
                 problems.append(f"{f'storage {name[5:]}' if name.startswith('data/') else f'record {name}'}: {error}")
-    checksums = sum(entry.CRC != 0 for entry in storages.values())
-    nbytes = sum(entry.file_size for entry in storages.values())
-    return Report(path, "pt", len(storages), nbytes, checksums, tuple(problems), compressed=True)
+    return problems
+
+
+def _infos(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the records by name, without the folder that all of them are in."""
+    return {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
 
 
 def _compressed_pickle(
@@ -173,9 +163,8 @@ def _compressed_pickle(
         wasteful = None if found.script else why_wasteful(stream)
         if wasteful is not None:
             return [f"the pickle {wasteful}"], False
-        sizes: dict[str | None, int] = {record.key: record.whole for record in found.storages}
         scan = PickleScan(io.BytesIO(stream))
-        return _pickle_problems(scan, sizes, found.script), scan.plain
+        return _pickle_problems(scan, found), scan.plain
     except _DAMAGED as error:
         return [f"record data.pkl: {error}"], False
 
@@ -196,8 +185,7 @@ def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> b
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            infos = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-            problems, plain = _compressed_pickle(archive, infos, found)
+            problems, plain = _compressed_pickle(archive, _infos(archive), found)
     except _DAMAGED as error:
         raise CorruptCheckpoint(path, str(error)) from error
     if problems:
@@ -205,14 +193,15 @@ def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> b
     return plain
 
 
-def _pickle_problems(scan: PickleScan, sizes: Mapping[str | None, int], script: bool) -> list[str]:
+def _pickle_problems(scan: PickleScan, found: ArchiveContents) -> list[str]:
     """Return messages for storages that the pickle refers to and the file lacks, or has with another size."""
     try:
         scan.load()
     except (OSError, MemoryError, zipfile.BadZipFile, zlib.error):
         raise
     except Exception as error:
-        return [] if script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
+        return [] if found.script else [f"the pickle cannot be read: {type(error).__name__}: {error}"]
+    sizes = {record.key: record.whole for record in found.storages}
     return [
         f"storage {key}: expected {nbytes} bytes, found {sizes.get(key, 'none')}"
         for key, nbytes in scan.nbytes.items()
@@ -261,7 +250,7 @@ def verify_records(path: str | os.PathLike[str]) -> None:
         raise CorruptCheckpoint(path, str(error)) from error
 
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, *DAMAGE)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, CorruptCheckpoint, *DAMAGE)
 """What zipfile raises for archives that it cannot read: later versions, encrypted ones, and damage that it does not check for."""
 
 

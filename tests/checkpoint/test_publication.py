@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme import Engine
-from deepnvme.checkpoint import destination, publication, saving
+from deepnvme.checkpoint import publication, saving
 from deepnvme.checkpoint.publication import SUFFIX, Publication
 
 from ..support.disks import MIB, Disk
@@ -136,7 +136,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None], ids=["lock", "lambda"])
     def test_an_object_that_cannot_be_pickled(self, path: Path, obj: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(destination, "Publication", None)  # not even begun
+        monkeypatch.setattr(publication, "Publication", None)  # not even begun
         with pytest.raises((TypeError, AttributeError, saving.pickle.PicklingError)):
             deepnvme.save({"tensor": torch.ones(3), "obj": obj}, path)
         assert_old(path)
@@ -217,7 +217,7 @@ class TestFaults:
             monkeypatch.setattr(os, "replace", fail)
         else:
             monkeypatch.setattr(engine, "fsync", fail)
-            monkeypatch.setattr(destination, "shared_engine", lambda: engine)
+            monkeypatch.setattr(publication, "shared_engine", lambda: engine)
         with pytest.raises((OSError, KeyboardInterrupt)) as failed:
             deepnvme.save([torch.ones(3)], path)
         monkeypatch.undo()
@@ -236,7 +236,7 @@ class TestFaults:
             raise OSError(errno.EIO, "broken", *(named[:1] or [None]))
 
         engine = faulty("threads", error_every=1) if call == "write" else Engine()
-        monkeypatch.setattr(destination, "shared_engine", lambda: engine)
+        monkeypatch.setattr(publication, "shared_engine", lambda: engine)
         monkeypatch.setattr(saving, "shared_engine", lambda: engine)
         if call == "fsync":
             failing = faulty("threads", error_every=1)
@@ -295,7 +295,7 @@ class TestFaults:
     ) -> None:
         failing = faulty("threads", error_every=1)
         monkeypatch.setattr(saving, "shared_engine", lambda: failing)
-        monkeypatch.setattr(destination, "shared_engine", lambda: failing)
+        monkeypatch.setattr(publication, "shared_engine", lambda: failing)
         if call == "directory":
             failing_fsync_of_directories(monkeypatch)
         errors = []

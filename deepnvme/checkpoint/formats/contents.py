@@ -41,23 +41,26 @@ class CorruptCheckpoint(OSError):
 class Record:
     """A record of an archive: a storage, the pickle, or another."""
 
-    key: str | None
-    """Key of the storage. None for the pickle."""
+    name: str
+    """Name within the folder that all records are in: "data/0" for a storage, "data.pkl" for the pickle."""
     header: int
     """Offset in the file of the record's header, which the data follow."""
     nbytes: int
     """Bytes of the data in the file."""
     crc32: int
     """CRC-32 of the data. 0 if none was recorded."""
-    name: str = ""
-    """Name of a record that is neither a storage nor the pickle."""
-    whole: int = 0
+    whole: int
     """Bytes of the data when inflated."""
 
+    @property
+    def key(self) -> str | None:
+        """Key of the storage by which the pickle refers to it. None if this is no storage."""
+        return self.name[len("data/") :] if self.name.startswith("data/") else None
+
     def __str__(self) -> str:
-        if self.name:
-            return f"record {self.name}"
-        return "the pickle" if self.key is None else f"storage {self.key}"
+        if self.name == "data.pkl":
+            return "the pickle"
+        return f"record {self.name}" if self.key is None else f"storage {self.key}"
 
 
 class WrongChecksum(CorruptCheckpoint):
@@ -139,32 +142,27 @@ def contents(path: str | os.PathLike[str]) -> ArchiveContents:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, _what_is_missing(path) or str(error)) from error
-        storages = []
-        stored, script = True, False
-        stream = Record(None, 0, 0, 0)
-        byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
-        first, _, _ = found[0].name.partition("/") if found else ("", "", "")
-        missing = {"data.pkl", "version"}
-        for entry in found:
-            stored = stored and entry.stored
-            folder, _, name = entry.name.partition("/")
-            if folder != first:
-                raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
-            missing.discard("version" if name == ".data/version" else name)
-            if name.startswith("data/"):
-                storages.append(Record(name[len("data/") :], entry.header, entry.nbytes, entry.crc32, whole=entry.whole))
-            elif name == "data.pkl":
-                stream = Record(None, entry.header, entry.nbytes, entry.crc32, whole=entry.whole)
-            elif name == "constants.pkl":
-                script = True
-            elif name in _FACTS and entry.stored:
-                text = _fact(path, file, Record(None, entry.header, entry.nbytes, entry.crc32, name))
-                if not _FACTS[name].fullmatch(text):
-                    raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
-                byteorder = text.decode() if name == "byteorder" else byteorder
+    first, _, _ = found[0].name.partition("/") if found else ("", "", "")
+    records: dict[str, Record] = {}
+    byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
+    for entry in found:
+        folder, _, name = entry.name.partition("/")
+        if folder != first:
+            raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
+        record = records[name] = Record(name, entry.header, entry.nbytes, entry.crc32, entry.whole)
+        if name in _FACTS and entry.stored:
+            if entry.nbytes > _LONGEST_FACT:
+                raise CorruptCheckpoint(path, f"{record} should have {entry.nbytes} bytes, and may have {_LONGEST_FACT}")
+            text = read_record(path, record)
+            if not _FACTS[name].fullmatch(text):
+                raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
+            byteorder = text.decode() if name == "byteorder" else byteorder
+    missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
     if missing:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    return ArchiveContents(tuple(sorted(storages, key=_header)), stream, stored, byteorder, script)
+    storages = sorted((record for record in records.values() if record.key is not None), key=_header)
+    stored = all(entry.stored for entry in found)
+    return ArchiveContents(tuple(storages), records["data.pkl"], stored, byteorder, "constants.pkl" in records)
 
 
 _FACTS = {
@@ -178,16 +176,19 @@ _FACTS = {
 _LONGEST_FACT = 64
 
 
-def _fact(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> bytes:
-    """Return the text of one of these records. Raises CorruptCheckpoint if it is too long or its checksum is wrong."""
-    if record.nbytes > _LONGEST_FACT:
-        raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
-    offset = data_offset(path, file.fileno(), record)
-    file.seek(offset)
-    text = file.read(record.nbytes)
-    if record.crc32 and zlib.crc32(text) != record.crc32:
-        raise WrongChecksum(path, record, offset, zlib.crc32(text))
-    return text
+def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
+    """Return the data of a stored record. Blocks.
+
+    Raises:
+        CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
+    """
+    with open(path, "rb") as file:
+        offset = data_offset(path, file.fileno(), record)
+        file.seek(offset)
+        data = file.read(record.nbytes)
+    if record.crc32 and (crc := zlib.crc32(data)) != record.crc32:
+        raise WrongChecksum(path, record, offset, crc)
+    return data
 
 
 def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
@@ -199,17 +200,10 @@ def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
         CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
             :func:`why_wasteful`.
     """
-    record = found.pickle
-    if not found.stored:
-        return
-    with open(path, "rb") as file:
-        offset = data_offset(path, file.fileno(), record)
-        file.seek(offset)
-        stream = file.read(record.nbytes)
-    if record.crc32 and (crc := zlib.crc32(stream)) != record.crc32:
-        raise WrongChecksum(path, record, offset, crc)
-    if not found.script:  # TorchScript has a pickler of its own, without these limits
-        refuse_wasteful(path, stream)
+    if found.stored:
+        stream = read_record(path, found.pickle)
+        if not found.script:  # TorchScript has a pickler of its own, without these limits
+            refuse_wasteful(path, stream)
 
 
 def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
@@ -219,19 +213,9 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
 
 
-def scan_of(path: str | os.PathLike[str], file: BinaryIO, found: ArchiveContents) -> PickleScan:
-    """Return a scan of the file's pickle, not loaded yet.
-
-    Args:
-        path: Names the file in errors.
-        file: The file. Its position is changed.
-        found: Directory of the archive.
-
-    Raises:
-        CorruptCheckpoint: If the pickle's record is damaged.
-    """
-    file.seek(data_offset(path, file.fileno(), found.pickle))
-    return PickleScan(file, found.pickle.nbytes)
+def scan_of(path: str | os.PathLike[str], found: ArchiveContents) -> PickleScan:
+    """Return a scan of the file's pickle, not loaded yet. Raises CorruptCheckpoint if the pickle's record is damaged."""
+    return PickleScan(io.BytesIO(read_record(path, found.pickle)), found.pickle.nbytes)
 
 
 def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
@@ -240,12 +224,9 @@ def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
     Raises:
         CorruptCheckpoint: If the pickle's record is damaged.
     """
-    with open(path, "rb") as file:
-        file.seek(data_offset(path, file.fileno(), found.pickle))
-        stream = file.read(found.pickle.nbytes)
-    if names_only_plain(stream):
+    if names_only_plain(read_record(path, found.pickle)):
         return True
-    scan = PickleScan(io.BytesIO(stream), len(stream))
+    scan = scan_of(path, found)
     try:
         scan.load()
     except Exception:  # not a pickle of torch.save, or one that torch is going to refuse
@@ -275,18 +256,17 @@ def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: 
 
 def _refuse_records(path: str | os.PathLike[str], found: ArchiveContents, error: Exception) -> None:
     """Raise CorruptCheckpoint if a storage is missing or has another size than the pickle says."""
-    data_offsets(path, found.storages)
-    with open(path, "rb") as file:
-        scan = scan_of(path, file, found)
-        with contextlib.suppress(Exception):  # the caller reports what is wrong with the pickle
-            scan.load()
-        there = {record.key: record for record in found.storages}
-        for key, nbytes in scan.nbytes.items():
-            record = there.get(key)
-            if record is None:
-                raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none") from error
-            if record.nbytes != nbytes:
-                raise wrong_size(path, found, data_offset(path, file.fileno(), record), nbytes) from error
+    offsets = data_offsets(path, found.storages)
+    scan = scan_of(path, found)
+    with contextlib.suppress(Exception):  # the caller reports what is wrong with the pickle
+        scan.load()
+    there = {record.key: (record, offset) for record, offset in zip(found.storages, offsets, strict=True)}
+    for key, nbytes in scan.nbytes.items():
+        if key not in there:
+            raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none") from error
+        record, offset = there[key]
+        if record.nbytes != nbytes:
+            raise wrong_size(path, found, offset, nbytes) from error
 
 
 def is_damage(error: Exception) -> bool:
