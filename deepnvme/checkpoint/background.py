@@ -142,20 +142,14 @@ class _Saves:
                     return
             first._ended.wait()
 
-    def wait_for(self, path: Path) -> None:
-        """Wait until no save to this path is queued or running."""
-        while (save := self._first(lambda save: save.path == path)) is not None:
-            save._ended.wait()
-
-    def wait_until_gone(self, save: SaveFuture) -> None:
-        """Wait until this save has ended, if it is queued or running."""
-        if self._first(lambda other: other is save) is not None:
-            save._ended.wait()
-
-    def _first(self, wanted: Callable[[SaveFuture], bool]) -> SaveFuture | None:
-        with self._lock:
-            first = next(filter(wanted, self._under_way), None)
-        return first
+    def wait_for(self, wanted: Callable[[SaveFuture], bool]) -> None:
+        """Wait until none of the wanted saves is queued or running."""
+        while True:
+            with self._lock:
+                first = next(filter(wanted, self._under_way), None)
+            if first is None:
+                return
+            first._ended.wait()
 
     def seen(self, save: SaveFuture) -> None:
         """Record that the caller has seen this save's error, so that no later save raises it."""
@@ -219,7 +213,8 @@ def raise_unseen() -> None:
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:
     """Wait for the background saves to this path, which would otherwise replace the file of a later blocking save."""
-    _saves.wait_for(Path(os.path.realpath(path)))
+    target = Path(os.path.realpath(path))
+    _saves.wait_for(lambda save: save.path == target)
 
 
 @clearing_frames
@@ -267,7 +262,7 @@ def start(
             snapshot.stage()
     except BaseException:
         snapshot.cancel()
-        _saves.wait_until_gone(save)
+        _saves.wait_for(lambda other: other is save)
         raise
     return save
 

@@ -198,8 +198,12 @@ def _load(
             try:
                 return torch_load(path, mmap=mmap, **{**options, "map_location": now.asking(locate) if asks else locate})
             except Exception as error:
-                if error is not now.refused:
-                    _refuse_damaged(path, found, plain, safe, error)
+                if error is not now.refused and found is not None:
+                    refuse_damaged(path, found, error, plain)
+                elif error is not now.refused:
+                    refuse_damaged_beginning(path)
+                    if is_damage(error) and (safe or isinstance(error, EOFError)):
+                        raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
                 raise
 
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
@@ -231,18 +235,6 @@ def _load(
             return whole
     del whole
     return by_torch()
-
-
-def _refuse_damaged(
-    path: str | os.PathLike[str], found: ArchiveContents | None, plain: bool | None, safe: bool, error: Exception
-) -> None:
-    """Raise CorruptCheckpoint if torch could not load the file because the file is damaged."""
-    if found is not None:
-        refuse_damaged(path, found, error, plain)
-        return
-    refuse_damaged_beginning(path)
-    if is_damage(error) and (safe or isinstance(error, EOFError)):
-        raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
 
 
 def _any(offset: int) -> bool:

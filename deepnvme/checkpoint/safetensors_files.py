@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .formats.safetensors_header import (
     indexed,
     make_header,
     not_a_directory,
+    overlapping,
     read_header,
     shards_of,
 )
@@ -339,8 +340,18 @@ def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = 
     Raises:
         RuntimeError: If no name covers the whole storage.
     """
+    storages: dict[tuple[torch.device, int, int], int] = {}
+    spans = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            continue  # save_file refuses it
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            place = storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), len(storages))
+            begin = tensor.data_ptr()
+            spans.append((place, begin, begin + (extent(tensor) if tensor.numel() else 0), name))
     kept_for = {}
-    for names in _overlapping(tensors):
+    for names in overlapping(spans):
         whole = sorted(name for name in names if _is_whole(tensors[name]))
         if not whole:
             raise RuntimeError(
@@ -350,29 +361,6 @@ def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = 
         kept = next((name for name in whole if name in preferred), whole[0])
         kept_for.update({name: kept for name in sorted(names) if name != kept})
     return kept_for
-
-
-def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield groups of names whose tensors overlap in a storage. A group may have a single name."""
-    storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            continue  # save_file refuses it
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            begin = tensor.data_ptr()
-            place = begin, begin + (extent(tensor) if tensor.numel() else 0), name
-            storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), []).append(place)
-    for places in storages.values():
-        group: list[str] = []
-        last_end = 0
-        for begin, end, name in sorted(places):
-            if group and begin >= last_end:
-                yield group
-                group = []
-            group.append(name)
-            last_end = end
-        yield group
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -22,8 +22,7 @@ from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
 from .formats.contents import CorruptCheckpoint
-from .formats.file_image import FileImage, bytes_of
-from .storage_placement import PlacedStorage
+from .formats.file_image import FileImage, Source, bytes_of
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -150,7 +149,7 @@ def write(
 
 
 class ByteRange(Protocol):
-    """A range of bytes to read from a file. It must have fewer than CHUNK - PAGE bytes."""
+    """A range of bytes of a file."""
 
     @property
     def offset(self) -> int:
@@ -166,39 +165,51 @@ class ByteRange(Protocol):
 Piece = TypeVar("Piece", bound=ByteRange)
 
 
+class Placed(ByteRange, Protocol):
+    """Memory to fill, and the range of the file that it is filled from. It may have any number of bytes."""
+
+    @property
+    def storage(self) -> Source:
+        """The memory: a storage, or a contiguous tensor."""
+        ...
+
+
 @clearing_frames
 def read(
-    placed: Sequence[PlacedStorage],
+    placed: Sequence[Placed],
     path: str | os.PathLike[str],
     engine: Engine,
     pool: BufferPool,
     progress: Progress | None = None,
 ) -> None:
-    """Fill storages with their bytes from a file. Blocks. Leases at most 16 MiB at a time.
+    """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 
     Args:
-        placed: The storages and their offsets, on the CPU or CUDA devices.
+        placed: The memory and its offsets, on the CPU or CUDA devices.
         path: The file.
         engine: Engine that does the transfers.
-        pool: Pool of the chunks that small storages are read through.
+        pool: Pool of the chunks that small pieces are read through.
         progress: Called with (bytes read, bytes to read).
 
     Raises:
-        CorruptCheckpoint: If the file ends before the last byte of a storage.
+        CorruptCheckpoint: If the file ends before the last byte of a piece.
         OSError: The first error, after all started transfers have ended.
     """
     ended = counting(progress, sum(each.nbytes for each in placed))
-    together: list[PlacedStorage] = []
+    start = without_python(engine.read)
+    together: list[Placed] = []
     with engine.open(os.fspath(path), "r") as file:
         alone: list[Future] = []
         try:
             for each in placed:
                 if each.storage.device.type == "cpu" and each.nbytes < DIRECT_FROM:
                     together.append(each)
-                else:
-                    if each.storage.device.type == "cpu":
-                        give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier storages
-                    alone.append(started(engine, bytes_of(each.storage), file, each.offset))
+                    continue
+                if each.storage.device.type == "cpu":
+                    give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier pieces
+                with _cut_off_is_damage(file, each.offset, each.nbytes):
+                    # One call starts the read and keeps its future: Ctrl-C cannot come between the two.
+                    alone.extend(map(start, [bytes_of(each.storage)], [file], [each.offset]))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
                 scatter([each.storage.data_ptr() for each in run], [(each.offset, each.nbytes) for each in run], chunk, begin)
                 ended(sum(each.nbytes for each in run))
@@ -207,7 +218,7 @@ def read(
                 ended(future.nbytes)
         finally:
             for future in alone:
-                future.exception()  # the storages may be freed after this returns
+                future.exception()  # nothing may be read into the memory after this returns
 
 
 def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
@@ -222,10 +233,17 @@ def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Fu
     Raises:
         CorruptCheckpoint: If the file ends before the range does: it was truncated since its directory was read.
     """
-    try:
+    with _cut_off_is_damage(file, offset, memory.nbytes):
         return engine.read(memory, file, offset)
+
+
+@contextlib.contextmanager
+def _cut_off_is_damage(file: File, offset: int, nbytes: int) -> Iterator[None]:
+    """Turn a refusal to read a range that ends past the end of the file into CorruptCheckpoint."""
+    try:
+        yield
     except ValueError as error:
-        if offset + memory.nbytes <= file.size():
+        if offset + nbytes <= file.size():
             raise
         raise CorruptCheckpoint(file.path, str(error)) from error
 
@@ -238,7 +256,7 @@ def in_chunks(
     At most 16 MiB are leased at a time.
 
     Args:
-        pieces: The ranges to read, in any order. They may overlap.
+        pieces: The ranges to read, in any order, each of less than CHUNK - PAGE bytes. They may overlap.
         file: File to read.
         engine: Engine that does the transfers.
         pool: Pool of the chunks.

@@ -116,7 +116,7 @@ def test_safetensors_are_saved_after_what_was_saved_before(drive: Path, save: Ca
     """The failed ones are raised, and those to the same path are waited for: they would replace the file later."""
     weights = {"a": torch.ones(3)}
     target = drive / "model.safetensors" if save is save_file else drive
-    background._saves.wait_for(deepnvme.async_save([1], drive / "missing" / "a.pt").path)
+    background.wait_for_saves(deepnvme.async_save([1], drive / "missing" / "a.pt").path)
     with pytest.raises(FileNotFoundError, match=r"missing/a\.pt"):
         save(weights, target)
     assert not (drive / "model.safetensors").exists()

@@ -14,8 +14,7 @@ from torch.futures import Future
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
 from deepnvme.checkpoint.transfers import read_consistently
 
-from .reader import Wanted, done, fill, opened, part
-from .safetensors import elements_of_safetensors
+from .reader import Wanted, done, elements_of_safetensors, fill, opened, part
 from .writer import PlannedFile, write_files
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):

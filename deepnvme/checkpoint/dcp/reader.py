@@ -20,20 +20,19 @@ from torch.futures import Future
 from deepnvme._files import naming_file
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.file_image import bytes_of
-from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives
+from deepnvme.checkpoint.formats.safetensors_header import read_header
+from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.loading import resolve_weights_only
 from deepnvme.checkpoint.transfers import (
     Version,
     clearing_frames,
     in_chunks,
+    read,
     read_consistently,
     shared_engine,
     unless_replaced,
     version_of,
 )
-from deepnvme.engine import Future as Transfer
-from deepnvme.engine import without_python
-from deepnvme.memory.host import give_pages
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import DIRECT_FROM
@@ -41,7 +40,6 @@ from deepnvme.transfer.scatter import scatter
 
 from .metadata import load_metadata
 from .objects import Damaged, WeightsOnlyPlanner, check_tensor
-from .safetensors import elements_of_safetensors
 
 _COPIED = 64 << 20
 """Most bytes read at a time into separate memory, to be copied into tensors from there."""
@@ -65,6 +63,17 @@ class Wanted(NamedTuple):
     def nbytes(self) -> int:
         """Bytes from the first element to the last."""
         return self.elements.nbytes
+
+
+class _Placed(NamedTuple):
+    """Bytes of memory to fill, and their offset in the file."""
+
+    offset: int
+    storage: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes
 
 
 class _Item(NamedTuple):
@@ -272,51 +281,33 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
         ValueError: If a part and its target have different shapes.
         OSError: The first error, after all started transfers have ended.
     """
-    engine = shared_engine()
-    start = without_python(engine.read)
-    pending: list[tuple[Transfer, Wanted, torch.Tensor, torch.Tensor | None]] = []
+    size = os.path.getsize(path)
+    for each in wanted:
+        if each.nbytes and each.offset + each.nbytes > size:  # an empty part may be past the end of the file
+            raise _cut_off(path, each.request, each.offset, each.nbytes, size)
+    pending: list[tuple[Wanted, torch.Tensor, torch.Tensor | None]] = []
     to_copy = 0
 
     def end() -> None:
-        while pending:
-            transfer, each, target, buffer = pending[0]
-            transfer.result()
-            pending.pop(0)
+        memory = [_Placed(each.offset, bytes_of(target) if buffer is None else buffer) for each, target, buffer in pending]
+        read([each for each in memory if each.nbytes], path, shared_engine(), buffer_pool())
+        for each, target, buffer in pending:
             if buffer is not None:
                 _copy(buffer, each.elements, target)
             planner.commit_tensor(each.request, target)
+        pending.clear()
 
-    with engine.open(os.fspath(path), "r") as source:
-        size = source.size()
-        for each in wanted:
-            if not each.nbytes:  # an empty part may be past the end of the file
-                planner.commit_tensor(each.request, _target(each, planner))
-            elif each.offset + each.nbytes > size:
-                raise _cut_off(path, each.request, each.offset, each.nbytes, size)
-        small = [each for each in wanted if 0 < each.nbytes < DIRECT_FROM]
-        for run, chunk, begin in in_chunks(small, source, engine, buffer_pool()):
-            _place(run, chunk, begin, planner)
-        try:
-            for each in wanted:
-                if each.nbytes < DIRECT_FROM:
-                    continue
-                target = _target(each, planner)
-                buffer = None
-                if not _straight(each.elements, target):
-                    if to_copy + each.nbytes > _COPIED:
-                        end()
-                        to_copy = 0
-                    to_copy += each.nbytes
-                    buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
-                into = bytes_of(target) if buffer is None else buffer
-                if into.device.type == "cpu":
-                    give_pages(into.data_ptr(), into.nbytes)  # meanwhile the drive reads earlier parts
-                # One call starts the read and keeps its future: Ctrl-C cannot come between the two.
-                pending.extend(zip(map(start, [into], [source], [each.offset]), [each], [target], [buffer], strict=True))
-            end()
-        finally:
-            for transfer, *_ in pending:
-                transfer.exception()  # nothing may be read into the state after this returns
+    for each in wanted:
+        target = _target(each, planner)
+        buffer = None
+        if not _straight(each.elements, target) or (target.device.type != "cpu" and each.nbytes < DIRECT_FROM):
+            if to_copy + each.nbytes > _COPIED:
+                end()
+                to_copy = 0
+            to_copy += each.nbytes
+            buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
+        pending.append((each, target, buffer))
+    end()
 
 
 @contextlib.contextmanager
@@ -414,6 +405,23 @@ def _straight(elements: Elements, target: torch.Tensor) -> bool:
 def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> None:
     if elements.nbytes:
         target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
+
+
+def elements_of_safetensors(path: Path, begin: int = 0) -> dict[str, Elements]:
+    """Return where the tensors of a safetensors file are, by name.
+
+    Args:
+        path: The file.
+        begin: Offset at which the safetensors format begins within the file.
+
+    Raises:
+        CorruptCheckpoint: If the file is damaged.
+        OSError: If the file cannot be read.
+    """
+    return {
+        entry.name: Elements(entry.offset, entry.dtype, entry.shape, contiguous_strides(entry.shape))
+        for entry in read_header(path, begin).tensors
+    }
 
 
 def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:

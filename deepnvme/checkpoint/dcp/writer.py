@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import pickle
 import re
 import threading
@@ -23,6 +24,7 @@ from torch.futures import Future
 from deepnvme._files import sync_directory
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.formats.file_image import FileImage
+from deepnvme.checkpoint.formats.safetensors_header import make_header
 from deepnvme.checkpoint.formats.tensor_archive import flat, frame, memory_of_item
 from deepnvme.checkpoint.publication import Publication, remove_leftovers
 from deepnvme.checkpoint.staging import Latch
@@ -30,8 +32,6 @@ from deepnvme.checkpoint.transfers import shared_engine, write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
-
-from .safetensors import add_safetensors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -239,7 +239,7 @@ def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[
             wrote(item, begin, image.nbytes - begin)
     if safetensors and tensors:
         begin = image.nbytes
-        add_safetensors(image, tensors)
+        _add_safetensors(image, tensors)
         for item, tensor in tensors:
             wrote(item, begin, tensor.nbytes)
     else:
@@ -247,6 +247,33 @@ def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[
             begin, nbytes = _add(image, tensor)
             wrote(item, begin, nbytes)
     return image, results
+
+
+def _add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
+    """Append a safetensors file to the image, with the metadata that torch needs to combine shards.
+
+    Args:
+        image: Image to append to.
+        tensors: The shards with their items.
+
+    Raises:
+        ValueError: If the format cannot hold the tensors: two shards of one name, a tensor that is not dense, or a dtype that
+            the format does not have.
+    """
+    sources: dict[str, torch.Tensor] = {}
+    shards = {}
+    for item, tensor in tensors:
+        name = item.index.fqn
+        if name in sources:
+            raise ValueError(f"two shards of {name!r} on one rank: a safetensors file holds one tensor of a name")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name!r} is a {tensor.layout} tensor, which safetensors cannot hold")
+        sources[name] = tensor.detach().contiguous()
+        shards[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets) if item.tensor_data else []}
+    header, names = make_header(sources, {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"})
+    image.add_text(header)
+    for name in names:
+        image.add(sources[name].view(-1))
 
 
 def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:

@@ -207,18 +207,8 @@ _NO_STORAGES = frozenset(
 _ITEMSIZES = {
     dtype: dtype.itemsize
     for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex128,
-        torch.complex64,
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex128, torch.complex64,
     )
-}
+}  # fmt: skip
 """Dtypes that have a storage class of their own name. Others are pickled in newer ways, by torch itself."""

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, NamedTuple, TypeVar
 
@@ -478,7 +478,12 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"tensor {name!r} is sparse ({tensor.layout}), which the format has not: save tensor.to_dense()")
         if tensor.device.type == "meta":
             raise NotImplementedError(f"tensor {name!r} is on the meta device, and has no bytes to save")
-    for names in _sharing(tensors):
+    spans = [
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    for names in [names for names in overlapping(spans) if len(names) > 1]:
         raise RuntimeError(
             f"tensors {', '.join(map(repr, names))} share memory, which the format cannot say: leave out all but one of them,"
             " save tensor.clone(), or use a .pt"
@@ -493,23 +498,23 @@ def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
             raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): {remedy}")
 
 
-def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return groups of names whose tensors overlap in memory."""
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    )
+def overlapping(spans: Iterable[tuple[Any, int, int, str]]) -> list[list[str]]:
+    """Return groups of names whose memory overlaps. A group may have a single name.
+
+    A name is in the group of the one that begins last before it if that ends behind its beginning, as in safetensors.
+
+    Args:
+        spans: (place, begin, end, name) of each. Those of different places, such as devices, never overlap.
+    """
     groups: list[list[str]] = []
-    last_device, last_end = "", 0
-    for device, begin, end, name in spans:
-        if groups and device == last_device and begin < last_end:
+    last: tuple[Any, int] = (None, 0)
+    for place, begin, end, name in sorted(spans):
+        if groups and place == last[0] and begin < last[1]:
             groups[-1].append(name)
         else:
             groups.append([name])
-            last_end = 0
-        last_device, last_end = device, max(last_end, end)
-    return [group for group in groups if len(group) > 1]
+        last = place, end
+    return groups
 
 
 def extent(tensor: torch.Tensor) -> int:
