@@ -18,11 +18,12 @@ from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages
 from deepnvme.memory.pool import BufferPool
+from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
 from .formats.contents import CorruptCheckpoint
-from .formats.file_image import FileImage, Source, bytes_of
+from .formats.file_image import FileImage, Source
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -209,7 +210,7 @@ def read(
                     give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier pieces
                 with _cut_off_is_damage(file, each.offset, each.nbytes):
                     # One call starts the read and keeps its future: Ctrl-C cannot come between the two.
-                    alone.extend(map(start, [bytes_of(each.storage)], [file], [each.offset]))
+                    alone.extend(map(start, [flat_bytes(each.storage)], [file], [each.offset]))
             for run, chunk, begin in in_chunks(together, file, engine, pool):
                 scatter([each.storage.data_ptr() for each in run], [(each.offset, each.nbytes) for each in run], chunk, begin)
                 ended(sum(each.nbytes for each in run))

@@ -107,11 +107,13 @@ def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor
     return dense, addresses
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a one-dimensional view of a contiguous tensor's bytes."""
+def flat_bytes(source: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+    """Return a one-dimensional view of the bytes of a contiguous tensor or of a storage."""
     import torch
 
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    if isinstance(source, torch.Tensor):
+        return source.detach().reshape(-1).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
-from deepnvme.checkpoint.formats.file_image import bytes_of
 from deepnvme.checkpoint.storage_placement import PlacedStorage, memory_for
 from deepnvme.checkpoint.transfers import in_chunks, read
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 from ..support.memory import bytes_of as content_of
@@ -45,7 +44,7 @@ def placed_at(*places: tuple[int, int]) -> list[PlacedStorage]:
 def assert_read(placed: list[PlacedStorage]) -> None:
     for offset, storage in placed:
         assert torch.equal(
-            bytes_of(storage), torch.frombuffer(bytearray(CONTENT[offset : offset + storage.nbytes()]), dtype=torch.uint8)
+            flat_bytes(storage), torch.frombuffer(bytearray(CONTENT[offset : offset + storage.nbytes()]), dtype=torch.uint8)
         )
 
 
@@ -118,7 +117,7 @@ def test_new_memory_is_as_far_behind_a_page_as_its_place_in_the_file(nbytes: int
     assert storage.nbytes() == nbytes
     if nbytes >= DIRECT_FROM:
         assert storage.data_ptr() % PAGE == offset % PAGE
-        assert content_of(bytes_of(storage)[:10]) == bytes(10)
+        assert content_of(flat_bytes(storage)[:10]) == bytes(10)
 
 
 FILE = 300_000  # bytes

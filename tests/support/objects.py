@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.checkpoint.formats.file_image import bytes_of
+from deepnvme.memory.tensor_bytes import flat_bytes
 
 
 @dataclasses.dataclass
@@ -205,4 +205,4 @@ def _assert_same_tensor(found: torch.Tensor, expected: torch.Tensor) -> None:
             assert found.qscheme() == expected.qscheme()
             assert_same(found.dequantize(), expected.dequantize())
         elif not expected.is_meta:
-            assert torch.equal(bytes_of(found.untyped_storage()), bytes_of(expected.untyped_storage()))
+            assert torch.equal(flat_bytes(found.untyped_storage()), flat_bytes(expected.untyped_storage()))

@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from deepnvme._files import naming_file
 from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
-from deepnvme.checkpoint.formats.file_image import bytes_of
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.loading import resolve_weights_only
@@ -34,7 +33,7 @@ from deepnvme.checkpoint.transfers import (
     version_of,
 )
 from deepnvme.memory.pool import buffer_pool
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import DIRECT_FROM
 from deepnvme.transfer.scatter import scatter
 
@@ -289,7 +288,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     to_copy = 0
 
     def end() -> None:
-        memory = [_Placed(each.offset, bytes_of(target) if buffer is None else buffer) for each, target, buffer in pending]
+        memory = [_Placed(each.offset, flat_bytes(target) if buffer is None else buffer) for each, target, buffer in pending]
         read([each for each in memory if each.nbytes], path, shared_engine(), buffer_pool())
         for each, target, buffer in pending:
             if buffer is not None:

@@ -1,4 +1,8 @@
-"""Make the image of a .pt file: the archive that ``torch.save`` writes, with each storage aligned to a page."""
+"""Make the image of a .pt file: the archive that ``torch.save`` writes, with each storage aligned to a page.
+
+Its records are stored, not deflated. The data of each begin at a multiple of the alignment, for which its header is padded with
+an extra field. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,17 @@ import sys
 import zlib
 from array import array
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepnvme.checkpoint.formats.sharding import Across, Sharded
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import checksums
+from deepnvme.memory.tensor_bytes import checksums, flat_bytes
+from deepnvme.ops import load_async_io
 
-from .file_image import FileImage, Source, bytes_of
+from .file_image import FileImage, Source
 from .pickled import pickled
-from .zip_format import ZipLayout, lay_out
 
 
 def archive(
@@ -65,6 +69,29 @@ def archive(
     return _image(lay_out(names, nbytes, crcs, alignment), [*before.values(), *storages, *after.values()])
 
 
+class ZipLayout(NamedTuple):
+    """All bytes of an archive besides the data of its records."""
+
+    text: bytes
+    """The bytes before the data of each record, in order, and then those after the last record."""
+    headers: array[int]
+    """Bytes of the text before the data of each record."""
+    paddings: array[int]
+    """Meaningless bytes between these and the data of each record."""
+
+
+def lay_out(names: list[str], sizes: array[int], crcs: array[int], alignment: int) -> ZipLayout:
+    """Place records one after the other and return the bytes between them.
+
+    Args:
+        names: Name of each record.
+        sizes: Bytes of each record, an array of uint64 ("Q").
+        crcs: CRC-32 of each record, an array of uint64 ("Q").
+        alignment: The data of each record begin at a multiple of this many bytes.
+    """
+    return ZipLayout(*load_async_io().checkpoint.zip_layout(names, sizes, crcs, alignment))
+
+
 def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Sharded]) -> FileImage:
     """Return the image of an archive with these records."""
     image, at = FileImage(), 0
@@ -92,7 +119,7 @@ def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Shar
 
 def crc32_of(source: Source) -> int:
     """Return the CRC-32 of the bytes of a contiguous tensor or a storage, on any device. Blocks."""
-    data = bytes_of(source)
+    data = flat_bytes(source)
     return checksums(data, [data.numel()])[0]
 
 

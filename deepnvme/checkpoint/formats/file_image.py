@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.memory.tensor_bytes import copy_many, flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
@@ -186,7 +186,7 @@ class FileImage:
             if inner_end <= inner_begin:
                 continue
             yield from _chunks(at, inner_begin)
-            yield Range(inner_begin, inner_end, bytes_of(self._sources[piece])[inner_begin - start : inner_end - start])
+            yield Range(inner_begin, inner_end, flat_bytes(self._sources[piece])[inner_begin - start : inner_end - start])
             at = inner_end
         yield from _chunks(at, end)
 
@@ -217,7 +217,7 @@ class FileImage:
         for piece in self._on_devices.intersection(range(first, last + 1)):
             start = self._ends[piece] - self._lengths[piece]
             at = max(start, begin)
-            part = bytes_of(self._sources[piece])[at - start : min(self._ends[piece], end) - start]
+            part = flat_bytes(self._sources[piece])[at - start : min(self._ends[piece], end) - start]
             into[at - begin : at - begin + part.numel()].copy_(part, non_blocking=True)
             devices.add(part.device)
             lengths[piece - first] = 0
@@ -263,10 +263,3 @@ def _chunks(begin: int, end: int) -> Iterator[Range]:
 def _reachable(source: _Source) -> _Source:
     """Return the source, or a copy on the CPU if it is on a device that the engine cannot read."""
     return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[return-value]
-
-
-def bytes_of(source: Source) -> torch.Tensor:
-    """Return a 1-D view of the bytes of a contiguous tensor or a storage."""
-    if isinstance(source, torch.Tensor):
-        return source.detach().reshape(-1).view(torch.uint8)
-    return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)

@@ -13,8 +13,7 @@ import torch
 from torch.serialization import location_tag
 
 from deepnvme.memory.alignment import PAGE
-
-from .file_image import bytes_of
+from deepnvme.memory.tensor_bytes import flat_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -94,7 +93,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
     if coordinate is None or local.numel() == 0:
-        return Sharded(bytes_of(local.new_empty(0)), nbytes, array("Q"), array("Q"))
+        return Sharded(flat_bytes(local.new_empty(0)), nbytes, array("Q"), array("Q"))
     held: list[list[Span]] = [[(0, size)] for size in tensor.shape]
     replica, replicas = 0, 1
     for index, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
@@ -112,7 +111,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
             " expected: save its full_tensor()"
         )
     offsets, lengths = _runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
-    data = bytes_of(local.contiguous())
+    data = flat_bytes(local.contiguous())
     if replicas > 1:
         begin, end, offsets, lengths = equal_share(offsets, lengths, replica, replicas)
         data = data[begin:end]

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.formats.file_image import FileImage, bytes_of
+from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 from ...support.memory import pattern
@@ -134,12 +135,12 @@ class TestBytes:
     @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.uint16], ids=str)
     def test_of_tensors_of_any_dtype(self, dtype: torch.dtype) -> None:
         tensor = torch.ones(2, 3, dtype=dtype)
-        assert bytes_of(tensor).data_ptr() == tensor.data_ptr()
-        assert bytes_of(tensor).shape == (tensor.nbytes,)
+        assert flat_bytes(tensor).data_ptr() == tensor.data_ptr()
+        assert flat_bytes(tensor).shape == (tensor.nbytes,)
 
     def test_of_conjugate_views_are_those_of_their_storage(self) -> None:
         tensor = torch.ones(3, dtype=torch.complex64)
-        assert bytes_of(tensor.untyped_storage()).data_ptr() == tensor.data_ptr()
+        assert flat_bytes(tensor.untyped_storage()).data_ptr() == tensor.data_ptr()
 
     def test_of_0_d_and_parameters(self) -> None:
-        assert bytes_of(torch.nn.Parameter(torch.tensor(1.0))).shape == (4,)
+        assert flat_bytes(torch.nn.Parameter(torch.tensor(1.0))).shape == (4,)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.file_image import bytes_of
 from deepnvme.checkpoint.formats.tensor_archive import HEAD, KnownArchives, flat, frame, memory_of_item
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 
 from ...support.torch_versions import needs_torch
 
@@ -39,7 +38,7 @@ def assembled(tensor: torch.Tensor) -> bytes:
     memory = memory_of_item(tensor)
     assert memory is not None
     head, tail = frame(memory.dtype, memory.shape, memory.stride())
-    return head + memory_of(bytes_of(flat(memory))).tobytes() + tail
+    return head + memory_of(flat_bytes(flat(memory))).tobytes() + tail
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -89,7 +88,7 @@ def test_it_is_found_by_its_beginning(tmp_path: Path, theirs: bool) -> None:
                 assert found is not None
                 assert (found.dtype, found.shape, found.stride) == (tensor.dtype, tensor.shape, tensor.stride())
                 file.seek(found.offset)
-                memory = memory_of(bytes_of(flat(tensor))).tobytes()
+                memory = memory_of(flat_bytes(flat(tensor))).tobytes()
                 assert file.read(found.nbytes) == memory
                 (tmp_path / name).write_bytes(b"")  # known now: nothing is read again
                 again = known.elements(file, head, shift + 5, len(archive))
