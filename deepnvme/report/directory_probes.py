@@ -111,12 +111,19 @@ def mount_of(directory: Path) -> Mount | None:
 
 
 def block_device(directory: Path) -> Path | None:
-    """Return the /sys directory of the whole disk that holds ``directory``; None if it is on no block device."""
-    number = directory.stat().st_dev
-    place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    if not place.exists():
-        return None
-    return place.parent if (place / "partition").exists() else place
+    """Return the /sys directory of the whole disk that holds ``directory``; None if it is on no block device.
+
+    btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
+    """
+    numbers = [directory.stat().st_dev]
+    mount = mount_of(directory)
+    if mount is not None and Path(mount.source).is_block_device():
+        numbers.append(os.stat(mount.source).st_rdev)
+    for number in numbers:
+        place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+        if place.exists():
+            return place.parent if (place / "partition").exists() else place
+    return None
 
 
 def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from deepnvme.report import directory_probes
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
 
 from ..support.disks import Disk
@@ -72,8 +73,21 @@ def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
     facts = examine(drive)
     assert list(drive.iterdir()) == []
     assert Path(facts.path) == drive.resolve()
-    assert facts.device_number == drive.stat().st_dev
     assert facts.direct == facts.label.endswith("takes direct I/O")
+
+
+def test_folders_on_one_disk_have_its_number(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc in place of a btrfs subvolume, whose device number is of no block device either."""
+    mount = directory_probes.mount_of(drive)
+    if mount is None or not Path(mount.source).is_block_device():
+        pytest.skip("needs a directory on a block device")
+    (drive / "folder").mkdir()
+    number = examine(drive).device_number
+    assert examine(drive / "folder").device_number == number
+    disk = directory_probes.block_device(drive)
+    assert directory_probes.block_device(Path("/proc")) is None
+    monkeypatch.setattr(directory_probes, "mount_of", lambda directory: mount)
+    assert directory_probes.block_device(Path("/proc")) == disk
 
 
 @pytest.mark.root

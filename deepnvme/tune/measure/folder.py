@@ -36,7 +36,8 @@ class FolderFacts:
     label: str
     """What a measurement there measures: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
     device_number: int
-    """``st_dev`` of the folder: equal for folders on one filesystem."""
+    """Number of the whole disk that the folder is on: equal for folders on one disk, whatever their partitions, mounts and btrfs
+    subvolumes. ``st_dev`` where no disk is known; volumes of LVM and the like count as disks of their own."""
 
 
 def examine(folder: Path) -> FolderFacts:
@@ -58,7 +59,7 @@ def examine(folder: Path) -> FolderFacts:
         device=mount.source if mount else "unknown",
         direct=bool(direct.works) and not in_memory,
         label=label,
-        device_number=folder.stat().st_dev,
+        device_number=_disk_number(folder),
     )
 
 
@@ -92,6 +93,15 @@ def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
     available = meminfo("MemAvailable")
     if nbytes > available:
         raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
+
+
+def _disk_number(folder: Path) -> int:
+    """Return the number of the whole disk that a folder is on; ``st_dev`` if it is on none."""
+    disk = directory_probes.block_device(folder)
+    if disk is None:
+        return folder.stat().st_dev
+    major, minor = (disk / "dev").read_text().split(":")
+    return os.makedev(int(major), int(minor))
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ class Striping:
     together: Mapping[Operation, float]
     """Rates of all folders together."""
     shared_device: bool
-    """Whether two of the folders have the same device number."""
+    """Whether two of the folders are on one disk."""
 
 
 @dataclass(frozen=True)
