@@ -88,6 +88,11 @@ class StoreAllocator:
             file.extents = known
         self._changing = False
 
+    def used(self) -> tuple[int, ...]:
+        """Return the bytes in use in each file, in whole pages."""
+        self.mend()
+        return tuple(file.extents.used for file in self.files)
+
     def part_sizes(self, nbytes: int) -> list[int]:
         """Return the bytes of each part that a new tensor of ``nbytes`` bytes would be split into."""
         if self._is_striped(nbytes):

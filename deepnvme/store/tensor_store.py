@@ -102,7 +102,6 @@ class TensorStore:
             self._volumes = Volumes(weights, self._persist, self._engine, read_only)
             self._catalog = Catalog(self._volumes.files, self._persist)
             self._space = self._catalog.space
-            self._paths = [file.path for file in self._volumes.files]
             self._handles = [file.file for file in self._volumes.files]
             try:
                 self._catalog.restore({} if self._volumes.known is None else self._volumes.known.tensors)
@@ -145,6 +144,11 @@ class TensorStore:
         """Bytes of the store's files."""
         return self._look(lambda catalog: sum(file.capacity for file in catalog.space.files))
 
+    @property
+    def used_bytes(self) -> tuple[int, ...]:
+        """Bytes that tensors take in the file of each directory, in whole pages. The rest of the file is free for others."""
+        return self._look(lambda catalog: catalog.space.used())
+
     def _look(self, look: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
         """Return what ``look`` returns for the catalog, after operations that were interrupted have been undone."""
         with self._scheduler.lock:
@@ -152,16 +156,6 @@ class TensorStore:
                 self._scheduler.check_open()
             self._scheduler.settle_interrupted()
             return look(self._catalog)
-
-    @property
-    def used_bytes(self) -> tuple[int, ...]:
-        """Bytes that tensors take in the file of each directory, in whole pages. The rest of the file is free for others."""
-        with self._scheduler.lock:
-            self._scheduler.check_open()
-            self._scheduler.settle_interrupted()
-            self._space.mend()
-            used = tuple(file.extents.used for file in self._space.files)
-        return used
 
     # Transfers.
 
@@ -277,7 +271,6 @@ class TensorStore:
         Raises:
             KeyError: If the store has no such name.
         """
-
         self._check_writable()
         nbytes = self._in_turn([name], lambda: self._catalog.remove(name), writing=True)
         operation = self._scheduler.operation()
@@ -311,7 +304,6 @@ class TensorStore:
             ranges: (name, first byte, count) of each range. First bytes are multiples of 4096, and so are all counts but the
                 last.
         """
-
         names = [name for name, _, _ in ranges]
         operation = self._scheduler.operation()
 
@@ -500,7 +492,7 @@ class TensorStore:
 
         def conclude() -> Result:
             for name, version, tensor in zip(names, versions, tensors, strict=True) if self._checksum else ():
-                version.verify(name, tensor, self._paths)
+                version.verify(name, tensor, [file.path for file in self._volumes.files])
             return choose(dict(zip(names, tensors, strict=True)))
 
         return StoreFuture(operation, sum(version.info.nbytes for version in versions), conclude)
