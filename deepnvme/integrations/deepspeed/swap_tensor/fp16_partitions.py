@@ -12,10 +12,15 @@ from deepnvme.engine import Future, without_python
 from .tile_cache import TransferEngine
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
-"""A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None."""
+"""A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None.
+
+With a path, the tensor is DeepSpeed's placeholder, whose dtype may be another than that of the values in the file.
+"""
 
 
-def read_partitions(engine: TransferEngine, partitions: Sequence[PartitionInfo], target: torch.Tensor) -> None:
+def read_partitions(
+    engine: TransferEngine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
+) -> None:
     """Fill a flat tensor with partitions, one after the other, converted to its dtype. Blocks.
 
     A file is read into the end of the memory that its values will have, since they take no more bytes there.
@@ -23,6 +28,7 @@ def read_partitions(engine: TransferEngine, partitions: Sequence[PartitionInfo],
     Args:
         engine: Reads the files.
         partitions: Partitions in order.
+        buffers: Tensors of the files' dtype; nothing else of them is used. If there are none, each partition's tensor has it.
         target: One dimension, and a dtype of at least the size of the partitions'.
 
     Raises:
@@ -38,7 +44,7 @@ def read_partitions(engine: TransferEngine, partitions: Sequence[PartitionInfo],
             part.copy_(tensor.detach().reshape(-1))
         else:
             paths.append(path)
-            places.append((part.view(tensor.dtype)[-numel:], part))
+            places.append((part.view((buffers[0] if buffers else tensor).dtype)[-numel:], part))
     reading: deque[Future] = deque()
     try:
         # One call in C, so that Ctrl-C cannot come between starting a read and noting it.

@@ -186,7 +186,7 @@ class OptimizerSwapper:
             fp16_partitions_info: For each parameter its partitions, as (tensor, elements, path). The values are in the file at
                 the path, or in the tensor if the path is None.
             fp16_num_elems: The number of elements of each parameter.
-            fp16_pinned_buffers: Ignored: files are read into the memory that the parameters will have.
+            fp16_pinned_buffers: Buffers of the files' dtype. Files are read into the memory that the parameters will have.
             fp32_parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
 
         Raises:
@@ -201,7 +201,7 @@ class OptimizerSwapper:
         self._take_charge(
             fp32_parameters,
             fp16_num_elems,
-            lambda number, target: read_partitions(self._cache.engine, fp16_partitions_info[number], target),
+            lambda number, target: read_partitions(self._cache.engine, fp16_partitions_info[number], fp16_pinned_buffers, target),
         )
 
     def is_swappable_tensor(self, tensor: torch.Tensor | None = None, numel: int | None = None) -> bool:

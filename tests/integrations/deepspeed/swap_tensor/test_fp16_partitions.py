@@ -51,10 +51,10 @@ def test_the_memory_is_the_callers_again_when_it_raises(paths: list[str]) -> Non
     engine = Slow()
     partitions = [(torch.empty(0, dtype=torch.bfloat16), 10, path) for path in paths]
     with pytest.raises(OSError, match="injected"):
-        read_partitions(engine, partitions, torch.zeros(30))
+        read_partitions(engine, partitions, [], torch.zeros(30))
     assert not engine.under_way
 
 
 def test_lengths_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match="the partitions have 10 elements in all, the parameter 11"):
-        read_partitions(Slow(), [(torch.zeros(10), 10, None)], torch.zeros(11))
+        read_partitions(Slow(), [(torch.zeros(10), 10, None)], [], torch.zeros(11))
