@@ -9,8 +9,8 @@ import os
 
 from ._files import naming_file
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -> None:
@@ -35,7 +35,7 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
     if nbytes <= free_bytes(descriptor, path):  # checked first: ext4 fails only after a while, having taken all the space left
         error = errno.EINTR
         while error == errno.EINTR:
-            error = 0 if _libc.fallocate(descriptor, 0, begin, nbytes) == 0 else ctypes.get_errno()
+            error = 0 if libc.fallocate(descriptor, 0, begin, nbytes) == 0 else ctypes.get_errno()
     if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # nfs before 4.2, zfs: space is found when it is written
         error = 0
         try:

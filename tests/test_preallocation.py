@@ -24,7 +24,7 @@ def failing(*_: object) -> None:
 @pytest.mark.parametrize("call", ["fstatvfs", "ftruncate"])
 def test_a_call_that_fails_names_the_file(descriptor: int, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with os.fdopen(descriptor):
-        monkeypatch.setattr(_preallocation._libc, "fallocate", unsupported)
+        monkeypatch.setattr(_preallocation.libc, "fallocate", unsupported)
         monkeypatch.setattr(_preallocation.os, call, failing)
         with pytest.raises(OSError, match="named") as caught:
             preallocate(descriptor, 0, 4096, "named", "make room")

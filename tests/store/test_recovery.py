@@ -7,12 +7,13 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from deepnvme.offload.optimizer import OffloadedOptimizer
+from deepnvme.offload.sub_group import SubGroup
+from deepnvme.store.tensor_store import TensorStore
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 
@@ -51,9 +52,15 @@ def test_a_load_after_a_broken_step_is_not_undone_later(
     optimizer.step()
     kept = copy.deepcopy(optimizer.state_dict())
     weights = [param.detach().clone() for param in params]
-    resident = next(each for each in optimizer._sub_groups if each.in_memory)
+    real, failures = SubGroup.step, [ArithmeticError("as asked for")]
+
+    def step(self: SubGroup, *arguments: Any) -> Any:
+        if self.in_memory and failures:
+            raise failures.pop()
+        return real(self, *arguments)
+
     with monkeypatch.context() as patch:
-        patch.setattr(resident, "step", Mock(side_effect=ArithmeticError("as asked for")))
+        patch.setattr(SubGroup, "step", step)
         with pytest.raises(ArithmeticError):
             optimizer.step()
     with pytest.raises(RuntimeError, match="load a checkpoint"):
@@ -74,14 +81,14 @@ def test_a_gradient_that_could_not_go_out_is_added_once(
 ) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = [param.detach().clone() for param in params]
-    real, failures = optimizer._store.put, [OSError(errno.ENOSPC, "as asked for")]
+    real, failures = TensorStore.put, [OSError(errno.ENOSPC, "as asked for")]
 
-    def put(name: str, tensor: torch.Tensor) -> Any:
+    def put(self: TensorStore, name: str, tensor: torch.Tensor) -> Any:
         if name.endswith("gradient") and failures:
             raise failures.pop()
-        return real(name, tensor)
+        return real(self, name, tensor)
 
-    monkeypatch.setattr(optimizer._store, "put", put)
+    monkeypatch.setattr(TensorStore, "put", put)
     with pytest.raises(OSError, match="as asked for"):
         backward(params)
     assert failures == []
@@ -100,14 +107,14 @@ def test_a_gradient_that_could_not_go_out_counts_once_when_the_step_is_made_all_
 ) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = params[0].detach().clone()
-    real, failures = optimizer._store.put, [OSError(errno.ENOSPC, "as asked for")]
+    real, failures = TensorStore.put, [OSError(errno.ENOSPC, "as asked for")]
 
-    def put(name: str, tensor: torch.Tensor) -> Any:
+    def put(self: TensorStore, name: str, tensor: torch.Tensor) -> Any:
         if name == "0.gradient" and failures:
             raise failures.pop()
-        return real(name, tensor)
+        return real(self, name, tensor)
 
-    monkeypatch.setattr(optimizer._store, "put", put)
+    monkeypatch.setattr(TensorStore, "put", put)
     with pytest.raises(OSError, match="as asked for"):
         backward(params)
     optimizer.step()

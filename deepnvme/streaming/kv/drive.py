@@ -79,8 +79,8 @@ class KVDrive:
         """By layer, in the order of their positions."""
         self.engine = Engine()
         self._prefetch = prefetch
-        self._pool = BufferPool(_WRITING)
-        self._memory = _ChunkMemory(self._pool)
+        self.pool = BufferPool(_WRITING)
+        self._memory = _ChunkMemory(self.pool)
         self._names = itertools.count()
         self._whole: Lease | None = None
         self.shown: tuple[int, Pair] | None = None
@@ -200,7 +200,7 @@ class KVDrive:
             with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
                 self._store.close()
         self.engine.close()
-        self._pool.trim()
+        self.pool.trim()
 
 
 class _Chunks:
@@ -237,7 +237,7 @@ class _ChunkMemory:
     separate_residents = False
 
     def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self.reading = 0
         self.limit = _WRITING
 
@@ -245,13 +245,13 @@ class _ChunkMemory:
         """Set how much may be read ahead, and how much others lease of the pool."""
         self.reading = reading
         self.limit = reading + _WRITING
-        self._pool.set_budget(self.limit + beside)
+        self.pool.set_budget(self.limit + beside)
 
     def take(self, block: Block) -> Memory | None:
         assert isinstance(block, KVChunk)
         if block.created_on is not None:
             return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))
-        lease = self._pool.try_lease(block.nbytes)
+        lease = self.pool.try_lease(block.nbytes)
         return None if lease is None else _Staged(lease, block)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
@@ -260,10 +260,10 @@ class _ChunkMemory:
 
     def lease(self, nbytes: int) -> Lease:
         """Lease memory, beyond the pool's budget if somebody keeps what was lent."""
-        lease = self._pool.try_lease(nbytes)
+        lease = self.pool.try_lease(nbytes)
         if lease is None:
-            self._pool.set_budget(self._pool.in_use + 2 * padded(nbytes))
-            lease = self._pool.lease(nbytes)
+            self.pool.set_budget(self.pool.in_use + 2 * padded(nbytes))
+            lease = self.pool.lease(nbytes)
         return lease
 
 

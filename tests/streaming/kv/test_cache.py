@@ -9,7 +9,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tests.faults.torture.interruption import interrupted
 
 from ...support.disks import MIB, Disk
-from ...support.engines import FailedTransfer
+from ...support.engines import FailedTransfer, transfers_are
 from .states import states
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -154,59 +154,63 @@ def test_a_full_disk_is_reported_with_its_directory_and_the_cache_works_after_a_
         assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
 
 
-def test_a_read_that_fails_names_the_file_and_leaves_no_memory_behind(
-    llama: Any, cache: OffloadedCache, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(drive / "deepnvme-kv-0" / "deepnvme-store.data")
-    read = cache._drive.engine.read
-    reads, bad = 0, range(20, 1000)  # what fails while it is read ahead is read once more
-
-    def failing(*arguments: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return FailedTransfer(OSError(errno.EIO, "bad sector", path)) if reads in bad else read(*arguments)
-
-    monkeypatch.setattr(cache._drive.engine, "read", failing)
-    with pytest.raises(OSError, match="bad sector") as error:
-        generated(llama, prompt(), cache)
-    assert (error.value.errno, error.value.filename) == (errno.EIO, path)
-    del error
-    bad = range(0)
-    with pytest.raises(RuntimeError, match="bad sector"):
-        generated(llama, prompt(), cache)
-    cache.reset()
-    gc.collect()
-    assert cache._drive._pool.in_use == 0
-    assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
-
-
 class Failing:
-    """An engine's reads and writes, of which those of the numbers given fail, each by its future."""
+    """Transfers of these kinds fail while this is entered: those of the numbers given, each by its future."""
 
-    def __init__(self, engine: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: Path, *kinds: str) -> None:
         self.count = 0
-        self.numbers: set[int] = set()
-        self._path = str(path)
-        for name in ("read", "write"):
-            monkeypatch.setattr(engine, name, functools.partial(self._transfer, getattr(engine, name)))
+        self.numbers: Collection[int] = ()
+        self._path, self._kinds = str(path), kinds
+        self._replaced = contextlib.ExitStack()
 
-    def _transfer(self, own: Callable[..., Any], *arguments: Any) -> Any:
+    def __enter__(self) -> Failing:
+        self._replaced.enter_context(transfers_are(self._replace))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._replaced.close()
+
+    def _replace(self, kind: str, sound: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._transfer, sound) if kind in self._kinds else sound
+
+    def _transfer(self, sound: Callable[..., Any], *arguments: Any) -> Any:
         self.count += 1
         if self.count in self.numbers:
             return FailedTransfer(OSError(errno.EIO, f"fault {self.count}", self._path))
-        return own(*arguments)
+        return sound(*arguments)
+
+
+def test_a_read_that_fails_names_the_file_and_leaves_no_memory_behind(llama: Any, cache: OffloadedCache, drive: Path) -> None:
+    path = drive / "deepnvme-kv-0" / "deepnvme-store.data"
+    with Failing(path, "read") as failing:
+        failing.numbers = range(20, 1000)  # what fails while it is read ahead is read once more
+        with pytest.raises(OSError, match="fault") as error:
+            generated(llama, prompt(), cache)
+        assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
+        del error
+        failing.numbers = ()
+        with pytest.raises(RuntimeError, match="fault"):
+            generated(llama, prompt(), cache)
+    cache.reset()
+    gc.collect()
+    assert cache._drive.pool.in_use == 0
+    assert torch.equal(generated(llama, prompt(), cache), generated(llama, prompt()))
 
 
 @pytest.mark.slow
 def test_any_transfer_that_fails_is_told_of_once_and_no_token_is_wrong(
-    llama: Any, cache: OffloadedCache, drive: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Any, cache: OffloadedCache, drive: Path
 ) -> None:
+    with Failing(drive, "read", "write") as failing:
+        _each_fails(llama, cache, drive, failing)
+
+
+def _each_fails(llama: Any, cache: OffloadedCache, drive: Path, failing: Failing) -> None:
     expected = generated(llama, prompt())
-    failing = Failing(cache._drive.engine, drive, monkeypatch)
     assert torch.equal(generated(llama, prompt(), cache), expected)
     for number in range(1, failing.count + 1, 5):
         cache.reset()
-        failing.count, failing.numbers = 0, {number}
+        failing.count, failing.numbers = 0, (number,)
         raised: list[OSError] = []
         try:
             assert torch.equal(generated(llama, prompt(), cache), expected)  # what was written in vain is not read

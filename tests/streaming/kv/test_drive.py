@@ -73,7 +73,7 @@ def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_me
         there.mend()
         assert there._store is not None
         assert len(there._store) == 0
-        assert there._pool.in_use == 0
+        assert there.pool.in_use == 0
     assert refused
 
 
@@ -125,9 +125,9 @@ def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
         there.read(chunk, torch.device(device), lambda _: None)
     (copied,) = Copy.of
     assert copied.device == torch.device("cuda", 1), "the layer's, whichever is current"
-    assert there._pool.in_use
+    assert there.pool.in_use
     copied.ended = True
-    assert not there._pool.in_use
+    assert not there.pool.in_use
 
 
 def test_chunks_come_back_as_they_were_written(there: KVDrive) -> None:
@@ -165,4 +165,4 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -
     there.delete(0, 0)
     there.let_go()
     assert there.chunks[0] == []
-    assert there._pool.in_use == 0
+    assert there.pool.in_use == 0

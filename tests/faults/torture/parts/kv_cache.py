@@ -42,8 +42,8 @@ def attack(random: randoms.Random, directory: Path) -> None:
             _with_an_interrupt(random, model, prompt, cache, expected)
         cache.reset()
         report = cache.report()
-        if report.bytes_on_drive or cache._drive._pool.in_use:
-            raise Wrong(f"a cache that was reset holds {report}, and {cache._drive._pool.in_use} bytes of buffers")
+        if report.bytes_on_drive or cache._drive.pool.in_use:
+            raise Wrong(f"a cache that was reset holds {report}, and {cache._drive.pool.in_use} bytes of buffers")
         for _ in range(2):
             if not torch.equal(_generated(model, prompt, cache), expected):
                 raise Wrong("other tokens after a reset")

@@ -37,11 +37,11 @@ def _attack(random: Random, directory: Path, sound: deepnvme.Engine) -> None:
     persist = random.random() < 0.7
     committed: list[Tensors] = [{}]  # each may be what the directories hold
     for number in range(_STORES):
-        engine = _engine(random)
+        engine = _Exchangeable(_engine(random))
         try:
             store = TensorStore(directories, persist=persist, checksum=random.random() < 0.5, engine=engine, pool=pool)
             try:
-                committed = _use(random, store, persist, committed, sound)
+                committed = _use(random, store, persist, committed, engine, sound)
             finally:
                 with contextlib.suppress(OSError):  # of a put that nobody was told of
                     store.close()
@@ -53,6 +53,16 @@ def _attack(random: Random, directory: Path, sound: deepnvme.Engine) -> None:
             raise Leaked(f"{pool.in_use} bytes of the pool are in use")
     if not persist and any(path.exists() for path in directories):
         raise Leaked("a store that does not persist left files behind")
+
+
+class _Exchangeable:
+    """A store's engine: another one at times."""
+
+    def __init__(self, engine: Any) -> None:
+        self.current = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
 
 
 def _engine(random: Random) -> Any:
@@ -67,8 +77,15 @@ def _engine(random: Random) -> Any:
     return testing.faulty_engine(backend, random.choice([4096, 65536]), random.choice([2, 32]), 1, False, faults, None, None)
 
 
-def _use(random: Random, store: TensorStore, persist: bool, committed: list[Tensors], sound: deepnvme.Engine) -> list[Tensors]:
-    state = _found(store, {name: [each.get(name) for each in committed] for name in store.names()}, sound)
+def _use(
+    random: Random,
+    store: TensorStore,
+    persist: bool,
+    committed: list[Tensors],
+    engine: _Exchangeable,
+    sound: deepnvme.Engine,
+) -> list[Tensors]:
+    state = _found(store, {name: [each.get(name) for each in committed] for name in store.names()}, engine, sound)
     if not any(state.keys() == each.keys() for each in committed):
         raise Wrong(f"opened again, it holds {sorted(state)}, none of {[sorted(each) for each in committed]}")
     committed = [dict(state)]
@@ -79,7 +96,7 @@ def _use(random: Random, store: TensorStore, persist: bool, committed: list[Tens
             error = _error(lambda new=new: store.put_many(new).result())
             # Of a put that failed each name by itself is old or new, or damaged.
             olds = {name: [new.get(name, state.get(name)), *[state.get(name)] * bool(error)] for name in store.names()}
-            state = _found(store, olds, sound)
+            state = _found(store, olds, engine, sound)
         elif action == "delete" and state:
             gone = random.choice(sorted(state))
             store.delete(gone).result()
@@ -88,19 +105,21 @@ def _use(random: Random, store: TensorStore, persist: bool, committed: list[Tens
             if _error(store.commit) is None:
                 committed = [dict(state)]
             else:
-                state = _found(store, {name: [state.get(name)] for name in store.names()}, sound)
+                state = _found(store, {name: [state.get(name)] for name in store.names()}, engine, sound)
                 committed.append(dict(state))
         elif action == "check":
-            state = _found(store, {name: [state.get(name)] for name in store.names()}, sound)
+            state = _found(store, {name: [state.get(name)] for name in store.names()}, engine, sound)
     return committed if persist else [{}]
 
 
-def _found(store: TensorStore, candidates: dict[str, list[torch.Tensor | None]], sound: deepnvme.Engine) -> Tensors:
+def _found(
+    store: TensorStore, candidates: dict[str, list[torch.Tensor | None]], engine: _Exchangeable, sound: deepnvme.Engine
+) -> Tensors:
     """What the store holds, as a sound engine reads it, each one of its candidates. What is damaged is deleted."""
     found: Tensors = {}
     for name, tensors in candidates.items():
         got = None
-        failing, store._engine = store._engine, sound
+        failing, engine.current = engine.current, sound
         try:
             got = store.get(name).result()
         except OSError as error:
@@ -108,7 +127,7 @@ def _found(store: TensorStore, candidates: dict[str, list[torch.Tensor | None]],
             if "is damaged" not in str(error):
                 raise
         finally:
-            store._engine = failing
+            engine.current = failing
         if got is None:
             store.delete(name).result()
         elif not any(tensor is not None and torch.equal(tensor, got) for tensor in tensors):
