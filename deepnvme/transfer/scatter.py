@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from deepnvme.engine import Future
-from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many
 
@@ -48,14 +47,15 @@ def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap
     last = -1
     for index in sorted(range(len(places)), key=places.__getitem__):
         file, offset, nbytes = places[index]
-        piece_end = padded(offset + nbytes, alignment)
-        if not members or file != last or offset - end > gap or max(end, piece_end) - begin > limit:
+        piece_end = -(-(offset + nbytes) // alignment) * alignment  # padded(), without a call for each of many pieces
+        if file != last or offset - end > gap or piece_end - begin > limit or end - begin > limit:
             if members:
                 yield Run(members, begin, end)
             members, last, begin = [], file, offset // alignment * alignment
             end = begin
         members.append(index)
-        end = max(end, piece_end)
+        if piece_end > end:  # pieces may overlap
+            end = piece_end
     if members:
         yield Run(members, begin, end)
 
