@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
-from deepnvme.checkpoint.formats.safetensors_header import LONGEST_HEADER, TensorEntry, _entries, _Json, _parse, _Wrong, shards_of
+from deepnvme.checkpoint.formats.safetensors_header import (
+    LONGEST_HEADER,
+    JsonText,
+    TensorEntry,
+    WrongHeader,
+    parse_header,
+    shards_of,
+    tensor_entries,
+)
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -165,7 +173,7 @@ class TestCorruptFiles:
                 return found
 
         text = json.dumps({str(index): {**field(0, 0), "x": {}} for index in range(3000)})
-        assert len(_entries(_Json(Counted(text)), 0)) == 3000
+        assert len(tensor_entries(JsonText(Counted(text)), 0)) == 3000
         assert Counted.copied < 512 * 3000 + 1
 
     @pytest.mark.slow
@@ -213,16 +221,16 @@ class TestCorruptFiles:
             end = int(offsets.strip("[]").split(",")[-1])
             text = f'{{"{name}":{field},"b":{{"dtype":"U8","shape":[1],"data_offsets":[{end},{end + 1}]}}}}'.encode()
             try:
-                found.append(str(_parse(text, 100, 100 + end + 1)))
-            except _Wrong as error:
+                found.append(str(parse_header(text, 100, 100 + end + 1)))
+            except WrongHeader as error:
                 found.append(re.sub("at character [0-9]+|char [0-9]+|column [0-9]+", "", str(error)))
         assert found[0] == found[1]
 
     @given(st.binary(max_size=60), st.integers(0, 100))
     def test_a_header_of_any_bytes_is_refused_in_one_way(self, text: bytes, size: int) -> None:
         try:
-            _parse(text, 8 + len(text), 8 + len(text) + size)
-        except _Wrong:
+            parse_header(text, 8 + len(text), 8 + len(text) + size)
+        except WrongHeader:
             pass
         else:
             assert text.strip() == b"{}"
@@ -397,7 +405,7 @@ class TestShards:
 
 def test_entries_know_their_place_in_the_file() -> None:
     text = json.dumps({"a": field(0, 4)}).encode()
-    assert _parse(text, 100, 104).tensors == [TensorEntry("a", torch.uint8, (4,), 100, 4)]
+    assert parse_header(text, 100, 104).tensors == [TensorEntry("a", torch.uint8, (4,), 100, 4)]
 
 
 class Tied(torch.nn.Module):

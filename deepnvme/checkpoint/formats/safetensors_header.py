@@ -135,12 +135,12 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> Header:
     if len(text) < length:
         raise CorruptCheckpoint(path, f"its header is cut off: expected {length} bytes, found {len(text)}")
     try:
-        return _parse(text, begin + _LENGTH.size + length, size)
-    except _Wrong as error:
+        return parse_header(text, begin + _LENGTH.size + length, size)
+    except WrongHeader as error:
         raise CorruptCheckpoint(path, str(error)) from None
 
 
-class _Wrong(ValueError):
+class WrongHeader(ValueError):
     pass
 
 
@@ -165,7 +165,7 @@ _NEXT = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*(?=\")|(\}))")
 _END = re.compile(r"[ \t\n\r]*\Z")
 
 
-class _Json:
+class JsonText:
     """Reads a header member by member, each with a limit.
 
     Reading it as a whole could take 30 times its size in memory, and minutes.
@@ -202,7 +202,7 @@ class _Json:
     def string(self) -> str:
         """Read a string."""
         if not self._text.startswith('"', self._at):
-            raise _Wrong(f"its header is no JSON: expected a string at character {self._at}")
+            raise WrongHeader(f"its header is no JSON: expected a string at character {self._at}")
         value, self._at = scanstring(self._text, self._at + 1, True)
         return str(value)
 
@@ -227,58 +227,58 @@ class _Json:
                 if length < window:  # a number that fills the window may continue behind it
                     self._at += length
                     return value
-        raise _Wrong(f"its header has a value of more than {longest} characters")
+        raise WrongHeader(f"its header has a value of more than {longest} characters")
 
     def end(self) -> None:
-        """Raise _Wrong unless nothing follows."""
+        """Raise WrongHeader unless nothing follows."""
         self._take(_END)
 
     def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:
         found = pattern.match(self._text, self._at)
         if found is None:
-            raise _Wrong(f"its header {wrong or f'is no JSON: unexpected text at character {self._at}'}")
+            raise WrongHeader(f"its header {wrong or f'is no JSON: unexpected text at character {self._at}'}")
         self._at = found.end()
         return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object. Raises _Wrong if a name occurs twice."""
+    """Return the members of a JSON object. Raises WrongHeader if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise _Wrong(f"its header has a name twice among {listed([repr(name) for name, _ in pairs])}")
+        raise WrongHeader(f"its header has a name twice among {listed([repr(name) for name, _ in pairs])}")
     return fields
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _parse(text: bytes, data: int, size: int) -> Header:
+def parse_header(text: bytes, data: int, size: int) -> Header:
     try:
-        tensors = sorted(_entries(_Json(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
-    except _Wrong:
+        tensors = sorted(tensor_entries(JsonText(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
+    except WrongHeader:
         raise
     except (ValueError, RecursionError) as error:
-        raise _Wrong(f"its header is no JSON: {error}") from None
+        raise WrongHeader(f"its header is no JSON: {error}") from None
     end = data
     for entry in tensors:
         if entry.offset != end:
             what = "overlaps the one before it" if entry.offset < end else "leaves a gap before it"
-            raise _Wrong(f"tensor {entry.name!r} {what}: expected at byte {end}, found at {entry.offset}")
+            raise WrongHeader(f"tensor {entry.name!r} {what}: expected at byte {end}, found at {entry.offset}")
         end += entry.nbytes
         if end > size:
             there = max(0, size - entry.offset)
-            raise _Wrong(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
+            raise WrongHeader(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
     if end != size:
-        raise _Wrong(f"it should end with its last tensor at byte {end}, and has {size}")
+        raise WrongHeader(f"it should end with its last tensor at byte {end}, and has {size}")
     return Header(tensors)
 
 
-def _entries(header: _Json, data: int) -> dict[str, TensorEntry]:
+def tensor_entries(header: JsonText, data: int) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     metadata: set[str] | None = None
     for name, usual in header.members(_USUAL):
         if name in entries or (name == _METADATA and metadata is not None):
-            raise _Wrong(f"its header has {name!r} twice")
+            raise WrongHeader(f"its header has {name!r} twice")
         if usual is not None:
             _, kind, shape, begin, end = usual.groups()
             entries[name] = _entry(name, kind, list(map(int, shape.split(","))) if shape else [], int(begin), int(end), data)
@@ -290,17 +290,17 @@ def _entries(header: _Json, data: int) -> dict[str, TensorEntry]:
     return entries
 
 
-def _metadata(header: _Json) -> set[str]:
+def _metadata(header: JsonText) -> set[str]:
     """Read the metadata and return their names. Their values are not needed."""
     names: set[str] = set()
     for name in header.names():
         if name in names or len(names) == _MOST_METADATA:
-            raise _Wrong(f"its metadata have {name!r} twice, or more than {_MOST_METADATA} names")
+            raise WrongHeader(f"its metadata have {name!r} twice, or more than {_MOST_METADATA} names")
         names.add(name)
         try:
             header.string()
-        except _Wrong:
-            raise _Wrong(f"its metadata are not strings: {name!r}") from None
+        except WrongHeader:
+            raise WrongHeader(f"its metadata are not strings: {name!r}") from None
     return names
 
 
@@ -312,9 +312,9 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
         if not isinstance(kind, str):
             raise TypeError(kind)
     except (TypeError, KeyError, ValueError):
-        raise _Wrong(f"tensor {name!r} has no dtype, shape and data_offsets") from None
+        raise WrongHeader(f"tensor {name!r} has no dtype, shape and data_offsets") from None
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+        raise WrongHeader(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
     return kind, shape, begin, end
 
 
@@ -325,17 +325,17 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
         numel *= size
         most = max(most, size, numel)
     if begin > end or max(most, end) >= 1 << 63:
-        raise _Wrong(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+        raise WrongHeader(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
     if kind not in _DTYPES:
-        raise _Wrong(f"tensor {name!r} is of {kind!r}, which this torch has not")
+        raise WrongHeader(f"tensor {name!r} is of {kind!r}, which this torch has not")
     dtype = _DTYPES[kind]
     if kind == "F4" and shape:
         if shape[-1] % 2:
-            raise _Wrong(f"tensor {name!r} ends in the middle of a byte: its shape is {shape}")
+            raise WrongHeader(f"tensor {name!r} ends in the middle of a byte: its shape is {shape}")
         shape = [*shape[:-1], shape[-1] // 2]
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
-        raise _Wrong(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
+        raise WrongHeader(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
     return TensorEntry(name, dtype, tuple(shape), data + begin, nbytes)
 
 
@@ -349,7 +349,7 @@ _USUAL_SHARD = re.compile(
 )
 
 
-def _weight_map(index: _Json) -> dict[str, str]:
+def _weight_map(index: JsonText) -> dict[str, str]:
     """Return the shard of each tensor of an index, by the tensor's name."""
     shards: dict[str, str] | None = None
     others = 0
@@ -359,16 +359,16 @@ def _weight_map(index: _Json) -> dict[str, str]:
             for tensor, usual in index.members(_USUAL_SHARD):
                 shard = index.string() if usual is None else usual[2]
                 if tensor in shards or len(shards) == _MOST_INDEXED:
-                    raise _Wrong(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
+                    raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
                 shards[tensor] = sys.intern(shard)
         elif others == _MOST_OTHERS:
-            raise _Wrong(f"it has more than {_MOST_OTHERS} members")
+            raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
         else:
             others += 1
             index.value(_LONGEST_OTHER)
     index.end()
     if shards is None:
-        raise _Wrong("it has no weight_map")
+        raise WrongHeader("it has no weight_map")
     return shards
 
 
@@ -383,12 +383,12 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
         OSError: If the file cannot be read. Names the file.
     """
     try:
-        index = _Json(read_regular(path, LONGEST_HEADER).decode())
+        index = JsonText(read_regular(path, LONGEST_HEADER).decode())
         found: dict[str, dict[str, Any]] = {}
         for name in index.names():
             entry = index.value()
             if len(found) == _MOST_INDEXED or not isinstance(entry, dict) or not all(map(_is_offloaded_field, entry.values())):
-                raise _Wrong(f"{name!r} has no dtype and shape")
+                raise WrongHeader(f"{name!r} has no dtype and shape")
             found[name] = entry
         index.end()
     except UnfitFile as error:
@@ -418,7 +418,7 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
     if not name.endswith(".json"):
         return {name: None}
     try:
-        shards = _weight_map(_Json(read_regular(name, LONGEST_HEADER).decode()))
+        shards = _weight_map(JsonText(read_regular(name, LONGEST_HEADER).decode()))
     except UnfitFile as error:
         raise CorruptCheckpoint(path, str(error)) from None
     except (ValueError, RecursionError):

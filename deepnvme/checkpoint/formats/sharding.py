@@ -101,7 +101,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
             replica, replicas = replica * count + index, replicas * count
         elif type(placement).__name__ in ("Shard", "_StridedShard"):
             dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
-            held[dim] = _part(held[dim], count, index, getattr(placement, "split_factor", 1))
+            held[dim] = part_of_spans(held[dim], count, index, getattr(placement, "split_factor", 1))
         else:
             raise ValueError(f"a DTensor that is placed as {placements} cannot be saved: redistribute it to shards or replicas")
     shape = tuple(sum(end - begin for begin, end in spans) for spans in held)
@@ -110,7 +110,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
             f"a DTensor of {tuple(tensor.shape)} placed as {placements} has {tuple(local.shape)} of it here, where {shape} were"
             " expected: save its full_tensor()"
         )
-    offsets, lengths = _runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
+    offsets, lengths = byte_runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
     data = flat_bytes(local.contiguous())
     if replicas > 1:
         begin, end, offsets, lengths = equal_share(offsets, lengths, replica, replicas)
@@ -118,7 +118,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
     return Sharded(data, nbytes, offsets, lengths)
 
 
-def _part(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
+def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
     """Return one of ``count`` parts of the spans: one contiguous chunk, or ``split`` pieces spread over all."""
     total = sum(end - begin for begin, end in spans)
     if split > 1 and total % (count * split):
@@ -145,7 +145,7 @@ def _taken(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
     return taken
 
 
-def _runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tuple[array[int], array[int]]:
+def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tuple[array[int], array[int]]:
     """Return (offsets, lengths), in bytes, of the runs that are contiguous in the whole, in the order of the shard."""
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     cut = max((dim for dim, spans in enumerate(held) if spans != [(0, shape[dim])]), default=0)

@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.sharding import _part, _runs, equal_share
+from deepnvme.checkpoint.formats.sharding import byte_runs, equal_share, part_of_spans
 
 PAGE = 4096
 
@@ -22,7 +22,7 @@ def offsets_of(offsets: array[int], lengths: array[int]) -> list[int]:
 @pytest.mark.parametrize(("total", "count", "split"), [(10, 3, 2), (8, 3, 2)])
 def test_uneven_strides_are_refused(total: int, count: int, split: int) -> None:
     with pytest.raises(ValueError, match=f"{total} in {count} shards of {split} strides are uneven: save the full_tensor"):
-        _part([(0, total)], count, 0, split)
+        part_of_spans([(0, total)], count, 0, split)
 
 
 @pytest.mark.parametrize(("size", "steps"), [
@@ -36,7 +36,7 @@ def test_a_dimension_is_sharded_as_a_tensor_is(size: int, steps: list[tuple[int,
         for (count, split), index in zip(steps, indices, strict=True):
             chunks = list(expected.chunk(count * split))
             chunks += [expected[:0]] * (count * split - len(chunks))
-            expected, spans = torch.cat(chunks[index::count]), _part(spans, count, index, split)
+            expected, spans = torch.cat(chunks[index::count]), part_of_spans(spans, count, index, split)
         found = [each for span in spans for each in range(*span)]
         assert found == expected.tolist()
         assert all(one[1] != other[0] for one, other in itertools.pairwise(spans))
@@ -55,7 +55,7 @@ def test_runs_are_where_the_elements_lie(shape: tuple[int, ...], held: list[list
     for dim, spans in enumerate(held):
         index = index.index_select(dim, torch.tensor([each for span in spans for each in range(*span)], dtype=torch.int64))
     expected = [element * itemsize + byte for element in index.reshape(-1).tolist() for byte in range(itemsize)]
-    offsets, lengths = _runs(shape, held, itemsize)
+    offsets, lengths = byte_runs(shape, held, itemsize)
     assert offsets_of(offsets, lengths) == expected
     if held[:1] == [[(1, 3)]]:
         assert len(offsets) == 1
