@@ -336,6 +336,7 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
     )
 
 
+@pytest.mark.slow
 def test_meshes_of_two_dimensions(drive: Path, interpreters: Interpreters) -> None:
     run(
         4,

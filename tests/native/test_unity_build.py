@@ -28,6 +28,7 @@ def unit(tmp_path: Path) -> Path:
     return unit
 
 
+@pytest.mark.slow
 def test_every_source_can_be_compiled_in_one_file_with_all_others(unit: Path) -> None:
     compiler = toolchain.find()
     if isinstance(compiler, toolchain.Attempt):

@@ -196,6 +196,7 @@ def test_an_interrupt_while_the_drive_is_awaited(world: World, monkeypatch: pyte
             world.check(ORDER)
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment(world: World) -> None:
     """Wherever it comes, in bookkeeping too, the next call is right."""
     import sys
