@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from deepnvme.memory.pool import OutOfBuffers
 
@@ -477,8 +477,9 @@ class BlockCache(Monitor):
 
     def _raise_failure(self) -> None:
         if self._failures:
-            failures, self._failures = self._failures, []
-            raise failures[0]
+            error = self._failures[0]
+            self._failures.clear()
+            _raise(error)
 
     # Memory
 
@@ -604,7 +605,12 @@ def _raise_error(block: Block) -> None:
     """Raise what reading a block has ended with, if that was an error."""
     error, block.error = block.error, None
     if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # a traceback that refers to itself keeps all memory that its frames know
+        _raise(error)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raise an error. No frame keeps it: its traceback would refer to itself, and all memory that its frames know would stay."""
+    try:
+        raise error
+    finally:
+        del error
