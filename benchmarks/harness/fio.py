@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepnvme.memory.budget import meminfo
+from deepnvme.memory.system_memory import meminfo
 from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, run
 from harness.workloads import ContenderFailed, Sample, Workload
 

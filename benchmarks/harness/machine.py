@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from deepnvme.memory.budget import meminfo
+from deepnvme.memory.system_memory import meminfo
 from deepnvme.tune.measure.folder import examine
 
 

@@ -16,6 +16,7 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
+from .damage_check import refuse_compressed, verify_records
 from .formats.archive import crc32_of
 from .formats.contents import (
     ArchiveContents,
@@ -34,7 +35,6 @@ from .formats.contents import (
 from .formats.pickled import pickled
 from .storage_placement import MapLocation, PlacedStorage, memory_for, placing, unread, watching
 from .transfers import read, read_consistently, shared_engine
-from .verifying import refuse_compressed, verify_records
 
 
 def load(

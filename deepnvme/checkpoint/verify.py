@@ -5,7 +5,7 @@
 
 import sys
 
-from .verifying import main, verify
+from .damage_check import main, verify
 
 if __name__ == "__main__":
     main()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
-from .budget import available_memory
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Ending, Lease
+from .system_memory import available_memory
 
 if TYPE_CHECKING:
     pass

@@ -18,7 +18,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from .io_stats import StepReport
 from .partition import SubGroupPlanner
-from .residency import ResidencyPolicy
+from .resident_sub_groups import ResidencyPolicy
 from .state_dict import opaque
 from .step import StepRunner
 from .sub_group import SubGroup

@@ -16,7 +16,7 @@ from deepnvme.store.futures import StoreFuture
 
 from .gradients import SubGroupGradients
 from .io_stats import IOStats
-from .residency import RING, BlockVersions, block_name, image_name
+from .resident_sub_groups import RING, BlockVersions, block_name, image_name
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
 
 POLL_SECONDS = 0.0005

@@ -17,7 +17,7 @@ from .gradients import Pieces
 from .io_stats import IOStats
 from .params import distributed_like, local_of
 from .pipeline import SubGroupPipeline
-from .residency import BlockVersions, ResidentBlocks, block_name
+from .resident_sub_groups import BlockVersions, ResidentBlocks, block_name
 from .sub_group import MASTER, Held, SubGroup, copied
 
 

@@ -19,7 +19,7 @@ from .gradients import GradientHooks, SubGroupGradients
 from .io_stats import IOStats
 from .params import ParamRanks, StepVote, over_ranks
 from .pipeline import SubGroupPipeline
-from .residency import BlockVersions, ResidencyPolicy, ResidentBlocks
+from .resident_sub_groups import BlockVersions, ResidencyPolicy, ResidentBlocks
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
 

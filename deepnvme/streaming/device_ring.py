@@ -11,7 +11,7 @@ import torch
 
 from deepnvme.memory.lease import Computed
 
-from .arriving import ExtentReads
+from .extent_reads import ExtentReads
 from .slots import PinnedSlots, Slots
 from .weights.blocks import REST
 

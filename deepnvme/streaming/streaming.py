@@ -13,11 +13,11 @@ from torch import nn
 
 from deepnvme.memory.host import give_back_heap
 
-from .arriving import ExtentReads
 from .extent_cache import ExtentCache
-from .forwards import StreamedForward, StreamedForwards
+from .extent_reads import ExtentReads
 from .module_weights import ModuleWeights
-from .residence import residents
+from .replaced_forwards import StreamedForward, StreamedForwards
+from .resident_weights import residents
 from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport
 from .weights.blocks import REST

@@ -14,7 +14,7 @@ import deepnvme.offload
 from ..support.training import FULL_SHAPES, PRECISIONS, backward, optimizer_in, parameters
 
 PACKAGE = Path(deepnvme.offload.__file__).parent
-WAY = ["optimizer", "step", "pipeline", "residency", "gradients", "sub_group", "io_stats", "params"]
+WAY = ["optimizer", "step", "pipeline", "resident_sub_groups", "gradients", "sub_group", "io_stats", "params"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

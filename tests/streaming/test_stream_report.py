@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.streaming.forwards import Tally
+from deepnvme.streaming.replaced_forwards import Tally
 from deepnvme.streaming.stream_report import StreamReport
 
 REPORT = StreamReport(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deepnvme._files import UnfitFile, read_regular
-from deepnvme._listed import listed
+from deepnvme._public_names import listed
 
 from .contents import CorruptCheckpoint
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from deepnvme._listed import listed
+from deepnvme._public_names import listed
 
 from .manifest import WeightInfo
 

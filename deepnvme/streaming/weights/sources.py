@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from deepnvme._listed import listed
+from deepnvme._public_names import listed
 from deepnvme.checkpoint.formats.contents import (
     CorruptCheckpoint,
     check_pickle,

@@ -14,8 +14,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from deepnvme._listed import listed
 from deepnvme._progress import Wanted, following
+from deepnvme._public_names import listed
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool

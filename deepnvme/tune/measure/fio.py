@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deepnvme.memory.budget import meminfo
+from deepnvme.memory.system_memory import meminfo
 from deepnvme.ops.op_builder import packages
 
 from .figures import Spread

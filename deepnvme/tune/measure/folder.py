@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.memory.budget import meminfo
+from deepnvme.memory.system_memory import meminfo
 from deepnvme.report import directory_probes
 
 

@@ -20,7 +20,7 @@ from deepnvme.transfer.block_cache import Use
 from .aio_config import AIO_ALIGNED_BYTES, AIO_INTRA_OP_PARALLELISM, engine_of, min_swappable_bytes, numel_alignment, round_up
 from .environment import Timers, describe, rank
 from .fp16_partitions import PartitionInfo, read_partitions
-from .residency import Footprint, plan
+from .resident_tensors import Footprint, plan
 from .swap_info import OptimizerStateSwapInfo
 from .tile_cache import TileCache, TransferEngine
 

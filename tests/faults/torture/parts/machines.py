@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from deepnvme.memory.budget import available_memory
+from deepnvme.memory.system_memory import available_memory
 from deepnvme.ops.op_builder import cache
 
 from .. import Wrong

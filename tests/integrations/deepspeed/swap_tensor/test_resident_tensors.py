@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.integrations.deepspeed.swap_tensor.residency import Footprint, plan
+from deepnvme.integrations.deepspeed.swap_tensor.resident_tensors import Footprint, plan
 
 ADAM = Footprint((1, 1, 1), 1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.memory import budget
-from deepnvme.memory.budget import available_memory
+from deepnvme.memory import system_memory
+from deepnvme.memory.system_memory import available_memory
 
 GIB = 2**30
 
@@ -52,9 +52,9 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     """64 GiB are available; no control groups."""
     directory = tmp_path / "a prøcess"
     directory.mkdir()
-    monkeypatch.setattr(budget, "PROCESS", directory)
-    monkeypatch.setattr(budget, "CONTROL_GROUPS", directory / "groups")
-    monkeypatch.setattr(budget, "meminfo", {"MemAvailable": 64 * GIB}.get)
+    monkeypatch.setattr(system_memory, "PROCESS", directory)
+    monkeypatch.setattr(system_memory, "CONTROL_GROUPS", directory / "groups")
+    monkeypatch.setattr(system_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)
     return System(directory)
 
 
@@ -116,28 +116,28 @@ def test_without_proc_the_groups_mounted_in_the_usual_place_count(system: System
 
 
 def test_without_proc_the_machines_memory_is_that_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(budget, "NODES", tmp_path)
+    monkeypatch.setattr(system_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(system_memory, "NODES", tmp_path)
     for node in range(2):
         (tmp_path / f"node{node}").mkdir()
         lines = {"MemTotal": "900 kB", "MemFree": "100 kB", "Active(file)": "20 kB", "Inactive(file)": "3 kB"}
         text = "".join(f"Node {node} {name}: {value}\n" for name, value in {**lines, "HugePages_Free": "7"}.items())
         (tmp_path / f"node{node}" / "meminfo").write_text(text)
-    assert budget.meminfo("MemAvailable") == 2 * 123 * 1024
-    assert budget.meminfo("MemTotal") == 2 * 900 * 1024
-    assert budget.meminfo("HugePages_Free") == 14
-    assert budget.meminfo("Hugepagesize") == 0
+    assert system_memory.meminfo("MemAvailable") == 2 * 123 * 1024
+    assert system_memory.meminfo("MemTotal") == 2 * 900 * 1024
+    assert system_memory.meminfo("HugePages_Free") == 14
+    assert system_memory.meminfo("Hugepagesize") == 0
 
 
 def test_without_proc_and_sys_it_is_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = budget.meminfo("MemTotal")
-    monkeypatch.setattr(budget, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(budget, "NODES", tmp_path)
-    assert 0 < budget.meminfo("MemAvailable") < budget.meminfo("MemTotal")
-    assert abs(budget.meminfo("MemTotal") - total) < total // 20
-    assert budget.meminfo("HugePages_Free") == 0
+    total = system_memory.meminfo("MemTotal")
+    monkeypatch.setattr(system_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(system_memory, "NODES", tmp_path)
+    assert 0 < system_memory.meminfo("MemAvailable") < system_memory.meminfo("MemTotal")
+    assert abs(system_memory.meminfo("MemTotal") - total) < total // 20
+    assert system_memory.meminfo("HugePages_Free") == 0
 
 
 def test_the_group_of_this_process_can_be_read() -> None:
     """Of whatever version, and without a limit as well as with one."""
-    assert 0 < available_memory() <= budget.meminfo("MemAvailable") + GIB
+    assert 0 < available_memory() <= system_memory.meminfo("MemAvailable") + GIB

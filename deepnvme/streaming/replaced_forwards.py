@@ -20,8 +20,8 @@ from deepnvme.memory.pool import OutOfBuffers
 
 from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
-from .order import AccessPredictor
-from .residence import residents, saved_bytes
+from .read_ahead_order import AccessPredictor
+from .resident_weights import residents, saved_bytes
 from .stream_report import StreamReport
 from .weights.weight_store import WeightStore
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.streaming.residence import residents, saved_bytes
+from deepnvme.streaming.resident_weights import residents, saved_bytes
 
 
 @settings(max_examples=50, deadline=None)
