@@ -56,10 +56,12 @@ class BlockMemory(Protocol):
     limit: int
     """Bytes for all blocks together, except for residents with separate memory."""
     separate_residents: bool
-    """Whether blocks that are resident have memory of their own, beside that of the others."""
+    """Whether residents have memory of their own, beside that of the others."""
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory for a block, or None if there is none. Never waits. A resident always gets separate memory.
+        """Return memory for a block, or None if there is none. Never waits.
+
+        If ``separate_residents``, a resident gets separate memory.
 
         Raises MemoryError or OutOfBuffers if the system has not so much memory to pin.
         """
@@ -103,16 +105,17 @@ class BlockCache(Monitor):
       or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
     - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
       many writes as make room for it; other writes only when the drive would be idle.
-    - An interrupt (Ctrl-C) can only come while a method waits. The method then has acquired nothing.
+    - An interrupt (Ctrl-C) comes during a wait, or when a change has been made as a whole: then a use has begun, or none has.
+      :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
 
     To be used by one thread at a time.
 
     Args:
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
-        distance: Returns how far a block's next use is away, in any unit. Of the blocks that nobody uses, those with the largest
-            distance are dropped first. None: how far it is in what is expected; others are beyond.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
+            count against the limit of expected uses then. None: writes are limited by the memory alone.
         busy_bytes: So many bytes in transfer keep the drive busy. More are started only for what somebody waits for.
         helper: Name of a thread that starts the next transfers while the caller computes; None to do without one.
     """
@@ -121,9 +124,9 @@ class BlockCache(Monitor):
         self,
         backing: Backing,
         memory: BlockMemory,
-        distance: Callable[[Block], int] | None = None,
         *,
         retain: bool = True,
+        write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
         helper: str | None = None,
     ) -> None:
@@ -136,8 +139,8 @@ class BlockCache(Monitor):
         self.bytes_written = 0
         """Bytes of all writes started so far."""
         self._backing = backing
-        self._distance = distance or self._place
         self._retain = retain
+        self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
         self._held: dict[Block, bool] = {}  # the blocks that have memory, in the order they got it -> whether it counts
         self._transfers: dict[Block, _UnderWay] = {}
@@ -145,7 +148,7 @@ class BlockCache(Monitor):
         self._agenda: deque[Use] = deque()  # of the expected uses, those that are still to be read
         self._to_write: deque[Block] = deque()  # when the drive has nothing better to do
         self._wanted: Collection[Block] = ()  # by the call under way: their memory is not taken
-        self._grown: Memory | None = None  # for what is wanted
+        self._grown: tuple[Block, Memory] | None = None  # for a block that is wanted
         self._failures: list[BaseException] = []  # of writes
 
     # Uses
@@ -165,7 +168,7 @@ class BlockCache(Monitor):
         begun: set[Block] = set()
 
         def prepare() -> None:
-            self._raise_failure()
+            self.raise_failure()
             for block in wanted:
                 self._expected.pop(block, None)
             if then is not None:
@@ -187,7 +190,7 @@ class BlockCache(Monitor):
                     block.users += 1
             return wait
 
-        self._obtain(wanted, step, prepare)
+        self._obtain(wanted, step, prepare, timed=True)
 
     def create(self, block: Block) -> None:
         """Begin a use of a block whose content will be new. It keeps the old content if that is in memory. May block.
@@ -198,15 +201,15 @@ class BlockCache(Monitor):
         """
 
         def step() -> Wait | None:
-            wait = self._ending_of(block) if block.in_transfer else None
+            wait = self._ending_of(block)
             if wait is None and block.state is State.ABSENT:
-                wait = self._allocate(block, Block.create)
+                wait = self._writes_in_the_way(block) or self._allocate(block, Block.create)
             if wait is None:
                 block.change()
                 block.users = block.users or 1
             return wait
 
-        self._obtain((block,), step, self._raise_failure)
+        self._obtain((block,), step, self.raise_failure)
 
     def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
         """End a use of each of these. Never blocks. Blocks that are not in memory are ignored.
@@ -268,7 +271,9 @@ class BlockCache(Monitor):
         A block is not expected any more when it is acquired. Without ``retain``, clean blocks that are neither used nor among
         these nor resident are dropped.
         """
+        self._look()
         with self._changing():
+            self._take_note()
             self._set_expected(uses)
             self._go_on()
 
@@ -321,7 +326,7 @@ class BlockCache(Monitor):
                     self._write(block)
         self.drain()
         with self._changing():
-            self._raise_failure()
+            self.raise_failure()
 
     def drop_clean(self) -> None:
         """Drop from memory all blocks that the drive has as well, and that nobody uses. Waits for transfers."""
@@ -343,13 +348,13 @@ class BlockCache(Monitor):
     # Steps
 
     def _obtain(
-        self, wanted: tuple[Block, ...], step: Callable[[], Wait | None], prepare: Callable[[], None] | None = None
+        self, wanted: tuple[Block, ...], step: Callable[[], Wait | None], prepare: Callable[[], None], timed: bool = False
     ) -> None:
         """Call ``prepare`` once, then repeat ``step`` until it returns None.
 
         Meanwhile memory goes to ``wanted`` first, and is not taken from them.
         """
-        to_prepare = [] if prepare is None else [prepare]
+        to_prepare = [prepare]
 
         def wanting() -> Wait | None:
             while to_prepare:
@@ -361,7 +366,7 @@ class BlockCache(Monitor):
 
         try:
             self._wanted = wanted
-            self._until(wanting)
+            self._until(wanting, timed)
         finally:  # if Ctrl-C prevents this, the next call does it
             self._wanted, self._grown = (), None
 
@@ -411,7 +416,7 @@ class BlockCache(Monitor):
         """Read what is expected as far as there is room, and make some for what is needed first."""
         while self._agenda:
             block, limit = self._agenda[0]
-            if block.state is State.ABSENT and block.stored:
+            if block.state is State.ABSENT and block.stored and block in self._expected:
                 distance = self._distance(block)
                 nearer = any(self._distance(other) < distance for other in self._transfers if other.state is State.READING)
                 if nearer and self._bytes_in_transfer() >= self._busy_bytes:
@@ -475,11 +480,11 @@ class BlockCache(Monitor):
     def _bytes_in_transfer(self) -> int:
         return sum(block.nbytes for block in self._transfers)
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise the first error of earlier writes, if there is one that was not raised. Never blocks."""
         if self._failures:
-            error = self._failures[0]
-            self._failures.clear()
-            _raise(error)
+            del self._failures[1:]
+            _raise(self._failures)
 
     # Memory
 
@@ -488,12 +493,14 @@ class BlockCache(Monitor):
 
         Raises OSError if a write that had to make room has failed.
         """
-        memory = self._grown or self._taken(block)
+        grown_for, memory = self._grown or (None, None)
+        if grown_for is not block:
+            memory = self._taken(block)
         while memory is None:
             if self._drop_furthest():
                 memory = self._taken(block)
                 continue
-            self._raise_failure()
+            self.raise_failure()
             wait = self._memory_to_come()
             if wait is not None:
                 return wait
@@ -509,13 +516,24 @@ class BlockCache(Monitor):
         return None
 
     def _grow(self, block: Block) -> None:
-        self._grown = self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
+        self._grown = block, self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
 
     def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
         """Return memory for a block if there is some, and no more than ``limit`` bytes are used with it."""
-        if self._counts(block) and self.used + block.nbytes > min(limit, self.memory.limit):
-            return None
+        if self._counts(block):
+            beside = 0 if self._write_bytes is None else self._bytes_to_write()
+            if self.used + block.nbytes > self.memory.limit or self.used - beside + block.nbytes > limit:
+                return None
         return self.memory.take(block)
+
+    def _bytes_to_write(self) -> int:
+        return sum(block.nbytes for block in self._held if block.state in (State.DIRTY, State.WRITING))
+
+    def _writes_in_the_way(self, block: Block) -> Wait | None:
+        """Return the end of a write if the block's own would be more than are allowed at a time."""
+        if self._write_bytes is None or self._bytes_to_write() + block.nbytes <= self._write_bytes:
+            return None
+        return self._memory_to_come()
 
     def _spare_memory(self, block: Block, limit: int) -> Memory | None:
         """Return memory that is free, or was held by a block needed later than this one; None if there is none."""
@@ -590,26 +608,34 @@ class BlockCache(Monitor):
 
     # Order
 
-    def _set_expected(self, uses: Iterable[Use], wanted: Collection[Block] = ()) -> None:
+    def _set_expected(self, uses: Iterable[Use]) -> None:
         self._agenda = deque(uses)
         self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
         for block in self._idle():
-            if block not in wanted:
-                self._drop_unless_kept(block)
+            self._drop_unless_kept(block)
 
-    def _place(self, block: Block) -> int:
+    def _distance(self, block: Block) -> int:
+        """Return how far a block's next use is away, in any unit. Those with the largest distance are dropped first.
+
+        This is the place in what is expected; other blocks are beyond that.
+        """
         return self._expected.get(block, sys.maxsize)
 
 
 def _raise_error(block: Block) -> None:
     """Raise what reading a block has ended with, if that was an error."""
-    error, block.error = block.error, None
-    if error is not None:
-        _raise(error)
+    if block.error is not None:
+        errors = [block.error]
+        block.error = None
+        _raise(errors)
 
 
-def _raise(error: BaseException) -> NoReturn:
-    """Raise an error. No frame keeps it: its traceback would refer to itself, and all memory that its frames know would stay."""
+def _raise(errors: list[BaseException]) -> NoReturn:
+    """Raise an error, taken out of a list with nothing else.
+
+    No frame keeps it: its traceback would refer to itself, and all memory that its frames know would stay.
+    """
+    error = errors.pop()
     try:
         raise error
     finally:

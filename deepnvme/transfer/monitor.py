@@ -19,10 +19,10 @@ _POLL_SECONDS = 0.0005
 
 
 class Monitor(ABC):
-    """All changes are made in :meth:`_changing`, with the lock held and signals deferred. No code waits in there.
+    """All changes are made in :meth:`_changing`, with the lock held and signals deferred. No code waits for a transfer in there.
 
     A method that has to wait is a step that :meth:`_until` repeats: it returns what to wait for, and the waiting is done outside.
-    So Ctrl-C can only interrupt a wait, and never leaves a change half made.
+    So Ctrl-C never leaves a change half made: it comes during a wait, or after a change.
 
     Args:
         helper: Name of a thread that continues the work while no caller waits. It runs only while there is something to wait
@@ -34,7 +34,7 @@ class Monitor(ABC):
         self._helper: threading.Thread | None = None
         self._helper_name = helper
         self.seconds_waited = 0.0
-        """Seconds for which callers have waited."""
+        """Seconds of the waits that were timed."""
 
     def helping(self) -> bool:
         """Return whether this is the helper thread, which may hold the lock: a finalizer may run in it at any point."""
@@ -65,8 +65,11 @@ class Monitor(ABC):
         with defer_interrupts(), self._lock:
             yield
 
-    def _until(self, step: Callable[[], Wait | None]) -> None:
-        """Repeat ``step`` until it returns None; between repetitions, wait for what it returns. Raises what it raises."""
+    def _until(self, step: Callable[[], Wait | None], timed: bool = False) -> None:
+        """Repeat ``step`` until it returns None; between repetitions, wait for what it returns. Raises what it raises.
+
+        With ``timed``, the waits are added to ``seconds_waited``.
+        """
         while True:
             self._look()
             with self._changing():
@@ -79,7 +82,8 @@ class Monitor(ABC):
             begun = time.perf_counter()
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
                 wait(_POLL_SECONDS if starved else None)
-            self.seconds_waited += time.perf_counter() - begun
+            del wait  # a transfer that keeps its error would be kept by that error's traceback
+            self.seconds_waited += time.perf_counter() - begun if timed else 0.0
 
     def _start_helper(self) -> None:
         """Start the helper thread if there is something for it to wait for. Call within :meth:`_changing`."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -84,9 +88,9 @@ class SlowDrive:
         return self.under_way[-1]
 
 
-def cache_of(drive: SlowDrive, limit: int = LIMIT, retain: bool = True) -> BlockCache:
+def cache_of(drive: SlowDrive, limit: int = LIMIT, **options: Any) -> BlockCache:
     memory = PooledMemory(BufferPool(64 * PAGE), limit, lambda held, block: f"{held} held, {block.nbytes} wanted")
-    return BlockCache(drive, memory, retain=retain)
+    return BlockCache(drive, memory, **options)
 
 
 def blocks_of(drive: SlowDrive, names: Iterable[str] = SIZES) -> dict[str, Block]:
@@ -204,6 +208,62 @@ def test_a_write_that_failed_is_raised_by_the_next_acquire_and_written_again(dri
     drive.failing = set()
     cache.flush(blocks.values())
     assert drive.contents["a"] == 99
+
+
+def test_an_error_that_is_gone_keeps_nothing_of_its_callers(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive), blocks_of(drive)
+    drive.failing = {"ra", "wb"}
+    seen: list[weakref.ref[BlockCache]] = []
+
+    def fail(name: str) -> None:
+        local = cache_of(drive)
+        seen.append(weakref.ref(local))
+        cache.acquire([blocks[name]])
+        cache.release([blocks[name]], changed=True)
+        drive.pass_time()
+        cache.acquire([blocks["c"]])
+
+    gc.disable()
+    try:
+        for name in "ab":
+            with contextlib.suppress(OSError):
+                fail(name)
+        assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_cache_that_is_dropped_goes_at_once(drive: SlowDrive) -> None:
+    cache = cache_of(drive)
+    cache.acquire(blocks_of(drive, "a").values())
+    alive = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_writes_are_limited_and_take_nothing_from_what_is_read_ahead(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, retain=False, write_bytes=2 * PAGE), blocks_of(drive)
+    for name in "abd":
+        cache.create(blocks[name])
+        blocks[name].memory.buffer.fill_(99)
+        cache.release([blocks[name]], changed=True)
+    assert [transfer.name for transfer in drive.under_way] == ["wb", "wd"], "the third waited for the first"
+    cache.expect([Use(blocks["e"], 3 * PAGE)])
+    assert [transfer.name for transfer in drive.under_way] == ["wb", "wd", "re"]
+
+
+def test_memory_that_was_grown_for_one_block_goes_to_no_other(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, limit=3 * PAGE), blocks_of(drive)
+    drive.failing = {"rb"}
+    cache.expect([Use(blocks["b"])])
+    drive.failing = set()
+    cache.acquire([blocks["b"], blocks["e"]])
+    assert (value_of(blocks["b"]), value_of(blocks["e"])) == (2, 5)
+    assert blocks["e"].memory.nbytes == 3 * PAGE
 
 
 def test_a_use_that_was_rejected_is_read_again(drive: SlowDrive) -> None:

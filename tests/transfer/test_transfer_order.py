@@ -94,7 +94,15 @@ def stored_groups(engine: ByHand) -> list[list[Block]]:
 def cache_of(engine: ByHand, limit: int, budget: int = 1 << 20) -> BlockCache:
     """One whose drive is busy with one block."""
     memory = PooledMemory(BufferPool(budget), limit, lambda held, block: f"{held} bytes are held and {block.nbytes} needed")
-    return BlockCache(engine, memory, engine.distance, busy_bytes=SIZE, helper="deepnvme-read-ahead")
+    return ByGroups(engine, memory, busy_bytes=SIZE, helper="deepnvme-read-ahead")
+
+
+class ByGroups(BlockCache):
+    """Groups are used in turn."""
+
+    def _distance(self, block: Block) -> int:
+        distance: int = self._backing.distance(block)  # type: ignore[attr-defined]
+        return distance
 
 
 def in_background(function: Callable[..., object], *arguments: Any) -> threading.Thread:

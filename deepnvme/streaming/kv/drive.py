@@ -88,7 +88,7 @@ class KVDrive:
         self._closed = False
         self._broken: BaseException | None = None
         self._store = None if path is None else _open(Path(path), self.engine)
-        self.cache = BlockCache(_Chunks(self._store), self._memory, retain=False)
+        self.cache = BlockCache(_Chunks(self._store), self._memory, retain=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 
     def changing(self, layer: int | None = None) -> AbstractContextManager[None]:
@@ -137,6 +137,7 @@ class KVDrive:
         for mine, theirs in zip(chunk.form.pair(chunk.memory.buffer, keys.shape[2]), (keys, values), strict=True):
             mine.copy_(theirs)
         self.cache.release([chunk], changed=True)
+        self.cache.raise_failure()  # that it could not be started, say
         self.chunks[layer].append(chunk)
 
     def expect(self, layer: int) -> None:
@@ -150,11 +151,12 @@ class KVDrive:
         next.
 
         ``device``: where they are copied to; a copy that its current stream has been given may go on afterwards. Raises OSError
-        naming the file.
+        naming the file, also of an earlier write.
         """
         self.cache.acquire([chunk])
         try:
-            use(chunk.form.pair(chunk.memory.buffer, chunk.end - chunk.start))
+            buffer = chunk.memory.buffer.cpu()  # waits for the device, where the chunk has just been written from its memory
+            use(chunk.form.pair(buffer, chunk.end - chunk.start))
         finally:
             chunk.copied_to = device
             self.cache.release([chunk])
@@ -174,7 +176,8 @@ class KVDrive:
         self.let_go()
         on_device = device.type != "cpu"
         reading = max(self._prefetch * nbytes, _ROOM * max(CHUNK_BYTES, form.position_bytes))
-        self._memory.make_room(reading, beside=0 if on_device else size)
+        # Not below what is held: it would be dropped, and read again.
+        self._memory.make_room(max(reading, self.cache.used), beside=0 if on_device else size)
         if on_device:
             return form.pair(torch.empty(size, dtype=torch.uint8, device=device), positions)
         self._whole = self._memory.lease(size)

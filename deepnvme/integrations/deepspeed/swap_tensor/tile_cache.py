@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from typing import TYPE_CHECKING, Protocol
 
 from deepnvme.transfer.block import Block
@@ -62,8 +63,8 @@ class TileCache(BlockCache):
     """
 
     def __init__(self, engine: TransferEngine, pool: BufferPool, limit: int) -> None:
-        memory = PooledMemory(pool, limit, self._shortage)
-        super().__init__(_Files(engine), memory, self._turns_until, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        memory = PooledMemory(pool, limit, functools.partial(_shortage, limit))
+        super().__init__(_Files(engine), memory, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
         """The place of the sub-group in use, or used last, in the order of a step."""
@@ -78,15 +79,17 @@ class TileCache(BlockCache):
         """Write a part of a tile that is not in memory to its file. ``offset``: bytes. Blocks. Raises OSError."""
         self.engine.write(content, tile.name, offset).result()
 
-    def _turns_until(self, block: Block) -> int:
+    def _distance(self, block: Block) -> int:
         assert isinstance(block, Tile)
         return (block.turn - self.turn) % self.turns
 
-    def _shortage(self, held: int, block: Block) -> str:
-        return (
-            f"the sub-group at hand needs {held} bytes of swap buffers and {block.nbytes} more; buffer_count allows "
-            f"{self.memory.limit}, set it larger"
-        )
+
+def _shortage(limit: int, held: int, block: Block) -> str:
+    """Return the beginning of the message if the sub-group in use does not fit."""
+    return (
+        f"the sub-group at hand needs {held} bytes of swap buffers and {block.nbytes} more; buffer_count allows {limit}, "
+        "set it larger"
+    )
 
 
 class _Files:
@@ -99,7 +102,9 @@ class _Files:
         try:
             return self._engine.read(buffer, block.name)
         except ValueError as error:  # past the end of the file
-            raise OSError(errno.EIO, f"should have {block.nbytes} bytes: {error}", block.name) from None
+            text = str(error)
+        # Outside of the handler: the error's context would keep the buffer.
+        raise OSError(errno.EIO, f"should have {block.nbytes} bytes: {text}", block.name)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Future:
         return self._engine.write(buffer, block.name)
