@@ -26,3 +26,4 @@ facts = {
 }
 directory = next(Path(argument) for argument in sys.argv[1:] if not argument.startswith("-"))
 (directory / f"rank-{os.environ['RANK']}").write_text(json.dumps(facts))
+dist.destroy_process_group()  # torch's threads may abort a process that ends without
