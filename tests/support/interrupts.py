@@ -22,10 +22,11 @@ class interrupt_at:
 
     def __init__(self, number: int) -> None:
         self._left = number
+        self._traced = self._trace  # CPython 3.11 only borrows it, and a finalizer in the midst of an event may end the tracing
         self.passed = 0
 
     def __enter__(self) -> interrupt_at:
-        sys.settrace(self._trace)
+        sys.settrace(self._traced)
         return self
 
     def __exit__(self, *_: object) -> None:

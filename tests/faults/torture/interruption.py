@@ -43,12 +43,13 @@ class Interruption:
         self._number, self._signals = number, by
         self._skip = (_TESTS, "<frozen importlib", *skip)
         self._before: dict[FrameType, int] = {}  # the offset of the instruction executed last
+        self._traced = self._trace  # CPython 3.11 only borrows it, and a finalizer in the midst of an event may end the tracing
         self.passed = 0
         self.where = ""
         """The point at which the signal was sent; empty if the block ended first."""
 
     def __enter__(self) -> Interruption:
-        sys.settrace(self._trace)
+        sys.settrace(self._traced)
         return self
 
     def __exit__(self, *_: object) -> None:
