@@ -8,6 +8,6 @@ here, because they do not move whole files. Those of the ``safetensors`` package
 
 from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model, save_sharded
 
-from .checkpoint.formats.contents import CorruptCheckpoint
+from .checkpoint.formats.pt_records import CorruptCheckpoint
 
 __all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]

@@ -8,7 +8,7 @@ from deepnvme._lazy import from_modules
 
 from .background import SaveFuture, async_save
 from .damage_check import Report, verify
-from .formats.contents import CorruptCheckpoint
+from .formats.pt_records import CorruptCheckpoint
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save

@@ -18,8 +18,8 @@ from types import ModuleType
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from .formats.archive import archive
 from .formats.file_image import FileImage
+from .formats.pt_image import pt_image
 from .publication import Destination
 from .staging import Cancelled, Latch, Snapshot
 from .transfers import clear_frames, clearing_frames, shared_engine
@@ -315,5 +315,5 @@ def async_save(
         ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
     """
     destination = Destination(Path(path).absolute(), fsync)
-    make = partial(archive, obj, pickle_module, pickle_protocol, checksum)
+    make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
     return start(destination, make, pool, lazy, max_in_flight, group)

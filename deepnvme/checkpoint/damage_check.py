@@ -22,21 +22,21 @@ from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
 from .formats import safetensors_header
-from .formats.contents import (
+from .formats.pickle_scan import PickleScan, why_wasteful
+from .formats.pt_records import (
     DAMAGE,
-    ArchiveContents,
     CorruptCheckpoint,
+    PtRecords,
     Record,
     WrongChecksum,
     check_pickle,
-    contents,
     data_offsets,
     is_pickle,
     is_zip,
+    records_of,
     refuse_damaged_beginning,
     scan_of,
 )
-from .formats.pickle_scan import PickleScan, why_wasteful
 from .transfers import clearing_frames, shared_engine, started
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
@@ -94,7 +94,7 @@ def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
         if not is_zip(path):
             refuse_damaged_beginning(path)
             return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
-        found = contents(path)
+        found = records_of(path)
         if found.stored:
             with contextlib.suppress(WrongChecksum):  # reported below with the storages'; such a pickle's references mean nothing
                 check_pickle(path, found)
@@ -128,7 +128,7 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _compressed_problems(path: str | os.PathLike[str], found: ArchiveContents) -> list[str]:
+def _compressed_problems(path: str | os.PathLike[str], found: PtRecords) -> list[str]:
     """Return messages for records of an archive with deflated records that are damaged."""
     with zipfile.ZipFile(path) as archive:
         infos = _infos(archive)
@@ -147,7 +147,7 @@ def _infos(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 
 def _compressed_pickle(
-    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: ArchiveContents
+    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: PtRecords
 ) -> tuple[list[str], bool]:
     """Check the pickle of a compressed archive before anything else of it is inflated.
 
@@ -174,7 +174,7 @@ _MOST_INFLATED = 100
 """A deflated pickle of more than ``_LARGEST_INFLATED`` bytes may be at most this many times as large as its data in the file."""
 
 
-def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
+def refuse_compressed(path: str | os.PathLike[str], found: PtRecords) -> bool:
     """Check the pickle of an archive with deflated records, before torch inflates all of the archive.
 
     Returns:
@@ -193,7 +193,7 @@ def refuse_compressed(path: str | os.PathLike[str], found: ArchiveContents) -> b
     return plain
 
 
-def _pickle_problems(scan: PickleScan, found: ArchiveContents) -> list[str]:
+def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
     """Return messages for storages that the pickle refers to and the file lacks, or has with another size."""
     try:
         scan.load()
@@ -210,7 +210,7 @@ def _pickle_problems(scan: PickleScan, found: ArchiveContents) -> list[str]:
 
 
 @clearing_frames
-def _checksum_problems(path: str | os.PathLike[str], found: ArchiveContents, pool: BufferPool) -> list[str]:
+def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     problems = []
     engine = shared_engine()

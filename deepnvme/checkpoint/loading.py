@@ -17,22 +17,22 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .damage_check import refuse_compressed, verify_records
-from .formats.archive import crc32_of
-from .formats.contents import (
-    ArchiveContents,
+from .formats.pt_image import crc32_of
+from .formats.pt_pickle import pickled
+from .formats.pt_records import (
     CorruptCheckpoint,
+    PtRecords,
     WrongChecksum,
     check_pickle,
-    contents,
     data_offsets,
     is_damage,
     is_plain,
     is_zip,
+    records_of,
     refuse_damaged,
     refuse_damaged_beginning,
     wrong_size,
 )
-from .formats.pickled import pickled
 from .storage_placement import MapLocation, PlacedStorage, memory_for, placing, unread, watching
 from .transfers import read, read_consistently, shared_engine
 
@@ -183,7 +183,7 @@ def _load(
     """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
-    found = contents(path) if is_zip(path) else None
+    found = records_of(path) if is_zip(path) else None
     if found is not None:
         check_pickle(path, found)
 
@@ -241,7 +241,7 @@ def _any(offset: int) -> bool:
     return True
 
 
-def _offsets_of(path: str | os.PathLike[str], found: ArchiveContents, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
+def _offsets_of(path: str | os.PathLike[str], found: PtRecords, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
     """Return the offsets of the storages that these entries use, without reading any storage.
 
     Only for pickles that look at no storage's contents while they are unpickled.
@@ -263,7 +263,7 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _check_sizes(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
+def _check_sizes(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[PlacedStorage]) -> None:
     """Raise CorruptCheckpoint if a storage's size in the pickle and in its record differ."""
     for offset, storage in placed:
         record = found.holding(offset)
@@ -271,7 +271,7 @@ def _check_sizes(path: str | os.PathLike[str], found: ArchiveContents, placed: I
             raise wrong_size(path, found, offset, storage.nbytes())
 
 
-def _verify(path: str | os.PathLike[str], found: ArchiveContents, placed: Iterable[PlacedStorage]) -> None:
+def _verify(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[PlacedStorage]) -> None:
     """Raise WrongChecksum if the bytes of a storage do not match the checksum of its record."""
     for offset, storage in placed:
         record = found.holding(offset)

@@ -16,7 +16,7 @@ from deepnvme._files import sync_directory
 from deepnvme.memory.pool import BufferPool
 
 from .background import SaveFuture, start
-from .formats.archive import archive
+from .formats.pt_image import pt_image
 from .loading import load
 from .publication import Destination, Publication
 from .saving import save_to
@@ -126,7 +126,7 @@ class CheckpointManager:
         if lazy and not asynchronous:
             raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
         destination = _Step(self.path(step), fsync, self, step)
-        make = partial(archive, obj, pickle, 2, checksum)
+        make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
             return start(destination, make, pool, lazy, _IN_FLIGHT, group)
         save_to(destination, make, pool, group=group)

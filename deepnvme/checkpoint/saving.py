@@ -16,8 +16,8 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
-from .formats.archive import archive
 from .formats.file_image import FileImage
+from .formats.pt_image import pt_image
 from .formats.sharding import Across
 from .parallel import save_together
 from .publication import Destination
@@ -93,7 +93,7 @@ def save(
     if progress is True and group is not None and group.rank() != 0:
         progress = None  # one progress bar for all ranks
     with following(progress, f"saving {f}") as told:
-        save_to(Destination(Path(f), fsync), partial(archive, obj, pickle_module, pickle_protocol, checksum), pool, told, group)
+        save_to(Destination(Path(f), fsync), partial(pt_image, obj, pickle_module, pickle_protocol, checksum), pool, told, group)
 
 
 def save_to(

@@ -28,8 +28,8 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import address_range
 from deepnvme.transfer.gather import DIRECT_FROM
 
-from .formats.contents import ArchiveContents, CorruptCheckpoint, read_at, refuse_damaged, wrong_size
-from .formats.zip_format import LOCAL_HEADER, data_of
+from .formats.pt_records import CorruptCheckpoint, PtRecords, read_at, refuse_damaged, wrong_size
+from .formats.zip_directory import LOCAL_HEADER, data_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -122,7 +122,7 @@ class StoragePlacement(io.RawIOBase):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        found: ArchiveContents,
+        found: PtRecords,
         wanted: Callable[[int], bool],
         fill: Callable[[Sequence[PlacedStorage]], None],
     ) -> None:
@@ -335,7 +335,7 @@ _asked = threading.local()
 @contextlib.contextmanager
 def placing(
     path: str | os.PathLike[str],
-    found: ArchiveContents,
+    found: PtRecords,
     wanted: Callable[[int], bool],
     fill: Callable[[Sequence[PlacedStorage]], None],
 ) -> Iterator[StoragePlacement]:
@@ -362,7 +362,7 @@ def _asking(now: StoragePlacement | Refusals) -> Iterator[None]:
         _asked.placing = before
 
 
-def unread(path: str | os.PathLike[str], found: ArchiveContents) -> contextlib.AbstractContextManager[StoragePlacement]:
+def unread(path: str | os.PathLike[str], found: PtRecords) -> contextlib.AbstractContextManager[StoragePlacement]:
     """Unpickle the file without reading any storage: each gets addresses only.
 
     Returns:

@@ -22,8 +22,8 @@ from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
-from .formats.contents import CorruptCheckpoint
 from .formats.file_image import FileImage, Source
+from .formats.pt_records import CorruptCheckpoint
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, loading, storage_placement, verify
-from deepnvme.checkpoint.formats.contents import contents, is_plain
+from deepnvme.checkpoint.formats.pt_records import is_plain, records_of
 
 from ..support.archives import place_of, rezipped
 from ..support.files import flip
@@ -641,7 +641,7 @@ class TestWhatIsPlain:
     @pytest.mark.parametrize("protocol", [2, 4])
     def test_ordinary_objects_beside_tensors(self, path: Path, beside: Any, protocol: int) -> None:
         torch.save({"beside": beside, "tensor": torch.ones(3)}, path, pickle_protocol=protocol)
-        assert is_plain(path, contents(path))
+        assert is_plain(path, records_of(path))
         found = deepnvme.load(path, weights_only=False)
         assert found["beside"] == beside
         assert torch.equal(found["tensor"], torch.ones(3))
@@ -649,7 +649,7 @@ class TestWhatIsPlain:
     def test_what_looks_at_its_tensors_is_not(self, path: Path) -> None:
         for obj in (Sum(torch.arange(3)), torch.eye(3).to_sparse()):
             torch.save(obj, path)
-            assert not is_plain(path, contents(path))
+            assert not is_plain(path, records_of(path))
 
 
 class TestKeys:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme import Engine
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.storage_placement import PlacedStorage, memory_for
 from deepnvme.checkpoint.transfers import in_chunks, read
 from deepnvme.memory.alignment import PAGE

@@ -7,7 +7,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from deepnvme.checkpoint.formats.zip_format import data_of, entries
+from deepnvme.checkpoint.formats.zip_directory import data_of, entries
 
 
 def without_identity(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.transfers import read_consistently
 
 from .reader import Wanted, done, elements_of_safetensors, fill, opened, part

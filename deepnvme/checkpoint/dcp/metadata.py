@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from deepnvme._files import UnfitFile, read_regular
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, refuse_wasteful
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, refuse_wasteful
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (

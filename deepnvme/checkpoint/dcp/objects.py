@@ -14,9 +14,9 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme.checkpoint.formats.contents import DAMAGE
 from deepnvme.checkpoint.formats.pickle_scan import why_wasteful
-from deepnvme.checkpoint.formats.zip_format import LOCAL_HEADER, BadDirectory, data_of, entries
+from deepnvme.checkpoint.formats.pt_records import DAMAGE
+from deepnvme.checkpoint.formats.zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
 
 
 class Damaged(ValueError):

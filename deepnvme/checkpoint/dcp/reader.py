@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from deepnvme._files import naming_file
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, is_damage
+from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
-from deepnvme.checkpoint.formats.tensor_archive import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.loading import resolve_weights_only
 from deepnvme.checkpoint.transfers import (
     Version,

@@ -23,9 +23,9 @@ from torch.futures import Future
 
 from deepnvme._files import sync_directory
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
-from deepnvme.checkpoint.formats.tensor_archive import flat, frame, memory_of_item
 from deepnvme.checkpoint.publication import Publication, remove_leftovers
 from deepnvme.checkpoint.staging import Latch
 from deepnvme.checkpoint.transfers import shared_engine, write

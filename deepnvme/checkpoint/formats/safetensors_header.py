@@ -23,7 +23,7 @@ import torch
 from deepnvme._files import UnfitFile, read_regular
 from deepnvme._public_names import listed
 
-from .contents import CorruptCheckpoint
+from .pt_records import CorruptCheckpoint
 
 T = TypeVar("T")
 

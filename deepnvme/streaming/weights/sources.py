@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from deepnvme._public_names import listed
-from deepnvme.checkpoint.formats.contents import (
+from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
+from deepnvme.checkpoint.formats.pt_records import (
     CorruptCheckpoint,
     check_pickle,
-    contents,
     is_pickle,
     is_zip,
+    records_of,
     refuse_damaged_beginning,
 )
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
-from deepnvme.checkpoint.formats.tensor_archive import Elements, contiguous_strides
 from deepnvme.checkpoint.storage_placement import unread
 from deepnvme.checkpoint.transfers import read_consistently, started, version_of
 from deepnvme.engine import Engine, File
@@ -297,7 +297,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
 
     No tensor is read: torch unpickles them over memory that is never touched, whose addresses give the offsets in the file.
     """
-    found = contents(path)
+    found = records_of(path)
     check_pickle(path, found)
     if found.script or not found.stored or found.byteorder != "little":
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp import reader as dcp_reader
-from deepnvme.checkpoint.formats.tensor_archive import frame
+from deepnvme.checkpoint.formats.dcp_tensor import frame
 
 from ...support.distributed_states import Into, assert_equal, blank, request, state
 from ...support.torch_versions import ALONE, needs_torch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepnvme.checkpoint.formats.pickle_scan import PickleScan, names_only_plain
-from deepnvme.checkpoint.formats.pickled import pickled
+from deepnvme.checkpoint.formats.pt_pickle import pickled
 from deepnvme.ops import load_async_io
 
 from ...support.objects import OBJECTS

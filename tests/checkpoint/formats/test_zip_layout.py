@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.formats.archive import ZipLayout, lay_out
-from deepnvme.checkpoint.formats.zip_format import LOCAL_HEADER, BadDirectory, data_of, entries
+from deepnvme.checkpoint.formats.pt_image import ZipLayout, lay_out
+from deepnvme.checkpoint.formats.zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
 
 GIB = 1 << 30
 records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
 from deepnvme.streaming.weights.sources import Weights, weights_in_index

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
 from deepnvme.streaming.weights.sources import Rearranged, Weights, source_of, weights_in

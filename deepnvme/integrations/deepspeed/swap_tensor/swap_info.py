@@ -18,7 +18,7 @@ import torch
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.checkpoint.formats.contents import CorruptCheckpoint, check_pickle, contents
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, check_pickle, records_of
 from deepnvme.memory.tensor_bytes import dtype_named
 
 from .aio_config import round_up
@@ -60,7 +60,7 @@ class SavedStates:
         """
         try:
             # Checked first: torch.load also reads files of older formats, and unpacks compressed ones of any size.
-            found = contents(path)
+            found = records_of(path)
             if not found.stored or found.script:
                 raise ValueError("it is not of torch.save")
             check_pickle(path, found)

@@ -25,4 +25,4 @@ def pickle_walk(
     """
 
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
-    """What :func:`deepnvme.checkpoint.formats.archive.lay_out` documents."""
+    """What :func:`deepnvme.checkpoint.formats.pt_image.lay_out` documents."""

@@ -21,7 +21,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 from deepnvme._files import naming_file
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
-from .zip_format import LOCAL_HEADER, BadDirectory, data_of, entries
+from .zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
 
 
 class CorruptCheckpoint(OSError):
@@ -82,7 +82,7 @@ class WrongChecksum(CorruptCheckpoint):
 
 
 @dataclass(frozen=True)
-class ArchiveContents:
+class PtRecords:
     """The directory of an archive that torch.save wrote."""
 
     storages: tuple[Record, ...]
@@ -130,7 +130,7 @@ def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
             raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
 
 
-def contents(path: str | os.PathLike[str]) -> ArchiveContents:
+def records_of(path: str | os.PathLike[str]) -> PtRecords:
     """Read the directory of an archive that torch.save wrote. Blocks.
 
     Raises:
@@ -162,7 +162,7 @@ def contents(path: str | os.PathLike[str]) -> ArchiveContents:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
     storages = sorted((record for record in records.values() if record.key is not None), key=_header)
     stored = all(entry.stored for entry in found)
-    return ArchiveContents(tuple(storages), records["data.pkl"], stored, byteorder, "constants.pkl" in records)
+    return PtRecords(tuple(storages), records["data.pkl"], stored, byteorder, "constants.pkl" in records)
 
 
 _FACTS = {
@@ -191,7 +191,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
     return data
 
 
-def check_pickle(path: str | os.PathLike[str], found: ArchiveContents) -> None:
+def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> None:
     """Check the pickle before it is unpickled: its checksum, and that unpickling it does not waste memory or time.
 
     The pickle of an archive with deflated records is not checked here.
@@ -213,12 +213,12 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
 
 
-def scan_of(path: str | os.PathLike[str], found: ArchiveContents) -> PickleScan:
+def scan_of(path: str | os.PathLike[str], found: PtRecords) -> PickleScan:
     """Return a scan of the file's pickle, not loaded yet. Raises CorruptCheckpoint if the pickle's record is damaged."""
     return PickleScan(io.BytesIO(read_record(path, found.pickle)), found.pickle.nbytes)
 
 
-def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
+def is_plain(path: str | os.PathLike[str], found: PtRecords) -> bool:
     """Return whether unpickling looks at no storage's contents, so that they may be read afterwards.
 
     Raises:
@@ -234,7 +234,7 @@ def is_plain(path: str | os.PathLike[str], found: ArchiveContents) -> bool:
     return scan.plain
 
 
-def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: Exception, plain: bool | None = None) -> None:
+def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception, plain: bool | None = None) -> None:
     """Raise CorruptCheckpoint if torch could not load an archive because it is damaged. Otherwise return.
 
     The message says what is wrong with the records, or repeats ``error`` if only damage can have caused it.
@@ -254,7 +254,7 @@ def refuse_damaged(path: str | os.PathLike[str], found: ArchiveContents, error: 
         raise CorruptCheckpoint(path, f"torch cannot load it: {type(error).__name__}: {error}") from error
 
 
-def _refuse_records(path: str | os.PathLike[str], found: ArchiveContents, error: Exception) -> None:
+def _refuse_records(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
     """Raise CorruptCheckpoint if a storage is missing or has another size than the pickle says."""
     offsets = data_offsets(path, found.storages)
     scan = scan_of(path, found)
@@ -283,7 +283,7 @@ DAMAGE = (
 """What unpickling raises for damaged bytes, besides UnpicklingError."""
 
 
-def wrong_size(path: str | os.PathLike[str], found: ArchiveContents, offset: int, nbytes: int) -> CorruptCheckpoint:
+def wrong_size(path: str | os.PathLike[str], found: PtRecords, offset: int, nbytes: int) -> CorruptCheckpoint:
     """Return the error for a storage that does not have the expected size.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.pickled import pickled
+from deepnvme.checkpoint.formats.pt_pickle import pickled
 from deepnvme.ops import load_async_io
 
 from ...support.interpreters import Interpreters
@@ -151,7 +151,7 @@ def test_the_collector_is_left_as_it_was() -> None:
 def test_a_child_forked_meanwhile_has_its_collector(enabled: bool, interpreters: Interpreters) -> None:
     interpreters.run(f"""
         import gc, pickle, threading
-        from deepnvme.checkpoint.formats.pickled import pickled
+        from deepnvme.checkpoint.formats.pt_pickle import pickled
 
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads
 

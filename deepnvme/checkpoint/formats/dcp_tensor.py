@@ -18,10 +18,10 @@ import torch
 
 from deepnvme.memory.tensor_bytes import memory_of
 
-from .archive import archive
 from .pickle_scan import why_wasteful
-from .pickled import is_plain
-from .zip_format import END, END_64, LOCAL_HEADER, LOCATOR_64, BadDirectory, ZipEntry, data_of, parse
+from .pt_image import pt_image
+from .pt_pickle import is_plain
+from .zip_directory import END, END_64, LOCAL_HEADER, LOCATOR_64, BadDirectory, ZipEntry, data_of, parse
 
 _ALIGNMENT = 64
 """Alignment of the records in bytes, torch's default: a small tensor should not take pages.
@@ -63,7 +63,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     """Return the frame of the archive of a tensor whose memory has no gaps."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
-    image = archive(like, pickle, 2, False, alignment=_ALIGNMENT)
+    image = pt_image(like, pickle, 2, False, alignment=_ALIGNMENT)
     begin = end = image.nbytes
     if storage.nbytes():
         begin = image.begin_of(storage)

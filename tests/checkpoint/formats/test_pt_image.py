@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats import archive as archive_module
-from deepnvme.checkpoint.formats.archive import archive, crc32_of
+from deepnvme.checkpoint.formats import pt_image as pt_image_module
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.formats.pickled import Pickled, pickled
+from deepnvme.checkpoint.formats.pt_image import crc32_of, pt_image
+from deepnvme.checkpoint.formats.pt_pickle import Pickled, pickled
 from deepnvme.memory.tensor_bytes import memory_of
 
 from ...support.archives import assert_identical
@@ -34,7 +34,7 @@ def content(image: FileImage) -> bytes:
 
 
 def ours(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
-    return content(archive(obj, module, protocol, checksum))
+    return content(pt_image(obj, module, protocol, checksum))
 
 
 def torchs(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
@@ -96,7 +96,7 @@ class TestSizes:
     def test_storages_beyond_four_gigabytes_lie_where_torch_puts_them(self, sizes: tuple[int, ...], tmp_path: Path) -> None:
         # Memory that is never touched: neither is there so much, nor would it be quick.
         obj = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        image = archive(obj, pickle, 2, False)
+        image = pt_image(obj, pickle, 2, False)
         skeleton = tmp_path / "archive.pt"
         with config.patch("save.storage_alignment", 4096), torch.serialization.skip_data():
             torch.save(obj, skeleton)
@@ -106,7 +106,7 @@ class TestSizes:
 
     def test_storages_are_not_looked_at_before_they_are_written(self) -> None:
         before = _resident()
-        archive([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, False)
+        pt_image([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, False)
         assert _resident() - before < 64 << 20
 
 
@@ -179,7 +179,7 @@ def test_storages_on_other_devices_are_copied_as_torch_does(kind: str, monkeypat
         stream, storages = pickled(*given)
         return Pickled(stream, [_Elsewhere(storage) for storage in storages])
 
-    monkeypatch.setattr(archive_module, "pickled", there)
+    monkeypatch.setattr(pt_image_module, "pickled", there)
     assert ours(obj, checksum=False) == expected
 
 

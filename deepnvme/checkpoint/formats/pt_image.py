@@ -22,10 +22,10 @@ from deepnvme.memory.tensor_bytes import checksums, flat_bytes
 from deepnvme.ops import load_async_io
 
 from .file_image import FileImage, Source
-from .pickled import pickled
+from .pt_pickle import pickled
 
 
-def archive(
+def pt_image(
     obj: object,
     pickle_module: ModuleType,
     protocol: int,
