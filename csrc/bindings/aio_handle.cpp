@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 #include "bindings/pinned_buffer.h"
 
 namespace deepnvme::bindings {

@@ -1,7 +1,7 @@
 // The async_io module.
 #include <pybind11/pybind11.h>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 #include "core/error.h"
 #include "core/pinned_memory.h"
 #include "engine/backend.h"

@@ -1,8 +1,8 @@
 // The submodule `checkpoint`: what checkpoints of many small tensors would spend their time on in Python.
 #include <vector>
 
+#include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
-#include "bindings/parts.h"
 #include "checkpoint/pickle_walk.h"
 #include "checkpoint/zip_layout.h"
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 
 namespace deepnvme::bindings {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 #include "bindings/session.h"
 
 namespace deepnvme::bindings {

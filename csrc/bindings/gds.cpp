@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "bindings/aio_handle.h"
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 #include "gds/cufile.h"
 
 namespace deepnvme::bindings {

@@ -1,6 +1,6 @@
 // The submodule `memory`: copies between ranges of host memory.
+#include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
-#include "bindings/parts.h"
 #include "core/copy.h"
 
 namespace deepnvme::bindings {

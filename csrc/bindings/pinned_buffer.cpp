@@ -3,8 +3,8 @@
 
 #include <utility>
 
+#include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
-#include "bindings/parts.h"
 
 namespace deepnvme::bindings {
 

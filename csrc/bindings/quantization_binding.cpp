@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 
 namespace deepnvme::bindings {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "quantization/sixteen.h"
+#include "quantization/vector_conversions.h"
 
 namespace deepnvme {
 

@@ -31,9 +31,9 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streaming import Streaming, check_not_streamed, stream, streaming_of
-from deepnvme.streaming.weights.blocks import REST, ties_of, weights_of
-from deepnvme.streaming.weights.shared_build import opened_or_built
-from deepnvme.streaming.weights.sources import weights_in_index
+from deepnvme.streaming.weights.build_once import opened_or_built
+from deepnvme.streaming.weights.model_blocks import REST, ties_of, weights_of
+from deepnvme.streaming.weights.weight_locations import weights_in_index
 from deepnvme.streaming.weights.weight_store import WeightStore
 
 STORE = "deepnvme"

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from .pretrained import from_pretrained
     from .stream_report import StreamReport
     from .streaming import Streaming, stream, streaming_of
-    from .weights.blocks import StoreMismatch
     from .weights.manifest import Extent, Weight, WeightInfo
-    from .weights.sources import Location, Source
+    from .weights.model_blocks import StoreMismatch
+    from .weights.weight_locations import Location, Source
     from .weights.weight_store import CorruptExtent, WeightStore
 
 __all__ = [
@@ -39,10 +39,10 @@ _WHERE = {
     "CacheReport": "kv.cache",
     "CorruptExtent": "weights.weight_store",
     "Extent": "weights.manifest",
-    "Location": "weights.sources",
+    "Location": "weights.weight_locations",
     "OffloadedCache": "kv.cache",
-    "Source": "weights.sources",
-    "StoreMismatch": "weights.blocks",
+    "Source": "weights.weight_locations",
+    "StoreMismatch": "weights.model_blocks",
     "StreamReport": "stream_report",
     "Streaming": "streaming",
     "Weight": "weights.manifest",

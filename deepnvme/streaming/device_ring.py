@@ -13,7 +13,7 @@ from deepnvme.memory.lease import Computed
 
 from .extent_reads import ExtentReads
 from .slots import PinnedSlots, Slots
-from .weights.blocks import REST
+from .weights.model_blocks import REST
 
 if TYPE_CHECKING:
     from deepnvme.memory.lease import Ending

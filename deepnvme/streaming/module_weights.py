@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .placeholder import Placeholder
-from .weights.blocks import weights_of
+from .weights.model_blocks import weights_of
 
 if TYPE_CHECKING:
     from .weights.manifest import Extent, Weight

@@ -25,10 +25,10 @@ from deepnvme._progress import Wanted
 from deepnvme.store.volumes import weights_of as directories_of
 
 from .streaming import stream, streaming_of
-from .weights.blocks import weights_of
+from .weights.build_once import opened_or_built
+from .weights.model_blocks import weights_of
 from .weights.quantization import Scheme
-from .weights.shared_build import opened_or_built
-from .weights.sources import InFile, weights_in_index
+from .weights.weight_locations import InFile, weights_in_index
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from .replaced_forwards import StreamedForward, StreamedForwards
 from .resident_weights import residents
 from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport
-from .weights.blocks import REST
+from .weights.model_blocks import REST
 from .weights.weight_store import WeightStore
 
 

@@ -18,7 +18,7 @@ import transformers
 from deepnvme.integrations import accelerate as integration
 from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import from_pretrained
-from deepnvme.streaming.weights.shared_build import BUILDING
+from deepnvme.streaming.weights.build_once import BUILDING
 from deepnvme.swap import TensorStore
 
 from ..support.disks import Disk

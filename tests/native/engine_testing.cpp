@@ -5,7 +5,7 @@
 #include <atomic>
 #include <thread>
 
-#include "bindings/parts.h"
+#include "bindings/bind_functions.h"
 #include "bindings/session.h"
 #include "faulty_backend.h"
 

@@ -13,7 +13,7 @@ from torch import nn
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.module_weights import ModuleWeights
 from deepnvme.streaming.placeholder import Placeholder
-from deepnvme.streaming.weights.blocks import REST
+from deepnvme.streaming.weights.model_blocks import REST
 
 from ..support.models import WIDTH, blocks_of, entangled
 

@@ -26,11 +26,11 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.store.volumes import Directory
 from deepnvme.store.volumes import weights_of as directories_of
 
-from .blocks import StoreMismatch, described, differences
-from .building import ExtentBuilder, build, read_ahead, structure_for
+from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
+from .model_blocks import StoreMismatch, described, differences
 from .quantization import SCHEMES, Scheme
-from .sources import InFile, Source, Weights, source_of
+from .weight_locations import InFile, Source, Weights, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
@@ -118,7 +118,7 @@ class WeightStore:
             model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks and the
                 tied weights; the names must be the same. Without it the blocks are derived from the names.
             blocks: Names or patterns of the modules that are to be blocks; None to find them. See
-                :func:`deepnvme.streaming.weights.blocks.structure_of`.
+                :func:`deepnvme.streaming.weights.model_blocks.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
             checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
             progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes

@@ -13,7 +13,7 @@ import torch
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
-from deepnvme.streaming.weights.sources import Weights, weights_in_index
+from deepnvme.streaming.weights.weight_locations import Weights, weights_in_index
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 

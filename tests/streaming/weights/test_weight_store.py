@@ -15,8 +15,8 @@ from torch import nn
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
-from deepnvme.streaming.weights.blocks import REST, weights_of
 from deepnvme.streaming.weights.manifest import WeightInfo
+from deepnvme.streaming.weights.model_blocks import REST, weights_of
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.weights.blocks import REST, Block, Structure, structure_of, structure_of_names, ties_of, weights_of
+from deepnvme.streaming.weights.model_blocks import (
+    REST,
+    ModelBlock,
+    Structure,
+    structure_of,
+    structure_of_names,
+    ties_of,
+    weights_of,
+)
 
 WIDE = 1024
 """A square of these is 4 MiB: worth reading again."""
@@ -52,9 +60,9 @@ def layer(index: int) -> list[str]:
 def test_layers_and_what_is_large_beside_them_are_blocks():
     structure = structure_of(Model())
     assert structure.blocks == (
-        Block("embed", ("embed.weight",)),
-        *(Block(f"layers.{index}", tuple(layer(index))) for index in range(3)),
-        Block("head", ("head.weight",)),
+        ModelBlock("embed", ("embed.weight",)),
+        *(ModelBlock(f"layers.{index}", tuple(layer(index))) for index in range(3)),
+        ModelBlock("head", ("head.weight",)),
     )
     assert structure.rest == ("norm.weight", "norm.bias")
     assert structure.ties == {}
@@ -149,7 +157,7 @@ def test_parameters_beside_a_list_do_not_make_the_whole_a_block():
     assert names(model) == names(Model())
     assert "token" in structure_of(model).rest
     model.large = nn.Parameter(torch.empty(WIDE, WIDE))
-    assert structure_of(model).blocks[0] == Block("", ("token", "large"))
+    assert structure_of(model).blocks[0] == ModelBlock("", ("token", "large"))
 
 
 def test_parameter_lists_belong_to_the_module_around_them():

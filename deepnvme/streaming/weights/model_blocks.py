@@ -47,7 +47,7 @@ class StoreMismatch(ValueError):
         super().__init__(f"{what}: {len(differences)} difference{plural}\n  {shown}")
 
 
-class Block(NamedTuple):
+class ModelBlock(NamedTuple):
     """A module whose weights are in memory only during its forward."""
 
     name: str
@@ -69,7 +69,7 @@ class ExtentPlan(NamedTuple):
 class Structure:
     """How the weights of a model are divided into blocks and extents; known without their values."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModelBlock, ...]
     """All blocks, in the order of registration."""
     rest: tuple[str, ...]
     """Names of weights in no block, and of persistent buffers."""
@@ -313,7 +313,7 @@ def _structure(root: _Place, named: Iterable[str] | None, ties: Mapping[str, str
         if chosen[identity] and sum(weights.values()) < SMALL:
             remaining.update(weights)
         elif weights:
-            blocks.append(Block(names[identity], tuple(weights)))
+            blocks.append(ModelBlock(names[identity], tuple(weights)))
     return Structure(tuple(blocks), tuple(dict.fromkeys((*remaining, *rest))), ties)
 
 

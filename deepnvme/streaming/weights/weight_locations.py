@@ -28,8 +28,8 @@ from deepnvme.engine import Engine, File
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
-from .blocks import weights_of
 from .manifest import WeightInfo
+from .model_blocks import weights_of
 
 
 class Pending(Protocol):

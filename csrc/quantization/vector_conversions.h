@@ -1,4 +1,5 @@
-// Sixteen values at a time, in the compiler's portable vectors: whoever inlines this says for which instruction set.
+// Conversions between float32, bfloat16, half and int8, sixteen values at a time, in the compiler's portable vectors: whoever inlines
+// this says for which instruction set.
 //
 // Values of even and of odd places are kept apart: a pair of 16-bit numbers then goes into a lane of 32 bits, and comes out, by shifts
 // alone. Nothing here may be contracted to fused operations, which round once where the formula rounds twice: -ffp-contract=off.

@@ -22,10 +22,10 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
-from .blocks import REST, ExtentPlan, StoreMismatch, Structure, described, differences, structure_of, structure_of_names
 from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
+from .model_blocks import REST, ExtentPlan, StoreMismatch, Structure, described, differences, structure_of, structure_of_names
 from .quantization import Scheme, quantize
-from .sources import Pending, Source, Weights
+from .weight_locations import Pending, Source, Weights
 
 T = TypeVar("T")
 Started = TypeVar("Started")

@@ -15,8 +15,8 @@ from torch import nn
 
 from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.weights import shared_build
-from deepnvme.streaming.weights.shared_build import BUILDING, opened_or_built
+from deepnvme.streaming.weights import build_once
+from deepnvme.streaming.weights.build_once import BUILDING, opened_or_built
 from deepnvme.swap import StoreLocked, TensorStore
 from tests.faults.torture.interruption import Interruption, all_but, interrupted
 
@@ -37,7 +37,7 @@ def never(_: Path) -> WeightStore:
 
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_build, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(build_once, "PATIENCE_SECONDS", 0.1)
     other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)
@@ -72,8 +72,8 @@ def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_lock
     drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     """At each point, while the traceback, which has the frames, is alive."""
-    monkeypatch.setattr(shared_build, "PATIENCE_SECONDS", 0.1)
-    where, skip = drive / "store", all_but(shared_build)
+    monkeypatch.setattr(build_once, "PATIENCE_SECONDS", 0.1)
+    where, skip = drive / "store", all_but(build_once)
 
     def open_or_build() -> WeightStore:
         return opened_or_built({where: 1.0}, ORIGIN, lambda _: build(where))
@@ -135,7 +135,7 @@ def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> Non
         from pathlib import Path
         from torch import nn
         from deepnvme.streaming import WeightStore
-        from deepnvme.streaming.weights.shared_build import opened_or_built
+        from deepnvme.streaming.weights.build_once import opened_or_built
 
         logging.disable()
         drive = Path({str(drive)!r})
@@ -171,7 +171,7 @@ def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interp
         f"""
         import time
         from pathlib import Path
-        from deepnvme.streaming.weights.shared_build import opened_or_built
+        from deepnvme.streaming.weights.build_once import opened_or_built
 
         def build(directory):
             (directory / "half").touch()

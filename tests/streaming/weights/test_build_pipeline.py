@@ -13,9 +13,9 @@ from torch import nn
 
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.weights.blocks import ExtentPlan
-from deepnvme.streaming.weights.building import ExtentBuilder, write_extents
-from deepnvme.streaming.weights.sources import Weights
+from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents
+from deepnvme.streaming.weights.model_blocks import ExtentPlan
+from deepnvme.streaming.weights.weight_locations import Weights
 from deepnvme.swap import TensorStore
 
 MIB = 1 << 20

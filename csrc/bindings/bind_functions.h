@@ -1,4 +1,4 @@
-// The parts that the modules are put together from, each in the file of its name.
+// The functions that fill a module, each defined in the file that is named after what it binds.
 #pragma once
 
 #include <pybind11/pybind11.h>

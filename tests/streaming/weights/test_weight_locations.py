@@ -13,7 +13,7 @@ from torch import nn
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
-from deepnvme.streaming.weights.sources import Rearranged, Weights, source_of, weights_in
+from deepnvme.streaming.weights.weight_locations import Rearranged, Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
