@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from deepnvme.tune.measure.job import Operation
+if TYPE_CHECKING:  # at run time this serves processes that have another version of the package
+    from deepnvme.tune.measure.job import Operation
 
 Memory = Literal["pinned", "ordinary", "misaligned"]
 

@@ -1,0 +1,198 @@
+"""Two commits of this package in turn: whether a change made raw I/O, optimizer steps, checkpoints or streaming slower.
+
+    python benchmarks/commits.py --before main~20 --dir /mnt/nvme --json commits.json
+
+Each workload runs in a process of either commit, turn by turn. What varies from process to process (where memory happens to lie)
+is not averaged away by more turns, so there are several such pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import drive, machine
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.figures import Verdict
+from harness.optimizer_steps import quieten
+from harness.tables import turns_table, verdict_table
+from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.worker_process import WorkerProcess
+from harness.workloads import ContenderFailed
+
+import deepnvme
+from deepnvme.tune.cli.arguments import positive
+
+SPEED, MEMORY = 0.97, 1.02
+WORKLOADS = {
+    "raw": "raw I/O, write and read",
+    "step": "optimizer step",
+    "swappers": "DeepSpeed's swapper classes",
+    "save": "save",
+    "load": "load",
+    "forward": "streamed forward",
+    "half_resident": "streamed forward, half of the weights resident",
+    "kv": "generation with keys and values on the drive",
+}
+BENCHMARKS = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Settings:
+    directory: Path
+    before: str
+    after: str | None
+    rounds: int
+    pairs: int
+    scale: float
+    only: tuple[str, ...]
+
+
+@dataclass
+class Measurements:
+    verdicts: list[Verdict] = field(default_factory=list)
+    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
+    peaks: dict[str, Turns[str, Counts]] = field(default_factory=dict)
+    """Of memory: a sample for each pair of processes."""
+
+
+def measure(settings: Settings, progress: Progress) -> Measurements:
+    """Run all workloads in a directory below ``settings.directory``, which is removed afterwards."""
+    drive.check(settings.directory, int(settings.scale * (6 << 30)))
+    measurements = Measurements()
+    with tempfile.TemporaryDirectory(prefix="commits-", dir=settings.directory) as made:
+        directory = Path(made)
+        packages = {"before": check_out(settings.before, directory / "before")}
+        installed = Path(deepnvme.__file__).parents[1]
+        packages["after"] = check_out(settings.after, directory / "after") if settings.after else installed
+        for workload in settings.only:
+            compare(workload, settings, packages, directory, measurements, progress)
+    for workload in settings.only:
+        what, turns, peaks = WORKLOADS[workload], measurements.turns[workload], measurements.peaks[workload]
+        who = ("after", "before")
+        measurements.verdicts += [
+            judge(turns, f"{what}: times as fast", who, times_as_fast, "at least", SPEED),
+            judge(peaks, f"{what}: peak memory", who, times_the_memory, "at most", MEMORY),
+        ]
+    return measurements
+
+
+def check_out(commit: str, directory: Path) -> Path:
+    """The files of a commit of the repository that this benchmark lies in."""
+    directory.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=BENCHMARKS.parent, capture_output=True)
+    if archive.returncode:
+        raise ContenderFailed(f"git has no commit '{commit}': {archive.stderr.decode().strip()}")
+    subprocess.run(["tar", "-x"], cwd=directory, input=archive.stdout, check=True)
+    return directory
+
+
+def compare(
+    workload: str, settings: Settings, packages: dict[str, Path], directory: Path, measurements: Measurements, progress: Progress
+) -> None:
+    turns = measurements.turns[workload] = Turns({who: [] for who in packages})
+    peaks = measurements.peaks[workload] = Turns({who: [] for who in packages})
+    for pair in range(settings.pairs):
+        title = f"{workload}, pair {pair + 1} of {settings.pairs}"
+        with tempfile.TemporaryDirectory(dir=directory) as made, contextlib.ExitStack() as stack:
+            try:
+                processes = {
+                    who: stack.enter_context(start(workload, package, Path(made), who, settings.scale))
+                    # Whoever starts first may find other memory.
+                    for who, package in (packages if pair % 2 == 0 else dict(reversed(packages.items()))).items()
+                }
+            except ContenderFailed as error:
+                turns.absent |= dict.fromkeys(packages, str(error))
+                peaks.absent |= turns.absent
+                return
+            runs = {who: turn_of(processes[who], Path(made)) for who in packages}
+            of_pair = take_turns(title, runs, settings.rounds, progress)
+            for who, process in processes.items():
+                turns.samples[who] += of_pair.samples[who]
+                peaks.samples[who].append(process.call("peak"))
+            turns.absent |= of_pair.absent
+
+
+def start(workload: str, package: Path, directory: Path, who: str, scale: float) -> WorkerProcess:
+    (directory / who).mkdir()
+    settings = {"workload": workload, "directory": str(directory / who), "scale": scale}
+    variables = {"PYTHONPATH": os.pathsep.join([str(package), str(BENCHMARKS)])}
+    process = WorkerProcess(sys.executable, "harness.commit_worker", [json.dumps(settings)], directory, variables)
+    if Path(process.described["package"]).parent != package:
+        process.close()
+        raise ContenderFailed(f"'{who}' imported '{process.described['package']}', not that of '{package}'")
+    return process
+
+
+def turn_of(process: WorkerProcess, directory: Path) -> Callable[[], Counts]:
+    def turn() -> Counts:
+        quieten(directory)
+        return process.call("turn")
+
+    return turn
+
+
+def times_the_memory(ours: Counts, theirs: Counts) -> float:
+    ratio: float = ours["peak"] / theirs["peak"]
+    return ratio
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
+    return {
+        "benchmark": "commits",
+        "started": started,
+        "machine": machine.described(settings.directory),
+        "settings": {**asdict(settings), "directory": None},
+        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
+        "peaks": {name: peaks.as_json() for name, peaks in measurements.peaks.items()},
+        "targets": [verdict.as_json() for verdict in measurements.verdicts],
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
+    parser = Parser(__doc__)
+    parser.add_argument("--before", required=True, metavar="COMMIT", help="what to compare with, as git names it")
+    parser.add_argument("--after", metavar="COMMIT", help="default: the package that is installed here")
+    parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="a workload; can be given more than once")
+    parser.add_argument("--rounds", type=positive, help="turns of each process (default: 5)")
+    parser.add_argument("--pairs", type=positive, help="pairs of processes for each workload (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
+    given = parser.parse(arguments)
+    settings = Settings(
+        directory=given.dir,
+        before=given.before,
+        after=given.after,
+        rounds=given.rounds or (1 if given.quick else 5),
+        pairs=given.pairs or (1 if given.quick else 3),
+        scale=0.02 if given.quick else 1,
+        only=tuple(given.only or WORKLOADS),
+    )
+    return settings, given.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, json_path = parse_arguments(arguments)
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with measuring("commits"):
+        measurements = measure(settings, print_step)
+    for name, turns in measurements.turns.items():
+        print(turns_table(WORKLOADS[name], turns))
+    print(verdict_table(measurements.verdicts))
+    write_json(json_path, as_json(settings, measurements, started))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

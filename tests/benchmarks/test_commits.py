@@ -1,0 +1,40 @@
+"""The benchmark of two commits: each runs its own package, and both are judged. Its figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import commits
+import pytest
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(commits.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def head() -> str:
+    found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("needs the git repository that the benchmark lies in")
+    return found.stdout.strip()
+
+
+def test_each_commit_runs_its_own_package_and_is_judged(drive: Path, head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = drive / "report.json"
+    benchmarked = drive / "benchmarked"
+    benchmarked.mkdir()
+    given = ["--quick", "--only", "save", "--only", "raw", "--before", head, "--dir", str(benchmarked), "--json", str(report)]
+    commits.main(given)
+    document = json.loads(report.read_text())
+    printed = capsys.readouterr().out
+    assert len(document["targets"]) == 4
+    assert all(target["what"] in printed and target["figure"]["median"] > 0 for target in document["targets"])
+    assert list(benchmarked.iterdir()) == []
+
+
+def test_a_commit_that_is_not_there_is_told_of(drive: Path) -> None:
+    with pytest.raises(SystemExit, match="git has no commit 'nowhere'"):
+        commits.main(["--quick", "--before", "nowhere", "--dir", str(drive)])
