@@ -19,7 +19,7 @@ _SIGNALS: tuple[int, ...] = (
 """Signals that programs commonly handle. Checking all 64 takes 0.1 ms for each call."""
 
 _sigaction = ctypes.PyDLL(None).sigaction
-_SIGACTION_BYTES = 256  # at least the size of struct sigaction, 152
+_Sigaction = ctypes.c_char * 256  # at least the size of struct sigaction, 152
 
 
 @contextlib.contextmanager
@@ -36,7 +36,9 @@ def defer_interrupts() -> Iterator[None]:
     held = _DeferredInterrupts()
     try:
         for number in _SIGNALS:
-            held.hold(number)
+            handler = _signal.getsignal(number)
+            if callable(handler):  # checked here, since most signals have no handler in Python, and a call takes longer
+                held.hold(number, handler)
         yield
     finally:
         try:
@@ -58,16 +60,14 @@ class _DeferredInterrupts:
         self._handlers: dict[int, Callable[..., Any]] = {}
         self._replaced: list[int] = []
 
-    def hold(self, number: int) -> None:
-        """Delay a signal's Python handler, if it has one."""
-        handler = _signal.getsignal(number)
+    def hold(self, number: int, handler: Callable[..., Any]) -> None:
+        """Delay a signal's Python handler."""
         before = getattr(handler, "__self__", None)
         if isinstance(before, _DeferredInterrupts) and not before._holding:
             handler = before._handlers[number]
-        if callable(handler):
-            self._handlers[number] = handler
-            self._replaced.append(number)
-            _set(number, self._take)
+        self._handlers[number] = handler
+        self._replaced.append(number)
+        _set(number, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         """Note a signal, or call its handler if signals are no longer delayed."""
@@ -101,7 +101,7 @@ class _DeferredInterrupts:
 
 def _set(number: int, handler: Callable[..., Any]) -> None:
     """Call signal.signal, but keep what was set in C: ``siginterrupt``, and C handlers that run first, like faulthandler's."""
-    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    action = _Sigaction()
     _sigaction(number, None, action)
     try:
         _signal.signal(number, handler)

@@ -367,6 +367,10 @@ class BlockCache(Monitor):
         try:
             self._wanted = wanted
             self._until(wanting, timed)
+        except BaseException:
+            for block in wanted:  # the next expectation drops them, unless they are part of it
+                self._expected.setdefault(block, sys.maxsize)
+            raise
         finally:  # if Ctrl-C prevents this, the next call does it
             self._wanted, self._grown = (), None
 
@@ -609,10 +613,12 @@ class BlockCache(Monitor):
     # Order
 
     def _set_expected(self, uses: Iterable[Use]) -> None:
+        before = self._expected
         self._agenda = deque(uses)
         self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
-        for block in self._idle():
-            self._drop_unless_kept(block)
+        for block in before:  # others that need not stay are dropped when their use ends: there may be thousands that stay
+            if block not in self._expected:
+                self._drop_unless_kept(block)
 
     def _distance(self, block: Block) -> int:
         """Return how far a block's next use is away, in any unit. Those with the largest distance are dropped first.
