@@ -28,7 +28,7 @@ from .streaming import stream, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.model_blocks import weights_of
 from .weights.quantization import Scheme
-from .weights.weight_locations import InFile, weights_in_index
+from .weights.weight_locations import Location, weights_in_index
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
     return config.dtype if dtype in (None, "auto") else dtype
 
 
-def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, torch.Tensor | InFile]]:
+def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, torch.Tensor | Location]]:
     """Return a checkpoint's model, on the meta device, and where its weights lie. What transformers converts is in ``folder``."""
     import safetensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from deepnvme.checkpoint.formats.pt_records import (
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
 from deepnvme.checkpoint.storage_placement import unread
 from deepnvme.checkpoint.transfers import read_consistently, started, version_of
-from deepnvme.engine import Engine, File
+from deepnvme.engine import Engine
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
@@ -64,45 +64,24 @@ class Source(Protocol):
 
 
 class Location(NamedTuple):
-    """A weight that lies in a file just as it does in memory, contiguous."""
+    """A weight that lies in a file: just as it does in memory, contiguous, if only the first three fields are given."""
 
     path: str
     """Path of the file."""
     offset: int
-    """Where the weight begins, in bytes from the start of the file."""
-    info: WeightInfo
-    """Dtype and shape."""
-
-
-class Rearranged(NamedTuple):
-    """A weight that lies in a file differently than in memory: of another dtype, with other strides, conjugated or negated."""
-
-    path: str
-    """Path of the file."""
-    elements: Elements
-    """Offset, dtype, shape and strides of the weight in the file."""
+    """Where the weight's first element is, in bytes from the start of the file."""
     info: WeightInfo
     """Dtype and shape in memory."""
+    elements: Elements | None = None
+    """Dtype, shape and strides in the file, and the offset once more; None if they are as in memory."""
     conj: bool = False
-    """Whether the values are to be conjugated."""
+    """Whether the values in the file are to be conjugated. Only with ``elements``."""
     neg: bool = False
-    """Whether the values are to be negated."""
-
-    def seen_in(self, span: torch.Tensor) -> torch.Tensor:
-        """Return the weight as a view of the file's bytes from its first element to its last."""
-        seen = span.view(self.elements.dtype).as_strided(self.elements.shape, self.elements.stride)
-        seen = seen.conj() if self.conj else seen
-        return torch._neg_view(seen) if self.neg else seen
-
-
-InFile = Location | Rearranged
-"""A weight that lies in a file."""
+    """Whether the values in the file are to be negated. Only with ``elements``."""
 
 
 class Weights:
-    """A :class:`Source` of tensors in memory and weights in files. Not thread-safe.
-
-    Opens files when they are first read; :meth:`close` closes them.
+    """A :class:`Source` of tensors in memory and weights in files.
 
     Args:
         weights: By name: tensors, of any strides and on any device, and weights in files.
@@ -112,16 +91,15 @@ class Weights:
         TypeError: If a name is not a str, or a value is of another type, or a tensor that is not dense or has no data.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor | InFile], engine: Engine) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor | Location], engine: Engine) -> None:
         for name, weight in weights.items():
             if not isinstance(name, str):
                 raise TypeError(f"a weight's name must be a str, got {name!r}")
-            if not isinstance(weight, InFile):
+            if not isinstance(weight, Location):
                 check_storable(name, weight)
         self._weights = weights
         self._engine = engine
-        self._files: dict[str, File] = {}
-        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, InFile)}
+        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
 
     def names(self) -> Iterable[str]:
         """Return the names of all weights."""
@@ -130,7 +108,7 @@ class Weights:
     def info(self, name: str) -> WeightInfo:
         """Return dtype and shape of a weight."""
         weight = self._weights[name]
-        return weight.info if isinstance(weight, InFile) else WeightInfo(weight.dtype, tuple(weight.shape))
+        return weight.info if isinstance(weight, Location) else WeightInfo(weight.dtype, tuple(weight.shape))
 
     def ties(self) -> Mapping[str, str]:
         """Return the first name of each tied weight by its further names.
@@ -152,19 +130,24 @@ class Weights:
         weight = self._weights[name]
         if isinstance(weight, torch.Tensor):
             out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
-            return _Done()
+            return _Read(lambda: None)
         if not weight.info.nbytes:
-            return _Done()
-        if isinstance(weight, Location):
-            return started(self._engine, out, self._file(weight.path), weight.offset)
-        span = empty_aligned(weight.elements.nbytes)
-        reading = started(self._engine, span, self._file(weight.path), weight.elements.offset)
-        return _Rearranging(reading, weight, span, out)
+            return _Read(lambda: None)
+        elements = weight.elements
+        span = out if elements is None else empty_aligned(elements.nbytes)
+        with self._engine.open(weight.path, "r") as file:
+            reading = started(self._engine, span, file, weight.offset)
+        if elements is None:
+            return reading
 
-    def close(self) -> None:
-        """Close the files that were opened for reading weights."""
-        for file in self._files.values():
-            file.close()
+        def rearrange() -> None:
+            reading.result()
+            values = span.view(elements.dtype).as_strided(elements.shape, elements.stride)
+            values = values.conj() if weight.conj else values
+            values = torch._neg_view(values) if weight.neg else values
+            out.view(weight.info.dtype).view(weight.info.shape).copy_(values)
+
+        return _Read(rearrange)
 
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
@@ -172,15 +155,8 @@ class Weights:
             if version_of(path) != version:
                 raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
-    def _file(self, path: str) -> File:
-        """Return a file that is open for reading, opening it the first time."""
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = self._engine.open(path, "r")
-        return file
 
-
-def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | InFile]:
+def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of a checkpoint lie, by name. Only headers are read, not the weights.
 
     Args:
@@ -197,7 +173,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | I
         UnpicklingError: If a pickle holds anything but tensors.
     """
     path = _chosen(Path(checkpoint)) if os.path.isdir(checkpoint) else os.fspath(checkpoint)
-    found: dict[str, torch.Tensor | InFile] = {}
+    found: dict[str, torch.Tensor | Location] = {}
     for shard, names in shards_of(path).items():
         if names is not None and not os.path.exists(shard):
             text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
@@ -209,7 +185,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | I
 
 def weights_in_index(
     index: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str] | None
-) -> dict[str, torch.Tensor | InFile]:
+) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of accelerate's offload index lie, by name. Only headers are read, not the weights.
 
     Args:
@@ -224,7 +200,7 @@ def weights_in_index(
         ValueError: If an entry is of a raw file, and ``folder`` is None.
     """
     locations = functools.lru_cache(maxsize=None)(_in_safetensors)
-    found: dict[str, torch.Tensor | InFile] = {}
+    found: dict[str, torch.Tensor | Location] = {}
     for name, entry in index.items():
         file = entry.get("safetensors_file")
         if file is None:
@@ -233,17 +209,13 @@ def weights_in_index(
         inside, key = locations(os.fspath(file)), entry.get("weight_name", name)
         if key not in inside:
             raise CorruptCheckpoint(file, f"it is said to hold {key!r}, which is not there")
-        found[name] = _converted(inside[key], entry.get("dtype"))
+        location = inside[key]
+        dtype = dtype_named(entry["dtype"]) if "dtype" in entry else location.info.dtype
+        if dtype != location.info.dtype:
+            elements = Elements(location.offset, *location.info, contiguous_strides(location.info.shape))
+            location = location._replace(info=WeightInfo(dtype, location.info.shape), elements=elements)
+        found[name] = location
     return found
-
-
-def _converted(location: Location, dtype: str | None) -> InFile:
-    """Return a weight in a file that is to have a dtype in memory, given by name; None for the one that it has."""
-    wanted = location.info if dtype is None else WeightInfo(dtype_named(dtype), location.info.shape)
-    if wanted == location.info:
-        return location
-    elements = Elements(location.offset, *location.info, contiguous_strides(location.info.shape))
-    return Rearranged(location.path, elements, wanted)
 
 
 def _raw(name: str, entry: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> Location:
@@ -276,7 +248,7 @@ def _chosen(directory: Path) -> str:
     raise FileNotFoundError(2, f"there is no checkpoint here: expected one of {', '.join(_KINDS)}", str(directory))
 
 
-def _in_file(path: str) -> dict[str, torch.Tensor | InFile]:
+def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of one file lie, whichever of the formats it has."""
     if is_zip(path):
         return _in_archive(path)
@@ -292,7 +264,7 @@ def _in_safetensors(path: str) -> dict[str, Location]:
     return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path).tensors}
 
 
-def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
+def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of a file written by torch.save lie.
 
     No tensor is read: torch unpickles them over memory that is never touched, whose addresses give the offsets in the file.
@@ -303,7 +275,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
     with unread(path, found) as now:
-        weights: dict[str, torch.Tensor | InFile] = {}
+        weights: dict[str, torch.Tensor | Location] = {}
         for name, tensor in _state_dict(path, now.load(weights_only=True, map_location="cpu")).items():
             storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
             offset = None if storage is None or tensor.is_quantized else now.offset_of(storage)
@@ -312,11 +284,9 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | InFile]:
                 continue
             first = offset + int(tensor.storage_offset()) * tensor.element_size()
             info = WeightInfo(tensor.dtype, tuple(tensor.shape))
-            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-                weights[name] = Location(path, first, info)
-            else:
-                elements = Elements(first, *info, tuple(tensor.stride()))
-                weights[name] = Rearranged(path, elements, info, tensor.is_conj(), tensor.is_neg())
+            straight = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            elements = None if straight else Elements(first, *info, tuple(tensor.stride()))
+            weights[name] = Location(path, first, info, elements, tensor.is_conj(), tensor.is_neg())
     return weights
 
 
@@ -331,9 +301,9 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
     raise ValueError(text)
 
 
-def _place_of(weight: torch.Tensor | InFile) -> object:
+def _place_of(weight: torch.Tensor | Location) -> object:
     """Return a key that is equal for weights that are the same memory seen alike; None for a weight without elements."""
-    if isinstance(weight, InFile):
+    if isinstance(weight, Location):
         return weight if weight.info.nbytes else None
     if not weight.numel():
         return None
@@ -341,25 +311,10 @@ def _place_of(weight: torch.Tensor | InFile) -> object:
     return *memory, weight.dtype, weight.shape, weight.stride()
 
 
-class _Done:
-    """A read that has ended already."""
+class _Read(NamedTuple):
+    """A read that has ended, or that something has to be done after: what ``result`` does."""
 
-    def result(self) -> None:
-        """Return at once."""
-
-
-class _Rearranging(NamedTuple):
-    """A read of a weight that is still to be rearranged."""
-
-    reading: Pending
-    weight: Rearranged
-    span: torch.Tensor
-    out: torch.Tensor
-
-    def result(self) -> None:
-        """Wait for the read, and copy what was read to where it is wanted."""
-        self.reading.result()
-        self.out.view(self.weight.info.dtype).view(self.weight.info.shape).copy_(self.weight.seen_in(self.span))
+    result: Callable[[], None]
 
 
 def source_of(given: Any, engine: Engine) -> Source:

@@ -30,11 +30,11 @@ from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 from .model_blocks import StoreMismatch, described, differences
 from .quantization import SCHEMES, Scheme
-from .weight_locations import InFile, Source, Weights, source_of
+from .weight_locations import Location, Source, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
-Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | InFile] | Source
+Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
 """What a store can be built from: see :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
@@ -145,17 +145,13 @@ class WeightStore:
         where = directories_of(path)
         with Engine() as engine:
             source = source_of(model_or_checkpoint, engine)
-            try:
-                tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
-                structure, names = structure_for(source, tree, blocks)
-                builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
-                kind = "" if tree is None else type(tree).__name__
-                manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
-                with following(progress, f"building {next(iter(where))}") as told:
-                    build(builders, source, manifest, where, engine, checksum, told)
-            finally:
-                if isinstance(source, Weights):
-                    source.close()
+            tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
+            structure, names = structure_for(source, tree, blocks)
+            builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
+            kind = "" if tree is None else type(tree).__name__
+            manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
+            with following(progress, f"building {next(iter(where))}") as told:
+                build(builders, source, manifest, where, engine, checksum, told)
         return cls.open(path)
 
     @classmethod

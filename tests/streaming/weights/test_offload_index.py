@@ -21,17 +21,13 @@ Open = Callable[..., Weights]
 
 
 @pytest.fixture
-def opened(engine: Engine, drive: Path) -> Iterator[Open]:
-    """Makes sources of an index, in the drive's directory; all are closed."""
-    made: list[Weights] = []
+def opened(engine: Engine, drive: Path) -> Open:
+    """Makes sources of an index, in the drive's directory."""
 
     def make(index: dict[str, dict[str, Any]], folder: Path | None = drive, **in_memory: torch.Tensor) -> Weights:
-        made.append(Weights({**weights_in_index(index, folder), **in_memory}, engine))
-        return made[-1]
+        return Weights({**weights_in_index(index, folder), **in_memory}, engine)
 
-    yield make
-    for source in made:
-        source.close()
+    return make
 
 
 def read(source: Weights, name: str) -> torch.Tensor:
