@@ -25,8 +25,8 @@ MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
 """Name of the membership in each of the store's other directories."""
-_FORMAT = "deepnvme tensor store"
-_VERSION = 1
+_KIND = "deepnvme tensor store", 1
+"""Format and version."""
 
 _LARGEST = 1 << 30
 """Most bytes of a manifest: enough for ten million tensors."""
@@ -105,9 +105,7 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
     for name in manifest.tensors:
         check_length(name)
     tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
-    body = json.dumps({"store": manifest.store, "directories": manifest.directories, "tensors": tensors}, separators=(",", ":"))
-    head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
-    data = f"{head}\n{body}\n".encode()
+    data = two_lines(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": tensors})
     if len(data) > _LARGEST:
         raise ValueError(
             f"the manifest of {len(tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
@@ -128,18 +126,39 @@ def load(directory: Path) -> StoreManifest | None:
         data = _read_at_most(path, _LARGEST)
     except FileNotFoundError:
         return None
+    try:
+        return _manifest(second_line(_KIND, data))
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(path, str(error)) from error
+
+
+def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
+    """Return a manifest in JSON: one line with its format, version and the CRC-32 of the other, and one with the fields."""
+    body = json.dumps(fields, separators=(",", ":"))
+    head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body.encode())})
+    return f"{head}\n{body}\n".encode()
+
+
+def second_line(kind: tuple[str, int], data: bytes) -> str:
+    """Return the second line of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
+
+    Args:
+        kind: The format and version that it has to have.
+        data: The manifest.
+
+    Raises:
+        ValueError: If it is damaged, or of another format or version.
+        RecursionError: If its first line is nested too deeply.
+    """
     head, _, body = data.partition(b"\n")
-    facts = _parsed(path, head)
-    kind = facts.get("format"), facts.get("version")
-    if kind != (_FORMAT, _VERSION):
-        raise CorruptManifest(path, f"expected format and version {(_FORMAT, _VERSION)}, got {kind}")
+    facts = _parsed(head)
+    found = facts.get("format"), facts.get("version")
+    if found != kind:
+        raise ValueError(f"expected format and version {kind}, got {found}")
     body = body.rstrip(b"\n")
     if facts.get("crc32") != zlib.crc32(body):
-        raise CorruptManifest(path, f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
-    try:
-        return _manifest(body.decode("ascii"))
-    except ValueError as error:
-        raise CorruptManifest(path, str(error)) from error
+        raise ValueError(f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
+    return body.decode("ascii")
 
 
 def join(directory: Path, membership: StoreMembership) -> None:
@@ -156,11 +175,11 @@ def membership(directory: Path) -> StoreMembership | None:
     """
     path = directory / MEMBERSHIP_NAME
     try:
-        fields = _parsed(path, _read_at_most(path, _LONGEST_LINE))
+        fields = _parsed(_read_at_most(path, _LONGEST_LINE))
         return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
 
 
@@ -246,16 +265,13 @@ def _read_at_most(path: Path, most: int) -> bytes:
         raise CorruptManifest(path, str(error)) from None
 
 
-def _parsed(path: Path, line: bytes) -> dict[str, Any]:
-    """Return the JSON object in one line. Raises CorruptManifest."""
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in one line. Raises ValueError or RecursionError."""
     if len(line) > _LONGEST_LINE:
-        raise CorruptManifest(path, f"its first line has {len(line)} bytes, at most {_LONGEST_LINE} are allowed")
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(path, str(error)) from error
+        raise ValueError(f"its first line has {len(line)} bytes, at most {_LONGEST_LINE} are allowed")
+    fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise CorruptManifest(path, "expected an object")
+        raise ValueError("expected an object")
     return fields
 
 

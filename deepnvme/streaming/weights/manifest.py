@@ -5,10 +5,8 @@ It is stored as one tensor of the store: two lines of JSON, the first with forma
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import dtype_named
-from deepnvme.store.manifest import CorruptManifest, check_length, string_at
+from deepnvme.store.manifest import CorruptManifest, check_length, second_line, string_at, two_lines
 
 from .quantization import SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 
@@ -28,13 +26,10 @@ _WHOLE = 4096
 """An extent's size in bytes is a multiple of this, so that it can be read by direct I/O on any drive."""
 ALIGNMENT = 64
 """A weight begins at a multiple of this many bytes in its extent, for the processor's widest vectors."""
-_FORMAT = "deepnvme weights"
-_VERSION = 1
-
+_KIND = "deepnvme weights", 1
+"""Format and version."""
 LARGEST = 64 << 20
 """Bytes that a manifest may have: enough for half a million weights."""
-_LONGEST_LINE = 64 << 10
-"""Bytes that a manifest's first line may have."""
 _EXTENT = re.compile(r",([0-9]{1,19}),(null|[0-9]{1,10}),\[")
 _WEIGHT = re.compile(r',"([a-z0-9_]{1,64})",\[([0-9,]{0,1300})\],([0-9]{1,19})(?:,"([a-z0-9_]{1,64})")?\]')
 
@@ -189,9 +184,7 @@ def encode(manifest: WeightManifest) -> bytes:
         "ties": manifest.ties,
         "origin": manifest.origin,
     }
-    body = json.dumps(fields, separators=(",", ":"))
-    head = json.dumps({"format": _FORMAT, "version": _VERSION, "crc32": zlib.crc32(body.encode())})
-    data = f"{head}\n{body}\n".encode()
+    data = two_lines(_KIND, fields)
     if len(data) > LARGEST:
         raise ValueError(f"the manifest of {len(names)} weights would have {len(data)} bytes, and may have {LARGEST}")
     return data
@@ -205,22 +198,11 @@ def decode(data: bytes, where: Path) -> WeightManifest:
         where: A directory of the store, for errors.
 
     Raises:
-        CorruptManifest: If the bytes are damaged, too long, or of another format or version.
+        CorruptManifest: If the bytes are damaged, or of another format or version.
     """
-    head, _, body = data.rstrip(b"\n").partition(b"\n")
     try:
-        if len(head) > _LONGEST_LINE or len(data) > LARGEST:
-            text = f"{len(data)} bytes, {len(head)} in its first line, and may have {LARGEST} and {_LONGEST_LINE}"
-            raise ValueError(f"it has {text}")
-        facts = json.loads(head)
-        kind = facts.get("format"), facts.get("version")
-        if kind != (_FORMAT, _VERSION):
-            raise CorruptManifest(where, f"expected weights of format and version {(_FORMAT, _VERSION)}, got {kind}")
-        if facts.get("crc32") != zlib.crc32(body):
-            text = f"expected CRC-32 {facts.get('crc32')!r} of what it says of weights, found {zlib.crc32(body)}"
-            raise CorruptManifest(where, text)
-        return _manifest(_Written(body.decode("ascii")))
-    except (ValueError, AttributeError, RecursionError) as error:
+        return _manifest(_Written(second_line(_KIND, data)))
+    except (ValueError, RecursionError) as error:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 
 
