@@ -435,7 +435,7 @@ class TestCorruption:
         with open(drive / "store" / DATA_NAME, "r+b") as file:
             file.seek(at)
             file.write(b"R")
-        with pytest.raises(CorruptManifest, match="what it says of weights: .*expected CRC-32"):
+        with pytest.raises(CorruptManifest, match=r"what it says of weights: .*expected CRC-32"):
             WeightStore.open(drive / "store")
 
 
