@@ -22,8 +22,9 @@ import torch
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.cli import sweep
-from deepnvme.tune.render import html_report
+from deepnvme.tune.render import html_report, sweep_text
 from deepnvme.tune.search import tuner
+from deepnvme.tune.search.results import Figures, Result, Search, Striping, Tuning
 
 from ..support.disks import MIB, Disk
 from ..support.interpreters import Interpreters
@@ -350,6 +351,13 @@ def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Command, driv
         assert rates["read"] > 0
         assert rates["write"] is None
     assert not any([*folder.iterdir()] for folder in folders)
+
+
+def test_striping_over_folders_without_any_speed_has_no_gain() -> None:
+    only = Result(AioConfig(), "io_uring", Figures(0.0, 0.0, 0.0, 0.0), None, 1)
+    striping = Striping((("/a", {"read": 0.0}), ("/b", {"read": 0.0})), {"read": 0.0}, shared_device=False)
+    text = sweep_text.render(Tuning(MIB, (Search((), (only,), only, "", 1, 0.0, True),), striping, 0, 0.0, True))
+    assert re.search(r"together / the fastest alone +-$", text, re.MULTILINE)
 
 
 @pytest.mark.root

@@ -214,7 +214,7 @@ def test_no_part_of_a_tensor_is_left_as_it_was(size: int) -> None:
     lambda: transfers.make(job("aio_handle", "write", accelerator_pin_memory=True), 0),
     lambda: transfers.make(job("torch_fastio", "write"), 0),
 ])  # fmt: skip
-def test_the_engine_counts_what_was_written(make: Callable[[], transfers.Transfer], drive: Path) -> None:
+def test_the_engine_counts_what_was_written(make: Callable[[], transfers.TensorMover], drive: Path) -> None:
     transfer = make()
     transfer.move(drive / "file")
     stats = transfer.stats()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHUNK = 64 << 20
 
 
-class Transfer(abc.ABC):
+class TensorMover(abc.ABC):
     """A tensor, and a way to write it to files and to read it. All methods block.
 
     Args:
@@ -66,8 +66,8 @@ class Transfer(abc.ABC):
         return None
 
 
-def make(job: Job, device_number: int) -> Transfer:
-    """Return the transfer of a job's engine, with its tensor allocated.
+def make(job: Job, device_number: int) -> TensorMover:
+    """Return the mover for a job's engine, with its tensor allocated.
 
     Args:
         job: The job.
@@ -79,7 +79,7 @@ def make(job: Job, device_number: int) -> Transfer:
         OSError: From the op; RuntimeError likewise.
     """
     device = gpu(device_number) if job.gpu else None
-    engines: dict[EngineName, Callable[[Job, torch.device | None], Transfer]]
+    engines: dict[EngineName, Callable[[Job, torch.device | None], TensorMover]]
     engines = {"aio_handle": AioHandle, "aio_basic": AioBasic, "torch_io": TorchIo, "torch_fastio": TorchFastIo}
     return engines[job.engine](job, device)
 
@@ -120,7 +120,7 @@ def gpu(number: int, in_turn: bool = False) -> torch.device:
     return torch.device("cuda", number % count)
 
 
-class AioHandle(Transfer):
+class AioHandle(TensorMover):
     """Moves the tensor by one aio_handle or gds_handle, used in all loops."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -151,7 +151,7 @@ class AioHandle(Transfer):
         return dict(self._handle.stats())
 
 
-class AioBasic(Transfer):
+class AioBasic(TensorMover):
     """Moves the tensor by the functions aio_read and aio_write, which make a handle for each call."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
@@ -174,7 +174,7 @@ class AioBasic(Transfer):
         self._op.aio_read(self.tensor, str(path), *self._arguments)
 
 
-class TorchIo(Transfer):
+class TorchIo(TensorMover):
     """Moves the tensor by torch.save and torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:

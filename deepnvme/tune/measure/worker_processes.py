@@ -160,21 +160,21 @@ class Member:
     def __init__(self, job: Job, index: int, directory: Path, wait: Callable[[], object]) -> None:
         self._job = job
         self._wait = wait
-        self._transfer = transfers.make(job, job.places[index].device)
+        self._mover = transfers.make(job, job.places[index].device)
         loops = range(job.total_loops if job.different_files else 1)
         self._files = [directory / file_name(job.operation, index, loop) for loop in loops]
 
     def describe(self) -> tuple[str, str | None]:
         """Return the kind of memory that the tensor is in, and the handle's backend; None if the engine does not tell."""
-        stats = self._transfer.stats()
-        return self._transfer.memory, stats["backend"] if stats else None
+        stats = self._mover.stats()
+        return self._mover.memory, stats["backend"] if stats else None
 
     def lay_out(self) -> None:
         """Write the files that are to be read, and flush them to the drive. Does nothing for a job that writes. Blocks."""
         if self._job.operation == "write":
             return
         for path in self._files:
-            self._transfer.write(path)
+            self._mover.write(path)
             sync(path)
 
     def loop(self, number: int) -> Sample:
@@ -190,19 +190,19 @@ class Member:
         path = self._files[number % len(self._files)]
         drop_pages([path])
         if self._job.validate:
-            self._transfer.renew()
-        before = self._transfer.stats()
+            self._mover.renew()
+        before = self._mover.stats()
         self._wait()
         cpu, start = time.process_time(), time.perf_counter()
-        self._transfer.move(path)
+        self._mover.move(path)
         if self._job.fsync and self._job.operation == "write":
             sync(path)
         moved, cpu = time.perf_counter(), time.process_time() - cpu
         self._wait()
         ended = time.perf_counter()
-        if self._job.validate and not self._transfer.matches(path):
+        if self._job.validate and not self._mover.matches(path):
             raise ValueError(f"validation: tensor and '{path}' differ after loop {number}")
-        after = self._transfer.stats()
+        after = self._mover.stats()
         paths, latency = None, None
         if before is not None and after is not None:
             paths, latency = Paths.between(before, after), latency_between(before, after)
@@ -210,7 +210,7 @@ class Member:
 
     def fallbacks(self) -> Mapping[str, int]:
         """Return why transfers took a slower path, with the number of times."""
-        stats = self._transfer.stats()
+        stats = self._mover.stats()
         return dict(stats["fallbacks"]) if stats else {}
 
 

@@ -152,9 +152,9 @@ def _striping(striping: Striping) -> str:
     for folder, rates in striping.alone:
         table.add_row(f"{folder} alone", *(f"{rates[operation]:.2f}" for operation in striping.together))
     table.add_row("together", *(f"{rate:.2f}" for rate in striping.together.values()))
-    fastest = {operation: max(rates[operation] for _, rates in striping.alone) for operation in striping.together}
-    gains = [f"{rate / fastest[operation]:.2f}" for operation, rate in striping.together.items()]
-    table.add_row("together / the fastest alone", *gains)
+    fastest = [max(rates[operation] for _, rates in striping.alone) for operation in striping.together]
+    pairs = zip(striping.together.values(), fastest, strict=True)
+    table.add_row("together / the fastest alone", *(f"{rate / alone:.2f}" if alone else "-" for rate, alone in pairs))
     note = "\nSome of the folders share a device: striping over those wins nothing." if striping.shared_device else ""
     return _text(table) + note
 
