@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from harness.targets import Target, judge
 from harness.workloads import Contender, Memory, Operation, Workload
 
 from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.fio import find, version
+from deepnvme.tune.measure.fio import version
 from deepnvme.tune.measure.folder import check_memory
 
 MIB = 1 << 20
@@ -119,7 +120,7 @@ def assemble(
         for seed, memory in enumerate(MEMORIES, start=21):
             yield libraries.LibraryContender(theirs, "deepspeed", "handle", memory, seed)
 
-    program = find()
+    program = shutil.which("fio")
     if program is None:
         measurements.notes.append("fio left out: not found; install it with your package manager")
         return

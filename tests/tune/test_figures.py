@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.figures import Percentiles, Spread
+from deepnvme.tune.measure.figures import Percentiles, Spread, latency_between
 from deepnvme.tune.measure.job import Job, Measurement, Place, Sample
 
 RATES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=40)
@@ -24,11 +24,9 @@ def test_nothing_has_no_spread() -> None:
         Spread.of([])
 
 
-@pytest.mark.parametrize("percentiles", [lambda: Percentiles.of_seconds([]), lambda: Percentiles.of_bins({})])
-def test_nothing_has_no_percentiles(percentiles: object) -> None:
-    assert callable(percentiles)
+def test_nothing_has_no_percentiles() -> None:
     with pytest.raises(ValueError, match="of nothing"):
-        percentiles()
+        Percentiles.of({})
 
 
 def test_one_disturbed_loop_moves_neither_median_nor_quartiles_far() -> None:
@@ -50,7 +48,7 @@ def test_a_spread_is_in_order_whatever_the_order_of_the_loops(values: list[float
 
 def test_of_a_thousand_times_each_percentile_is_another() -> None:
     seconds = [each / 1000 for each in range(1000, 0, -1)]
-    assert Percentiles.of_seconds(seconds) == Percentiles(0.5, 0.9, 0.99, 0.999, 1.0, count=1000)
+    assert Percentiles.of(Counter(seconds)) == Percentiles(0.5, 0.9, 0.99, 0.999, 1.0, count=1000)
 
 
 @given(st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=3000))
@@ -62,22 +60,23 @@ def test_a_percentile_is_the_smallest_time_that_so_many_do_not_exceed(millisecon
         return ranked[math.ceil(share * len(ranked)) - 1]
 
     shares = (Fraction(1, 2), Fraction(9, 10), Fraction(99, 100), Fraction(999, 1000), Fraction(1))
-    assert Percentiles.of_seconds(seconds) == Percentiles(*map(at, shares), count=len(seconds))
+    assert Percentiles.of(Counter(seconds)) == Percentiles(*map(at, shares), count=len(seconds))
 
 
 @given(st.lists(st.integers(min_value=1, max_value=10**12), min_size=1, max_size=200))
-def test_bins_say_what_their_upper_ends_would(nanoseconds: list[int]) -> None:
-    assert Percentiles.of_bins(Counter(nanoseconds)) == Percentiles.of_seconds([each / 1e9 for each in nanoseconds])
+def test_bins_of_nanoseconds_are_latencies_in_seconds(nanoseconds: list[int]) -> None:
+    before, after = Counter(nanoseconds), Counter([*nanoseconds, *nanoseconds])
+    assert latency_between({"block_latency": before}, {"block_latency": after}) == Counter(each / 1e9 for each in nanoseconds)
 
 
 def test_one_slow_request_in_a_thousand_shows_in_the_last_percentile_only() -> None:
-    found = Percentiles.of_bins({1_000_000: 9990, 80_000_000: 10})
+    found = Percentiles.of({0.001: 9990, 0.08: 10})
     assert (found.p50, found.p99, found.p999, found.longest, found.count) == (0.001, 0.001, 0.001, 0.08, 10000)
 
 
 def test_every_process_of_every_loop_is_a_request() -> None:
     def sample(*requests: float) -> Sample:
-        return Sample(2, requests, max(requests), 0.0, None, None)
+        return Sample(2, requests, max(requests), 0.0, None, {})
 
     place = Place(Path("folder"), 0)
     found = Measurement(

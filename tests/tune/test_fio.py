@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from deepnvme.tune.measure import fio
 from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, can_move, huge_pages_needed, pieces, run, version
 
 from .conftest import Command
@@ -22,7 +22,7 @@ Fake = Callable[..., str]
 
 @pytest.fixture
 def program() -> str:
-    found = fio.find()
+    found = shutil.which("fio")
     if found is None:
         pytest.skip("needs fio")
     return found

@@ -1,4 +1,4 @@
-"""Output of ds_io and ds_nvme_tune: results to stdout or a file, errors as one line on stderr; and handling of interrupts."""
+"""Output of ds_io and ds_nvme_tune: results to stdout or a file, progress and errors to stderr; and handling of interrupts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from deepnvme._files import naming_file
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.fio import FioFailed
 from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.search.successive_halving import SearchProgress
 
 
 @contextlib.contextmanager
@@ -70,13 +72,32 @@ def _one_interrupt() -> Iterator[None]:
                 signal.signal(number, before[number])
 
 
+@contextlib.contextmanager
+def progress_shown(otherwise: SearchProgress, with_bar: bool) -> Iterator[SearchProgress]:
+    """Provide a function that shows the current step on stderr, until the ``with`` block ends.
+
+    Args:
+        otherwise: What to use instead if stderr is not a terminal.
+        with_bar: Whether to show the share that is done and the time that is left, too.
+    """
+    if not sys.stderr.isatty():
+        yield otherwise
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    bar = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) if with_bar else ()
+    columns = (*bar, TextColumn("{task.description}", markup=False))
+    # Drawn only between transfers: the CPU time of a thread that draws during one would be counted.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
+        task = shown.add_task("", total=1.0)
+        yield lambda share, step: shown.update(task, completed=share, description=step, refresh=True)
+
+
 def write_out(text: str, path: str) -> None:
     """Write a text and a line feed to a file, or to stdout if ``path`` is "-". Raises OSError, which names the file."""
     if path == "-":
         emit(text)
         return
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error  # the error of a write does not name the file
+    with naming_file(path), open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")

@@ -6,12 +6,10 @@ The options are DeepSpeed's (deepspeed/nvme/ds_aio_args.py), with a few more.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -24,7 +22,7 @@ from deepnvme.tune.render import io_text
 from deepnvme.tune.search.space import bad_setting
 
 from .arguments import Parser, add_json_option, directory, natural, positive, size
-from .console import one_line_errors, write_out
+from .console import one_line_errors, progress_shown, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     job = _job(parser, options)
     with one_line_errors(parser.prog):
-        with _status_line() as progress:
-            measurement = measure(job, progress)
+        with progress_shown(lambda share, step: None, with_bar=False) as show:
+            measurement = measure(job, lambda step: show(0.0, step))
         if options.json != "-":
             emit(io_text.render(measurement))
         if options.json is not None:
@@ -114,18 +112,3 @@ def _place(parser: Parser, mapping: str) -> Place:
     if not colon or not folder or not (device.isascii() and device.isdecimal()):
         parser.error(f"--folder_to_device_mapping: must be DIR:GPU, such as {os.path.join('/mnt', 'nvme0')}:0, got {mapping!r}")
     return Place(Path(folder), int(device))
-
-
-@contextlib.contextmanager
-def _status_line() -> Iterator[Callable[[str], None]]:
-    """Show the current step on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    # Drawn only between loops: the CPU time of a thread that draws during one would be counted.
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as line:
-        yield lambda step: line.update(Text(step), refresh=True)

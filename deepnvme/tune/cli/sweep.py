@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepnvme.report.ds_report import emit
@@ -15,7 +14,7 @@ from deepnvme.tune.search.successive_halving import SearchProgress
 from deepnvme.tune.search.tuner import Order, tune
 
 from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
-from .console import one_line_errors, write_out
+from .console import one_line_errors, progress_shown, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         order = Order(folders=folders, settings=settings, seconds=options.seconds * options.loops, **given)
         if options.json != "-":
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
-        with _progress_bar() as progress:
+        with progress_shown(_each_step_once(), with_bar=True) as progress:
             tuning = tune(order, progress)
         # Printed before files are written, because that may fail.
         if options.json != "-":
@@ -78,26 +77,6 @@ def _parser() -> Parser:
     add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")
     add("--verbose", action="store_true", help="all settings instead of the ten best")
     return parser
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[SearchProgress]:
-    """Show a progress bar on stderr if that is a terminal; otherwise print a line for each step."""
-    if not sys.stderr.isatty():
-        yield _each_step_once()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    # Drawn only between transfers: the CPU time of a thread that draws during one would be counted.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
-        task = shown.add_task("", total=1.0)
-
-        def show(share: float, step: str) -> None:
-            shown.update(task, completed=share, description=step, refresh=True)
-
-        yield show
 
 
 def _each_step_once() -> SearchProgress:

@@ -38,12 +38,13 @@ def merged(histograms: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
     return dict(sum(map(Counter, histograms), Counter[_Key]()))
 
 
-def latency_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, int]:
+def latency_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[float, int]:
     """Return the histogram of latencies of the blocks that ended between two snapshots of an engine's statistics.
 
-    Upper bounds of the bins in nanoseconds, with the number of blocks; empty bins are left out.
+    Upper bounds of the bins in seconds, with the number of blocks; empty bins are left out.
     """
-    return dict(Counter(after["block_latency"]) - Counter(before["block_latency"]))
+    blocks = Counter(after["block_latency"]) - Counter(before["block_latency"])
+    return {nanoseconds / 1e9: count for nanoseconds, count in blocks.items()}
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,14 @@ class Percentiles:
     """Number of latencies."""
 
     @classmethod
-    def of_seconds(cls, seconds: Sequence[float]) -> Percentiles:
-        """Return the percentiles of the given times. Each is one of them: the smallest that at least that share does not exceed.
+    def of(cls, counts: Mapping[float, int]) -> Percentiles:
+        """Return the percentiles of times in seconds, each with the number of times that it was measured.
+
+        Each percentile is one of these times: the smallest that at least that share does not exceed.
 
         Raises:
             ValueError: If there are none.
         """
-        return cls._of(Counter(seconds))
-
-    @classmethod
-    def of_bins(cls, nanoseconds: Mapping[int, int]) -> Percentiles:
-        """Return the percentiles of a histogram like ``Stats.block_latency``: upper bounds in nanoseconds, with counts.
-
-        Each percentile is the upper bound of the bin it falls into.
-
-        Raises:
-            ValueError: If the histogram is empty.
-        """
-        return cls._of({bound / 1e9: count for bound, count in nanoseconds.items()})
-
-    @classmethod
-    def _of(cls, counts: Mapping[float, int]) -> Percentiles:
-        """Return the percentiles of times in seconds, each with the number of times that it was measured."""
         total = sum(counts.values())
         if total == 0:
             raise ValueError("percentiles of nothing")

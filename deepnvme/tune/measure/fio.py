@@ -59,11 +59,6 @@ class FioSettings:
     """Whether buffers are in reserved huge pages (vm.nr_hugepages), instead of ordinary memory."""
 
 
-def find() -> str | None:
-    """Return the path of fio; None if it is not installed."""
-    return shutil.which("fio")
-
-
 def version(program: str) -> str:
     """Return the version that fio prints. Raises FioFailed."""
     return _output([program, "--version"]).strip()
@@ -181,7 +176,7 @@ def _sample(report: dict[str, Any], operation: Operation, nbytes: int) -> Observ
 
 def find_suitable(job: Job) -> str:
     """Return the path of fio. Raises Unsuitable if it is not installed, or cannot do the same as the job."""
-    program = find()
+    program = shutil.which("fio")
     if program is None:
         raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
     if job.engine != "aio_handle" or job.gpu:

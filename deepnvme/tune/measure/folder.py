@@ -70,17 +70,16 @@ def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller
         needs: Pairs of a folder and the bytes needed in it; a folder may come several times.
         remedy: What the user can do, for the message.
     """
-    wanted: dict[int, int] = {}
-    folders: dict[int, Path] = {}
+    wanted: dict[int, tuple[Path, int]] = {}
     for folder, nbytes in needs:
         device = folder.stat().st_dev
-        wanted[device] = wanted.get(device, 0) + nbytes
-        folders.setdefault(device, folder)
-    for device, nbytes in wanted.items():
-        status = os.statvfs(folders[device])
+        first, before = wanted.get(device, (folder, 0))
+        wanted[device] = first, before + nbytes
+    for folder, nbytes in wanted.values():
+        status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
         if free < nbytes:
-            raise Unsuitable(f"'{folders[device]}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
+            raise Unsuitable(f"'{folder}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
 
 
 def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -87,7 +87,7 @@ def file_name(operation: Operation, index: int, loop: int) -> str:
 
 @dataclass(frozen=True)
 class Paths:
-    """Bytes moved, by the path they took between memory and drive. Can be added."""
+    """Bytes moved, by the path they took between memory and drive."""
 
     zero_copy: int
     """Bytes that bypassed the page cache, from or into the tensor itself."""
@@ -104,13 +104,16 @@ class Paths:
         names = ("bytes_zero_copy", "bytes_staged", "bytes_buffered", "bytes_gds")
         return cls(*(after.get(name, 0) - before.get(name, 0) for name in names))
 
+    @classmethod
+    def total(cls, parts: Iterable[Paths | None]) -> Paths | None:
+        """Return the sums of several counts, without those that are None; None if all are."""
+        counted = [dataclasses.astuple(paths) for paths in parts if paths is not None]
+        return cls(*map(sum, zip(*counted, strict=True))) if counted else None
+
     @property
     def direct(self) -> int:
         """Bytes that bypassed the page cache on their way from or to host memory, copied or not."""
         return self.zero_copy + self.staged
-
-    def __add__(self, other: Paths) -> Paths:
-        return Paths(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,8 @@ class Sample:
     """CPU time of the processes, all threads included."""
     paths: Paths | None
     """Bytes by their path; None if the engine does not count them."""
-    block_latency: Mapping[int, int] | None
-    """Histogram of the latency of blocks, as ``Stats.block_latency``; None if the engine does not count."""
+    block_latency: Mapping[float, int]
+    """Histogram of the latency of blocks: upper bounds of bins in seconds, with counts; empty if the engine does not count."""
 
     @property
     def task_seconds(self) -> float:
@@ -227,16 +230,15 @@ class Measurement:
     @property
     def request_latency(self) -> Percentiles:
         """Time from a request's start to its end; one request moves a whole tensor."""
-        return Percentiles.of_seconds([seconds for sample in self.samples for seconds in sample.requests])
+        return Percentiles.of(Counter(seconds for sample in self.samples for seconds in sample.requests))
 
     @property
     def block_latency(self) -> Percentiles | None:
         """Time from a block's submission to its completion; None if the engine does not count."""
-        bins = merged(sample.block_latency or {} for sample in self.samples)
-        return Percentiles.of_bins(bins) if bins else None
+        bins = merged(sample.block_latency for sample in self.samples)
+        return Percentiles.of(bins) if bins else None
 
     @property
     def paths(self) -> Paths | None:
         """Bytes of all counted loops by their path; None if the engine does not count them."""
-        counted = [sample.paths for sample in self.samples if sample.paths is not None]
-        return sum(counted, Paths(0, 0, 0)) if counted else None
+        return Paths.total(sample.paths for sample in self.samples)

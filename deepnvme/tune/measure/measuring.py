@@ -44,7 +44,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
         workspaces = {folder: stack.enter_context(workspace(folder, "ds_io-")) for folder in facts}
         directories = [workspaces[place.folder] for place in job.places]
         members = stack.enter_context(worker_processes(job, directories))
-        memory, backend = members.call("describe")[0]
+        memory, backend, _ = members.call("describe")[0]
         fio_run = FioComparisonRun(job, program, backend, directories) if program is not None else None
         if job.operation == "read":
             progress("laying out files")
@@ -60,7 +60,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
                 for directory in workspaces.values():
                     settle(directory)
                 fio_run.loop()
-        fallbacks = merged(members.call("fallbacks"))
+        fallbacks = merged(found for _, _, found in members.call("describe"))
     first = 0 if job.include_warmup else job.warmup_loops
     return Measurement(
         job=job,
@@ -91,12 +91,11 @@ def _file_bytes(job: Job) -> int:
 
 def _together(samples: Sequence[Sample]) -> Sample:
     """Combine the samples of all processes for one loop."""
-    paths = [sample.paths for sample in samples if sample.paths is not None]
     return Sample(
         nbytes=sum(sample.nbytes for sample in samples),
         requests=tuple(seconds for sample in samples for seconds in sample.requests),
         seconds=max(sample.seconds for sample in samples),
         cpu_seconds=sum(sample.cpu_seconds for sample in samples),
-        paths=sum(paths, Paths(0, 0, 0)) if paths else None,
-        block_latency=merged(sample.block_latency or {} for sample in samples) if paths else None,
+        paths=Paths.total(sample.paths for sample in samples),
+        block_latency=merged(sample.block_latency for sample in samples),
     )

@@ -54,16 +54,24 @@ class TensorMover(abc.ABC):
             self.write(path)
 
     def matches(self, path: Path) -> bool:
-        """Return whether file and tensor have the same content."""
-        return _same(self.tensor, path)
+        """Return whether file and tensor have the same content: here, just the bytes of the tensor."""
+        if path.stat().st_size != self.tensor.numel():
+            return False
+        with path.open("rb", buffering=0) as file:
+            for start in range(0, self.tensor.numel(), CHUNK):
+                part = self.tensor[start : start + CHUNK].cpu()
+                with memory_of(part) as view:
+                    if file.read(len(view)) != view:
+                        return False
+        return True
 
     def renew(self) -> None:
         """Change the bytes that the next transfer replaces or writes, so that a transfer that does nothing is noticed."""
         random_bytes(self.tensor)
 
-    def stats(self) -> Mapping[str, Any] | None:
-        """Return the engine's statistics; None if it has none."""
-        return None
+    def stats(self) -> Mapping[str, Any]:
+        """Return the engine's statistics; empty if it has none."""
+        return {}
 
 
 def make(job: Job, device_number: int) -> TensorMover:
@@ -136,12 +144,10 @@ class AioHandle(TensorMover):
         super().__init__(job, self._buffer.tensor, self._buffer.kind)
 
     def write(self, path: Path) -> None:
-        self._handle.pwrite(self._buffer.to_write(), str(path), False, True)
-        self._handle.wait()
+        self._handle.sync_pwrite(self._buffer.to_write(), str(path))
 
     def read(self, path: Path) -> None:
-        self._handle.pread(self._buffer.to_read(), str(path), False, True)
-        self._handle.wait()
+        self._handle.sync_pread(self._buffer.to_read(), str(path))
         self._buffer.arrived()
 
     def renew(self) -> None:
@@ -229,21 +235,8 @@ class TorchFastIo(TorchIo):
         with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
             self._save(file)
 
-    def stats(self) -> Mapping[str, Any] | None:
-        return dict(self._handle.stats()) if self._job.operation == "write" else None
-
-
-def _same(tensor: torch.Tensor, path: Path) -> bool:
-    """Return whether a file's content is just the bytes of the tensor."""
-    if path.stat().st_size != tensor.numel():
-        return False
-    with path.open("rb", buffering=0) as file:
-        for start in range(0, tensor.numel(), CHUNK):
-            part = tensor[start : start + CHUNK].cpu()
-            with memory_of(part) as view:
-                if file.read(len(view)) != view:
-                    return False
-    return True
+    def stats(self) -> Mapping[str, Any]:
+        return dict(self._handle.stats()) if self._job.operation == "write" else {}
 
 
 def _first_line(error: BaseException) -> str:

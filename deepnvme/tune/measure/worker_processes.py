@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -52,29 +52,27 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(directories))
     processes, connections = [], []
+    # The processes inherit that SIGINT is blocked: Ctrl-C only interrupts this process, which ends the others.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        for index, directory in enumerate(directories):
-            ours, theirs = context.Pipe()
-            connections.append(ours)
-            process = context.Process(target=serve, args=(job, index, directory, barrier.wait, theirs), daemon=True)
-            with _without_interrupts():
+        try:
+            for index, directory in enumerate(directories):
+                ours, theirs = context.Pipe()
+                connections.append(ours)
+                process = context.Process(target=serve, args=(job, index, directory, barrier.wait, theirs), daemon=True)
                 process.start()
-            processes.append(process)
-            theirs.close()  # so that reading raises EOFError when the process dies
+                processes.append(process)
+                theirs.close()  # so that reading raises EOFError when the process dies
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield SeveralProcesses(connections)
-    except BaseException:
-        # Kill all, because those at the barrier would wait forever.
+    finally:
+        # Killed, because a process at the barrier may wait forever, and none holds anything that outlives it.
         for process in processes:
             process.kill()
-        raise
-    finally:
+            process.join()
         for connection in connections:
             connection.close()
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
 
 
 class _One:
@@ -121,16 +119,6 @@ class SeveralProcesses:
         return [replies[connection] for connection in self._connections]
 
 
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Block SIGINT while a process is started, which inherits that: Ctrl-C only interrupts this process, which ends the other."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @dataclass(frozen=True)
 class Reply:
     """The outcome of a call in another process."""
@@ -164,10 +152,14 @@ class Member:
         loops = range(job.total_loops if job.different_files else 1)
         self._files = [directory / file_name(job.operation, index, loop) for loop in loops]
 
-    def describe(self) -> tuple[str, str | None]:
-        """Return the kind of memory that the tensor is in, and the handle's backend; None if the engine does not tell."""
+    def describe(self) -> tuple[str, str | None, dict[str, int]]:
+        """Return what the member uses.
+
+        That is the kind of memory that the tensor is in; the handle's backend, None if the engine does not tell; and the reasons
+        why transfers so far took a slower path, with the number of times.
+        """
         stats = self._mover.stats()
-        return self._mover.memory, stats["backend"] if stats else None
+        return self._mover.memory, stats.get("backend"), dict(stats.get("fallbacks", {}))
 
     def lay_out(self) -> None:
         """Write the files that are to be read, and flush them to the drive. Does nothing for a job that writes. Blocks."""
@@ -203,15 +195,8 @@ class Member:
         if self._job.validate and not self._mover.matches(path):
             raise ValueError(f"validation: tensor and '{path}' differ after loop {number}")
         after = self._mover.stats()
-        paths, latency = None, None
-        if before is not None and after is not None:
-            paths, latency = Paths.between(before, after), latency_between(before, after)
+        paths, latency = (Paths.between(before, after), latency_between(before, after)) if after else (None, {})
         return Sample(self._job.io_size, (moved - start,), ended - start, cpu, paths, latency)
-
-    def fallbacks(self) -> Mapping[str, int]:
-        """Return why transfers took a slower path, with the number of times."""
-        stats = self._mover.stats()
-        return dict(stats["fallbacks"]) if stats else {}
 
 
 def serve(job: Job, index: int, directory: Path, wait: Callable[[], object], connection: Connection) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -109,26 +109,20 @@ def _search(search: Search, verbose: bool) -> str:
     lines = [where]
     if not search.complete:
         lines.append("INTERRUPTED: what follows was measured before that")
-    lines.append(_table(search.results if verbose else search.table, search.best))
+    lines.append(_results(search.results if verbose else search.table, search.best))
     lines.append(f"* {search.reason}")
     return "\n".join(lines)
 
 
-def _table(results: Sequence[Result], best: Result) -> str:
+def _results(results: Sequence[Result], best: Result) -> str:
     """Return a table of results, the recommended one marked by a star."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in ("block", "depth", "workers"):
-        table.add_column(name, justify="right")
-    table.add_column("backend")
     units = ("\nGB/s", "\nCPU s/GB", " p99\nms a block")
     measured = [f"{operation}{unit}" for unit, operation in itertools.product(units, best.operations)]
-    for name in (*measured, "in flight", "rounds"):
-        table.add_column(name, justify="right")
+    rows = []
     for result in results:
         setting = result.setting
         figures = [each for operation in best.operations if (each := result.figures(operation)) is not None]
-        table.add_row(
+        rows.append([
             "*" if result == best else "",
             size_text(setting.block_size),
             str(setting.queue_depth),
@@ -139,28 +133,28 @@ def _table(results: Sequence[Result], best: Result) -> str:
             *(f"{each.latency_p99 * 1e3:.3g}" for each in figures),
             size_text(setting.in_flight_bytes),
             str(result.rounds),
-        )
-    return _text(table)
+        ])  # fmt: skip
+    return _table(["", "block", "depth", "workers", "backend", *measured, "in flight", "rounds"], rows)
 
 
 def _striping(striping: Striping) -> str:
     """Return the table that compares folders alone and together."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("striping")
-    for operation in striping.together:
-        table.add_column(f"{operation}\nGB/s", justify="right")
-    for folder, rates in striping.alone:
-        table.add_row(f"{folder} alone", *(f"{rates[operation]:.2f}" for operation in striping.together))
-    table.add_row("together", *(f"{rate:.2f}" for rate in striping.together.values()))
+    named = [*((f"{folder} alone", rates) for folder, rates in striping.alone), ("together", striping.together)]
+    rows = [[name, *(f"{rates[operation]:.2f}" for operation in striping.together)] for name, rates in named]
     fastest = [max(rates[operation] for _, rates in striping.alone) for operation in striping.together]
     pairs = zip(striping.together.values(), fastest, strict=True)
-    table.add_row("together / the fastest alone", *(f"{rate / alone:.2f}" if alone else "-" for rate, alone in pairs))
+    rows.append(["together / the fastest alone", *(f"{rate / alone:.2f}" if alone else "-" for rate, alone in pairs)])
     note = "\nSome of the folders share a device: striping over those wins nothing." if striping.shared_device else ""
-    return _text(table) + note
+    return _table(["striping", *(f"{operation}\nGB/s" for operation in striping.together)], rows) + note
 
 
-def _text(table: Table) -> str:
-    """Return a table as plain text."""
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as plain text, with all but the names aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "backend", "striping") else "right")
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     Console(file=out, width=200, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -127,7 +127,7 @@ class TrialBench:
         if operation == "write":
             self.bytes_written += sum(sizes.values())
         pairs = zip(handles.values(), before, strict=True)
-        latency = Percentiles.of_bins(merged(latency_between(earlier, handle.stats()) for handle, earlier in pairs))
+        latency = Percentiles.of(merged(latency_between(earlier, handle.stats()) for handle, earlier in pairs))
         return Observation(sum(sizes.values()), seconds, cpu, latency.p50, latency.p99)
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
