@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import mmap
 import os
@@ -84,7 +85,7 @@ def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
         Fact("path", str(directory.resolve())),
         Fact("filesystem", filesystem, f"{filesystem} on {mount.point} ({mount.options})" if mount else "unknown"),
         Fact("device", mount.source if mount else None, _describe(mount, block)),
-        _direct_fact(direct, filesystem),
+        Fact.checked("O_DIRECT", direct.works, direct.outcome, direct.problem, good="OKAY"),
         _alignment("memory alignment", direct.memory_alignment, direct.source),
         _alignment("offset alignment", direct.offset_alignment, direct.source),
         *_space(directory),
@@ -149,7 +150,7 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
             descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
             try:
                 when = "at the first transfer"
-                return _transfer(descriptor)
+                direct = _transfer(descriptor)
             finally:
                 os.close(descriptor)
         finally:
@@ -157,6 +158,11 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
                 os.unlink(name)
     except OSError as error:
         return _failed(when, error, directory, mount)
+    if direct.works and mount is not None and mount.filesystem in IN_MEMORY:
+        accepts = f"{mount.filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered"
+        problem = f"{accepts}: choose a directory on a drive"
+        return dataclasses.replace(direct, works=False, outcome="is really buffered", problem=problem)
+    return direct
 
 
 def _failed(when: str, error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
@@ -229,19 +235,6 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
     return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), PAGE), offset
 
 
-def _direct_fact(direct: DirectIO, filesystem: str) -> Fact:
-    """Return the fact about direct I/O, with a warning if it does not work or only seems to."""
-    if direct.problem:
-        return Fact("O_DIRECT", direct.works, direct.outcome, "WARNING", (direct.problem,))
-    if filesystem in IN_MEMORY:
-        problem = (
-            f"{filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered: "
-            "choose a directory on a drive"
-        )
-        return Fact("O_DIRECT", False, "is really buffered", "WARNING", (problem,))
-    return Fact("O_DIRECT", True, "works", "OKAY")
-
-
 def _alignment(name: str, size: int | None, source: str) -> Fact:
     text = "unknown" if size is None else f"{size} bytes ({source})"
     return Fact(name, size, text, named=f"{name.replace(' ', '_')}_bytes")
@@ -286,9 +279,8 @@ def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
         problem = f"{name} is not a local NVMe drive: choose a directory on one, or go through a pinned CPU tensor"
     elif gds.problems():
         problem = f"the drive would do, but {gds.problems()[0]}"
-    if problem:
-        return Fact("GPU-direct storage", False, "not possible", "NO", (problem,), "gpu_direct_storage")
-    return Fact("GPU-direct storage", True, "possible", "OKAY", named="gpu_direct_storage")
+    possible, text = not problem, "not possible" if problem else "possible"
+    return Fact.checked("GPU-direct storage", possible, text, problem, "gpu_direct_storage", good="OKAY", bad="NO")
 
 
 def _unescape(text: str) -> str:

@@ -30,9 +30,11 @@ class Fact:
     """The key in JSON, if that is not the name in snake_case."""
 
     @classmethod
-    def checked(cls, name: str, value: Value, text: str = "", problem: str = "", named: str = "") -> Fact:
-        """Return a finding with a warning if there is a problem, and without judgement if ``problem`` is empty."""
-        return cls(name, value, text, "WARNING", (problem,), named) if problem else cls(name, value, text, named=named)
+    def checked(
+        cls, name: str, value: Value, text: str, problem: str, named: str = "", good: Status = "", bad: Status = "WARNING"
+    ) -> Fact:
+        """Return a finding that is judged ``bad`` if there is a problem, and ``good`` if ``problem`` is empty."""
+        return cls(name, value, text, bad if problem else good, (problem,) if problem else (), named)
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
 from deepnvme.ops.op_builder.async_io import Backend
-from deepnvme.ops.op_builder.cuda import Found, GdsProbe, Torch, installed_torch
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe, installed_torch
 from deepnvme.version import __version__
 
 from .facts import Fact, Value, human_size
@@ -44,9 +44,8 @@ class Op:
 def ninja() -> Fact:
     """Return the path of ninja, which compiling ops requires."""
     path = jit.ninja()
-    if path is None:
-        return Fact("ninja", None, status="FAIL", problems=("ninja was not found, ops cannot be compiled: pip install ninja",))
-    return Fact("ninja", path, status="OKAY")
+    problem = "" if path else "ninja was not found, ops cannot be compiled: pip install ninja"
+    return Fact.checked("ninja", path, "", problem, good="OKAY", bad="FAIL")
 
 
 def ops() -> list[Op]:
@@ -65,13 +64,7 @@ def backends() -> tuple[list[Fact], str | None]:
     obstacles = tuple(builder.obstacles())
     if sys.platform != "linux" or (build is None and obstacles):
         return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
-    facts = []
-    for backend in builder.backends():
-        if build is None:
-            lacking = "" if backend.library else _cannot_be_compiled_in(backend)
-        else:
-            lacking = "" if backend.name in builder.compiled_in(build) else _compiled_out(backend, bool(builder.is_prebuilt()))
-        facts.append(Fact(backend.name, "compiled out", status="NO", problems=(lacking,)) if lacking else _kernels(backend))
+    facts = [_backend(backend, builder, build) for backend in builder.backends()]
     facts.append(Fact("threads", "usable", status="OKAY"))
     return facts, next(fact.name for fact in facts if fact.status == "OKAY")
 
@@ -83,17 +76,16 @@ def environment(gds: GdsProbe) -> list[Fact]:
         gds: What GPU-direct storage requires, and what of it there is.
     """
     torch = installed_torch()
-    facts = []
-    if torch is None:
-        facts.append(Fact("torch version", None, status="FAIL", problems=("torch is not installed: pip install torch",)))
-    else:
-        facts += [Fact("torch install path", torch.path), Fact("torch version", torch.version)]
-    facts += [
+    without_torch = "" if torch else "torch is not installed: pip install torch"
+    return [
+        *([Fact("torch install path", torch.path)] if torch else []),
+        Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
         Fact("deepnvme install path", str(Path(__file__).parents[1])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
         _compiled_with(),
         _compiler(),
-        _torch_cuda(torch, gds),
+        # A missing torch is reported above.
+        Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
         Fact("torch hip version", torch.hip if torch else None),
         _found("nvcc version", gds.nvcc, in_brief=True),
         _found("CUDA toolkit", gds.toolkit, note=gds.mismatch),
@@ -101,7 +93,6 @@ def environment(gds: GdsProbe) -> list[Fact]:
         _found("cufile library", gds.cufile_library),
         _found("nvidia-fs driver", gds.nvidia_fs),
     ]
-    return facts
 
 
 def system() -> list[Fact]:
@@ -123,21 +114,18 @@ def system() -> list[Fact]:
 
 def _op(builder: OpBuilder) -> Op:
     """Return the state of one op."""
-    obstacles = tuple(f"{builder.name}: {obstacle}" for obstacle in builder.obstacles())
-    if not builder.sources() and not obstacles:  # an op without C++ sources
-        return Op(builder.name, installed=True, compatible=True, problems=())
-    built = builder.is_prebuilt()
-    lacking = tuple(f"{builder.name}: {what}" for what in builder.lacking())
-    if lacking:
-        return Op(builder.name, installed=bool(built), compatible=False, problems=lacking)
-    if built:
-        return Op(builder.name, installed=True, compatible=True, problems=())
-    cached = builder.existing_build() is not None
-    if obstacles and not cached:
-        return Op(builder.name, installed=False, compatible=False, problems=obstacles)
-    use = "an earlier build is in the cache" if cached else "it is compiled at first use"
-    remedy = f"{use}; to have it installed: {_ahead_of_time(builder)}"
-    return Op(builder.name, installed=False, compatible=True, problems=(f"{builder.name}: {built.reason}; {remedy}",))
+    # An op without C++ sources needs no compiling.
+    built = builder.is_prebuilt() if builder.sources() else toolchain.Attempt(True)
+    problems = builder.lacking()
+    compatible = not problems
+    if compatible and not built:
+        cached = builder.existing_build() is not None
+        problems = [] if cached else builder.obstacles()
+        compatible = not problems
+        if compatible:
+            use = "an earlier build is in the cache" if cached else "it is compiled at first use"
+            problems = [f"{built.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
+    return Op(builder.name, bool(built), compatible, tuple(f"{builder.name}: {problem}" for problem in problems))
 
 
 def _ahead_of_time(builder: OpBuilder) -> str:
@@ -148,30 +136,24 @@ def _ahead_of_time(builder: OpBuilder) -> str:
 _PACKAGES = {"io_uring": "liburing", "libaio": "libaio"}
 
 
-def _cannot_be_compiled_in(backend: Backend) -> str:
-    """Return why a backend would be missing from an op compiled here, and what to do."""
-    package = _PACKAGES[backend.name]
-    reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
-    return f"{reason}: {packages.remedy(package)}"
-
-
-def _compiled_out(backend: Backend, prebuilt: bool) -> str:
-    """Return what to do about a backend that is missing from the existing build of the op."""
-    steps = []
-    if not backend.library:
-        without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
-        steps.append(packages.remedy("compiler" if without_compiler else _PACKAGES[backend.name]))
-    if prebuilt:
-        steps.append(_ahead_of_time(AsyncIOBuilder()))
-    return f"compiled out of the op that is {'installed' if prebuilt else 'in the cache'}: {', then '.join(steps)}"
-
-
-def _kernels(backend: Backend) -> Fact:
-    """Return whether the kernel accepts a backend that is compiled in."""
-    if backend.kernel:
-        return Fact(backend.name, "usable", status="OKAY")
-    remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
-    return Fact(backend.name, "refused", status="NO", problems=(f"refused by the kernel, {backend.kernel.reason}: {remedy}",))
+def _backend(backend: Backend, builder: AsyncIOBuilder, build: Path | None) -> Fact:
+    """Return whether a backend is in the existing ``build`` of the op, or would be in a new one, and the kernel accepts it."""
+    value, problem, package = "compiled out", "", _PACKAGES[backend.name]
+    if build is None and not backend.library:
+        reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
+        problem = f"{reason}: {packages.remedy(package)}"
+    elif build is not None and backend.name not in builder.compiled_in(build):
+        prebuilt, steps = bool(builder.is_prebuilt()), []
+        if not backend.library:
+            without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
+            steps.append(packages.remedy("compiler" if without_compiler else package))
+        if prebuilt:
+            steps.append(_ahead_of_time(builder))
+        problem = f"compiled out of the op that is {'installed' if prebuilt else 'in the cache'}: {', then '.join(steps)}"
+    elif not backend.kernel:
+        remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
+        value, problem = "refused", f"refused by the kernel, {backend.kernel.reason}: {remedy}"
+    return Fact.checked(backend.name, value if problem else "usable", "", problem, good="OKAY", bad="NO")
 
 
 def _uring_remedy(reason: str) -> str:
@@ -218,11 +200,6 @@ def _compiler() -> Fact:
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
     problem = f"{found.reason} ({packages.remedy('compiler')})"
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
-
-
-def _torch_cuda(torch: Torch | None, gds: GdsProbe) -> Fact:
-    problem = gds.without_cuda() if torch else ""  # a missing torch is reported as a fact of its own
-    return Fact("torch cuda version", torch.cuda if torch else None, problems=(problem,) if problem else ())
 
 
 def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> Fact:

@@ -76,7 +76,7 @@ def test_one_slow_request_in_a_thousand_shows_in_the_last_percentile_only() -> N
 
 def test_every_process_of_every_loop_is_a_request() -> None:
     def sample(*requests: float) -> Sample:
-        return Sample(2, requests, max(requests), 0.0, None, {})
+        return Sample(2, max(requests), 0.0, requests, None, {})
 
     place = Place(Path("folder"), 0)
     found = Measurement(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import NoReturn
 
@@ -65,21 +66,15 @@ def output_file_or_stdout(text: str) -> str:
     return text if text == "-" else output_file(text)
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    return _at_least(1, text)
-
-
-def natural(text: str) -> int:
-    """Return a whole number of at least 0."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
+def natural(text: str, least: int = 0) -> int:
     """Return a whole number of at least ``least``."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return int(text)
+
+
+positive = functools.partial(natural, least=1)
+"""Return a whole number of at least 1."""
 
 
 def add_json_option(parser: argparse._ActionsContainer, purpose: str) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from deepnvme._files import naming_file
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.fio import FioFailed
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.folder import Unsuitable, first_line
 from deepnvme.tune.search.successive_halving import SearchProgress
 
 
@@ -37,8 +37,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         try:
             yield
         except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            status, message = 1, lines[0]
+            status, message = 1, first_line(error)
         except KeyboardInterrupt:
             status, message = 130, "interrupted; its files are removed"
         else:

@@ -21,6 +21,11 @@ class Unsuitable(Exception):
     """Raised if a measurement is not possible on this machine. The message says why and what to do, in one line."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @dataclass(frozen=True)
 class FolderFacts:
     """The filesystem and device that a folder is on."""
@@ -57,7 +62,7 @@ def examine(folder: Path) -> FolderFacts:
         path=str(folder.resolve()),
         filesystem=filesystem,
         device=mount.source if mount else "unknown",
-        direct=bool(direct.works) and not in_memory,
+        direct=bool(direct.works),
         label=label,
         device_number=_disk_number(folder),
     )

@@ -117,17 +117,33 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The measured values of one loop, of one process or of all processes together."""
+class Timing:
+    """What it took to move some bytes."""
 
     nbytes: int
     """Bytes moved."""
+    seconds: float
+    """Seconds until all had been moved."""
+    cpu_seconds: float
+    """CPU time meanwhile of the process or processes, all threads included."""
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes per second."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes."""
+        return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+@dataclass(frozen=True)
+class Sample(Timing):
+    """The measured values of one loop, of one process or of all processes together."""
+
     requests: tuple[float, ...]
     """Seconds that each process's transfer took."""
-    seconds: float
-    """Seconds until the last process had ended."""
-    cpu_seconds: float
-    """CPU time of the processes, all threads included."""
     paths: Paths | None
     """Bytes by their path; None if the engine does not count them."""
     block_latency: Mapping[float, int]
@@ -138,31 +154,15 @@ class Sample:
         """Seconds of the transfer alone; of the slowest, if there are several processes."""
         return max(self.requests)
 
-    @property
-    def gb_per_second(self) -> float:
-        """10^9 bytes per second, until the last process had ended."""
-        return self.nbytes / self.seconds / 1e9
-
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(Timing):
     """The measured values of one transfer."""
 
-    nbytes: int
-    """Bytes moved."""
-    seconds: float
-    """Seconds that the transfer took."""
-    cpu_seconds: float
-    """CPU time of the process or processes meanwhile."""
     block_latency_p50: float
     """Median of the seconds from a block's submission to its completion."""
     block_latency_p99: float
     """99th percentile of the same."""
-
-    @property
-    def gb_per_second(self) -> float:
-        """Speed of the transfer in 10^9 bytes per second."""
-        return self.nbytes / self.seconds / 1e9
 
 
 @dataclass(frozen=True)

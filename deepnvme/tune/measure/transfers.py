@@ -15,7 +15,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
 from .buffer import TransferBuffer, locked, random_bytes
-from .folder import Unsuitable
+from .folder import Unsuitable, first_line
 from .job import EngineName, Job
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def op() -> ModuleType:
     try:
         return load_async_io()
     except RuntimeError as error:
-        raise Unsuitable(_first_line(error)) from error
+        raise Unsuitable(first_line(error)) from error
 
 
 def make_handle(setting: AioConfig) -> Any:
@@ -109,7 +109,7 @@ def make_handle(setting: AioConfig) -> Any:
             return GDSBuilder().load().gds_handle(**setting.handle_arguments())
         return op().aio_handle(**setting.handle_arguments())
     except (OSError, RuntimeError) as error:
-        raise Unsuitable(_first_line(error)) from error
+        raise Unsuitable(first_line(error)) from error
 
 
 def gpu(number: int, in_turn: bool = False) -> torch.device:
@@ -212,7 +212,7 @@ class TorchIo(TensorMover):
         try:
             found: torch.Tensor = torch.load(path, map_location=self.tensor.device, weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            raise ValueError(f"'{path}' holds no tensor that torch.load can read: {_first_line(error)}") from error
+            raise ValueError(f"'{path}' holds no tensor that torch.load can read: {first_line(error)}") from error
         return found
 
     def _save(self, file: Any) -> None:
@@ -237,8 +237,3 @@ class TorchFastIo(TorchIo):
 
     def stats(self) -> Mapping[str, Any]:
         return dict(self._handle.stats()) if self._job.operation == "write" else {}
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

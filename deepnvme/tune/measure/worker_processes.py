@@ -196,7 +196,7 @@ class Member:
             raise ValueError(f"validation: tensor and '{path}' differ after loop {number}")
         after = self._mover.stats()
         paths, latency = (Paths.between(before, after), latency_between(before, after)) if after else (None, {})
-        return Sample(self._job.io_size, (moved - start,), ended - start, cpu, paths, latency)
+        return Sample(self._job.io_size, ended - start, cpu, (moved - start,), paths, latency)
 
 
 def serve(job: Job, index: int, directory: Path, wait: Callable[[], object], connection: Connection) -> None:

@@ -69,7 +69,7 @@ def cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
 
     The median, because other work of the process falls into a transfer now and then, such as closing the handle before.
     """
-    return float(statistics.median(each.cpu_seconds / (each.nbytes / 1e9) for each in observed))
+    return statistics.median(each.cpu_seconds_per_gb for each in observed)
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,9 @@ class _Bench:
 
     def pilot(self, setting: AioConfig) -> _Pace:
         """Estimate how long transfers take, by one in each direction, which is also the warm-up."""
-        begin = self.clock()
-        observed = [self.measure(setting, operation, min(self.io_size, 64 << 20)) for operation in self.operations]
-        overhead = self.clock() - begin - sum(each.seconds for each in observed)
-        return _Pace(1 / sum(each.seconds / each.nbytes for each in observed), max(overhead, 0.0))
+        begin, nbytes = self.clock(), min(self.io_size, 64 << 20)
+        observed = {operation: [self.measure(setting, operation, nbytes)] for operation in self.operations}
+        return _pace([Candidate(setting, [observed])], self.clock() - begin)
 
     def round(self, racing: Sequence[Candidate], pace: _Pace, seconds: float, progress: Callable[[float], None]) -> _Pace:
         """Measure all candidates pass by pass, for about ``seconds``, and return how long transfers took.

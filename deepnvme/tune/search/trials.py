@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from deepnvme.config import AioConfig
@@ -65,7 +64,7 @@ class TrialBench:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._handles.clear()  # waits for transfers that an interrupt has left in flight, before the files are removed
         self._stack.close()
 
@@ -134,7 +133,10 @@ class TrialBench:
         """Return a handle with this setting for each folder. The handles of the setting before are closed in the background."""
         if setting != self._setting:
             self._setting = None
-            self._retire()
+            # Closed in another thread: closing a handle of libaio takes 40 ms, which here would be half of a search's time.
+            self._wait_for_retiring(_MOST_RETIRING - 1)
+            retired, self._handles = self._handles, []
+            self._retiring.append(self._retirer.submit(retired.clear))
             try:
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
             except Unsuitable:
@@ -143,13 +145,6 @@ class TrialBench:
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
             self._setting = setting
         return self._handles
-
-    def _retire(self) -> None:
-        """Close the handles in another thread."""
-        # Closing one of libaio takes 40 ms, which in this thread would be half of a search's time.
-        self._wait_for_retiring(_MOST_RETIRING - 1)
-        retired, self._handles = self._handles, []
-        self._retiring.append(self._retirer.submit(retired.clear))
 
     def _wait_for_retiring(self, left: int) -> None:
         """Wait until at most ``left`` groups of handles are still being closed."""
