@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class TransferBuffer:
@@ -35,8 +34,6 @@ class TransferBuffer:
         hand_over: bool = False,
         by_accelerator: bool = False,
     ) -> None:
-        import torch
-
         self._bounce: torch.Tensor | None = None
         if device is None:
             self.tensor, self.kind = _host(nbytes, handle, by_accelerator)
@@ -72,18 +69,13 @@ class TransferBuffer:
 
 def locked(handle: Any, nbytes: int) -> torch.Tensor:
     """Return a uint8 tensor of ``nbytes`` random bytes in page-locked memory of a handle."""
-    import torch
-
     tensor: torch.Tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
     return random_bytes(tensor)
 
 
 def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a uint8 tensor with random bytes, which no drive can compress, and return it."""
-    import torch
-
     # Words of 8 bytes are faster to fill than bytes.
-
     words = tensor.numel() // 8 * 8
     tensor[:words].view(torch.int64).random_()
     tensor[words:].random_()
@@ -92,8 +84,6 @@ def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host(nbytes: int, handle: Any, by_accelerator: bool) -> tuple[torch.Tensor, str]:
     """Return random bytes in host memory, and what kind of memory it is."""
-    import torch
-
     if not by_accelerator:
         return locked(handle, nbytes), "locked memory"
     tensor = random_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))

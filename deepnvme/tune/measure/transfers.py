@@ -7,7 +7,9 @@ import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from deepnvme.config import AioConfig
 from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
@@ -17,9 +19,6 @@ from deepnvme.ops import load_async_io
 from .buffer import TransferBuffer, locked, random_bytes
 from .folder import Unsuitable, first_line
 from .job import EngineName, Job
-
-if TYPE_CHECKING:
-    import torch
 
 CHUNK = 64 << 20
 
@@ -118,8 +117,6 @@ def gpu(number: int, in_turn: bool = False) -> torch.device:
     Raises:
         Unsuitable: If there is no such GPU.
     """
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise Unsuitable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
@@ -184,8 +181,6 @@ class TorchIo(TensorMover):
     """Moves the tensor by torch.save and torch.load."""
 
     def __init__(self, job: Job, device: torch.device | None) -> None:
-        import torch
-
         tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))
         super().__init__(job, tensor, "ordinary memory" if device is None else str(device))
         self._loaded: torch.Tensor | None = None
@@ -207,8 +202,6 @@ class TorchIo(TensorMover):
 
     def _load(self, path: Path) -> torch.Tensor:
         """Return the tensor in a file. Raises ValueError if there is none that torch.load can read."""
-        import torch
-
         try:
             found: torch.Tensor = torch.load(path, map_location=self.tensor.device, weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
@@ -216,8 +209,6 @@ class TorchIo(TensorMover):
         return found
 
     def _save(self, file: Any) -> None:
-        import torch
-
         torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
 
 

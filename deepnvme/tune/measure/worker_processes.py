@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import transfers
 from .figures import latency_between
 from .folder import drop_pages, sync
 from .job import Job, Paths, Sample, file_name
@@ -146,6 +145,8 @@ class Member:
     """
 
     def __init__(self, job: Job, index: int, directory: Path, wait: Callable[[], object]) -> None:
+        from . import transfers  # here, because it takes seconds to import torch
+
         self._job = job
         self._wait = wait
         self._mover = transfers.make(job, job.places[index].device)

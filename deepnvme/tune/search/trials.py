@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.buffer import TransferBuffer
 from deepnvme.tune.measure.figures import Percentiles, latency_between, merged
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, settle, workspace
 from deepnvme.tune.measure.job import Observation, Operation
@@ -49,16 +47,18 @@ class TrialBench:
         self._offset = 0
 
     def __enter__(self) -> TrialBench:
+        from deepnvme.tune.measure import buffer, transfers  # here, because it takes seconds to import torch
+
         with contextlib.ExitStack() as stack:
             self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in self._folders]
             self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
             self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
             # A GPU for each folder, as DeepSpeed maps them; if there are fewer GPUs, in turn.
             devices = [transfers.gpu(index, in_turn=True) if self._gpu else None for index in range(len(self._folders))]
-            self._buffers = [TransferBuffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
-            for path, buffer in zip(self._paths, self._buffers, strict=True):
+            self._buffers = [buffer.TransferBuffer(self._io_size, self._keeper, device, gds=self._gds) for device in devices]
+            for path, tensor in zip(self._paths, self._buffers, strict=True):
                 self._progress(f"{path.parent.parent}: laying out a file")
-                self._keeper.sync_pwrite(buffer.to_write(), str(path))
+                self._keeper.sync_pwrite(tensor.to_write(), str(path))
                 settle(path.parent)
                 self.bytes_written += self._io_size
             self._stack = stack.pop_all()
@@ -131,6 +131,8 @@ class TrialBench:
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
         """Return a handle with this setting for each folder. The handles of the setting before are closed in the background."""
+        from deepnvme.tune.measure import transfers
+
         if setting != self._setting:
             self._setting = None
             # Closed in another thread: closing a handle of libaio takes 40 ms, which here would be half of a search's time.

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.report.directory_probes import IN_MEMORY
-from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, examine
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.trials import Shares, TrialBench
@@ -108,6 +107,8 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
 
 def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
     """Return the settings to choose from, and the backend that "auto" selects."""
+    from deepnvme.tune.measure import transfers  # here, because it takes seconds to import torch
+
     if order.gds:
         transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
         return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
