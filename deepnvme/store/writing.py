@@ -6,15 +6,16 @@ import ctypes
 import itertools
 import operator
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepnvme.engine import Engine, File, Future, without_python
-from deepnvme.memory.alignment import ALIGNMENT, padded
+from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
+from deepnvme.transfer.scatter import runs
 
 from .allocator import Parts, TensorPart, pieces
 from .futures import Operation
@@ -86,7 +87,7 @@ class Writing:
         if len(whole) < len(places):
             for parts, tensor, subject in zip(places, tensors, subjects, strict=True):
                 for part, piece in pieces(parts, tensor) if len(parts) > 1 else ():
-                    self._write(piece, part, (subject,))
+                    self._write([piece], [part], [(subject,)])
         whole.sort(key=places.__getitem__)
         extents = [places[index][0] for index in whole]
         columns = _Columns(
@@ -98,19 +99,16 @@ class Writing:
         )
         small = self._write_large(columns)
         # It does not wait for the pool: other threads that hold buffers may be waiting for this one.
-        ring = ChunkRing(self._pool, min(CHUNK, sum(map(padded, small.sizes))), wait=False)
+        lengths = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in small.sizes]  # padded(), without a call for each
+        ring = ChunkRing(self._pool, min(CHUNK, sum(lengths)), wait=False)
         try:
-            self._gather(small, ring)
+            self._gather(small, lengths, ring)
             ring.release()
         except BaseException:
             ring.release()
             raise
 
-    def _write(self, tensor: torch.Tensor, part: TensorPart, subjects: Sequence[Any]) -> None:
-        """Start writing one tensor to one part."""
-        self._write_all([tensor], [part], [subjects])
-
-    def _write_all(
+    def _write(
         self, tensors: Sequence[torch.Tensor], parts: Sequence[TensorPart], subjects: Iterable[Sequence[Any]]
     ) -> list[Future]:
         """Start writing tensors, each to one part. Return the transfers."""
@@ -130,35 +128,37 @@ class Writing:
             nbytes = sum(sizes[begin:end])
             if nbytes >= DIRECT_FROM or addresses[begin] == 0:
                 tensor = tensors[begin] if end == begin + 1 else _span(tensors[begin], nbytes)
-                self._write(tensor, parts[begin], subjects[begin:end])
+                self._write([tensor], [parts[begin]], [subjects[begin:end]])
             else:
                 small.extend(range(begin, end))
         return columns.of(small)
 
-    def _gather(self, columns: _Columns, ring: ChunkRing) -> None:
-        """Copy small tensors into the chunks of the ring and write these."""
+    def _gather(self, columns: _Columns, lengths: list[int], ring: ChunkRing) -> None:
+        """Copy small tensors into the chunks of the ring, and write the neighbours in each chunk together.
+
+        Args:
+            columns: The tensors.
+            lengths: Bytes of their extents.
+            ring: Leases the chunks.
+        """
         parts, tensors, subjects, addresses, sizes = columns
-        lengths = list(map(padded, sizes))
         ends = list(itertools.accumulate(lengths))
-        files = [file for file, _, _ in parts]
-        offsets = [offset for _, offset, _ in parts]
-        following = list(map(operator.add, offsets, lengths))
-        gaps = [i for i in range(1, len(parts)) if offsets[i] != following[i - 1] or files[i] != files[i - 1]]
         begin = 0
         while begin < len(parts):
             buffer = ring.memory(0, ring.nbytes) if len(parts) > 1 else None
             if buffer is None:
-                self._write_all(tensors[begin:], parts[begin:], zip(subjects[begin:], strict=True))
+                self._write(tensors[begin:], parts[begin:], zip(subjects[begin:], strict=True))
                 return
             start = ends[begin] - lengths[begin]
             end = bisect_right(ends, start + ring.nbytes, begin)
             _fill(buffer.data_ptr(), addresses[begin:end], sizes[begin:end], lengths[begin:end])
-            runs = list(itertools.pairwise((begin, *gaps[bisect_right(gaps, begin) : bisect_left(gaps, end)], end)))
+            together = list(runs(parts[begin:end], ring.nbytes, ALIGNMENT))
+            firsts = [begin + run.members[0] for run in together]
             ring.sent(
-                self._write_all(
-                    [buffer[ends[first] - lengths[first] - start : ends[last - 1] - start] for first, last in runs],
-                    [parts[first] for first, _ in runs],
-                    [subjects[first:last] for first, last in runs],
+                self._write(
+                    buffer[: ends[end - 1] - start].split([run.end - run.begin for run in together]),
+                    [parts[first] for first in firsts],
+                    [subjects[first:last] for first, last in itertools.pairwise((*firsts, end))],
                 )
             )
             begin = end
