@@ -33,6 +33,10 @@ class TensorPart(NamedTuple):
     """Bytes of the tensor in this part."""
 
 
+_NO_PART = TensorPart(-1, 0, 0)
+"""A neighbour of no part."""
+
+
 class FilesTooSmall(Exception):
     """The data files must grow before an allocation can succeed. The allocation was undone.
 
@@ -95,9 +99,7 @@ class StoreAllocator:
 
     def part_sizes(self, nbytes: int) -> list[int]:
         """Return the bytes of each part that a new tensor of ``nbytes`` bytes would be split into."""
-        if self._is_striped(nbytes):
-            return [share for share in shares(nbytes, self._weights) if share]
-        return [nbytes] if nbytes else []
+        return [share for share in self._striped(nbytes) or [nbytes] if share]
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
         """Allocate parts for several tensors, the small ones side by side.
@@ -118,8 +120,12 @@ class StoreAllocator:
         run: list[int] = []
         length = 0
         for index, nbytes in enumerate(sizes):
-            if self._is_striped(nbytes):
-                placed[index] = self._take_striped(nbytes)
+            if striped := self._striped(nbytes):
+                placed[index] = tuple(
+                    TensorPart(file, self.files[file].extents.take(padded(share)), share)
+                    for file, share in enumerate(striped)
+                    if share
+                )
             elif nbytes:
                 run.append(index)
                 length += nbytes
@@ -129,8 +135,7 @@ class StoreAllocator:
         self._take_run(run, sizes, placed)
         too_small = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
         if too_small:
-            for parts in placed:
-                self.give_back(parts)
+            self.give_back(itertools.chain.from_iterable(placed))
             raise FilesTooSmall(too_small)
         return placed
 
@@ -149,18 +154,13 @@ class StoreAllocator:
 
     def give_back(self, parts: Iterable[TensorPart]) -> None:
         """Free these parts. Call in a ``with`` block of the allocator."""
-        run = -1, 0, 0  # (file, first byte, byte after the last) of neighbours, given back together: 4 times as fast
-        for file, offset, nbytes in sorted(parts):
-            if (file, offset) == (run[0], run[2]):
-                run = file, run[1], offset + padded(nbytes)
-                continue
-            self._free(*run)
-            run = file, offset, offset + padded(nbytes)
-        self._free(*run)
-
-    def _free(self, file: int, begin: int, end: int) -> None:
-        if end > begin:
-            self.files[file].extents.give_back(begin, end - begin)
+        file, begin, end = -1, 0, 0  # the neighbours seen last, which are given back together: 4 times as fast
+        for part in (*sorted(parts), _NO_PART):
+            if (part.file, part.offset) != (file, end):
+                if end > begin:
+                    self.files[file].extents.give_back(begin, end - begin)
+                file, begin = part.file, part.offset
+            end = part.offset + padded(part.nbytes)
 
     def sizes_for(self, nbytes: int) -> list[tuple[DataFile, int]]:
         """Return the size in bytes that each file must have to hold tensors of ``nbytes`` bytes in all."""
@@ -172,17 +172,9 @@ class StoreAllocator:
         for file in self.files:
             file.trim(file.extents.end)
 
-    def _is_striped(self, nbytes: int) -> bool:
-        """Return whether a tensor of this size is split over all directories."""
-        return nbytes >= STRIPED_FROM and len(self.files) > 1
-
-    def _take_striped(self, nbytes: int) -> Parts:
-        """Allocate a part in each directory."""
-        return tuple(
-            TensorPart(index, self.files[index].extents.take(padded(share)), share)
-            for index, share in enumerate(shares(nbytes, self._weights))
-            if share
-        )
+    def _striped(self, nbytes: int) -> list[int]:
+        """Return the bytes in each directory of a tensor that is split over all of them; nothing for one that is stored whole."""
+        return shares(nbytes, self._weights) if nbytes >= STRIPED_FROM and len(self.files) > 1 else []
 
     def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
         """Allocate the small tensors with the indices in ``run`` side by side, in the emptiest directory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -56,12 +57,7 @@ class ExtentMap:
             return [self.take(length) for length in lengths]
         for length in lengths:
             _check_length(length)
-        offset = self.take(whole)
-        offsets = []
-        for length in lengths:
-            offsets.append(offset)
-            offset += length
-        return offsets
+        return list(itertools.accumulate(lengths[:-1], initial=self.take(whole)))
 
     def take_at(self, offset: int, length: int) -> None:
         """Mark the ``length`` bytes at ``offset`` as used.
