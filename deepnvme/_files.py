@@ -14,13 +14,18 @@ from deepnvme._interrupts import defer_interrupts
 
 
 @contextlib.contextmanager
-def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add ``path`` to an OSError raised in this block that names no file, such as one of a call on a descriptor."""
+def naming_file(path: str | os.PathLike[str], instead: bool = False) -> Iterator[None]:
+    """Add ``path`` to an OSError raised in this block that names no file, such as one of a call on a descriptor.
+
+    Args:
+        path: The file.
+        instead: Also in place of what the error names, such as a temporary file beside this one.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = os.fspath(path)
+        if error.errno is not None and (instead or error.filename is None):
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 
@@ -53,15 +58,12 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 def sync_directory(directory: Path) -> None:
     """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
-    try:
-        with defer_interrupts():  # no object would close the descriptor after a Ctrl-C
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(directory)) from error
+    with naming_file(directory, instead=True), defer_interrupts():  # no object would close the descriptor after a Ctrl-C
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open(path: str, flags: int) -> int:

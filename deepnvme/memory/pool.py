@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepnvme.ops import load_async_io
 
@@ -20,9 +20,6 @@ from .alignment import PAGE, padded
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Ending, Lease
 from .system_memory import available_memory
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 

@@ -41,7 +41,7 @@ def _memory_groups(process: Path) -> Iterator[Path]:
         yield from (CONTROL_GROUPS, CONTROL_GROUPS / "memory")
     for line in mounts:
         before, _, after = line.partition(" - ")
-        root, mount_point = (_ESCAPED.sub(_character, field) for field in before.split()[3:5])
+        root, mount_point = (_ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), field) for field in before.split()[3:5])
         filesystem, _, options = after.split(maxsplit=2)
         if filesystem == "cgroup2":
             group = memberships.get("")
@@ -70,11 +70,6 @@ def _left_in(group: Path) -> int | None:
             statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
             return max(0, int(limit) - usage + sum(int(statistics.get(name, 0)) for name in cached_names))
     return None
-
-
-def _character(escaped: re.Match[str]) -> str:
-    """Return the character that a match of ``_ESCAPED`` stands for."""
-    return chr(int(escaped[1], 8))
 
 
 def _lines(file: Path) -> list[str]:

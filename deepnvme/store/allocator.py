@@ -68,6 +68,7 @@ class StoreAllocator:
     def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
         self.files = files
         self._weights = [file.weight for file in files]
+        self._extents = [ExtentMap() for _ in files]
         self._held = held
         self._changing = False
 
@@ -88,14 +89,13 @@ class StoreAllocator:
         extents = [ExtentMap() for _ in self.files]
         for part in sorted({part for parts in self._held() for part in parts}):
             extents[part.file].take_at(part.offset, padded(part.nbytes))
-        for file, known in zip(self.files, extents, strict=True):
-            file.extents = known
+        self._extents = extents
         self._changing = False
 
     def used(self) -> tuple[int, ...]:
         """Return the bytes in use in each file, in whole pages."""
         self.mend()
-        return tuple(file.extents.used for file in self.files)
+        return tuple(extents.used for extents in self._extents)
 
     def part_sizes(self, nbytes: int) -> list[int]:
         """Return the bytes of each part that a new tensor of ``nbytes`` bytes would be split into."""
@@ -122,7 +122,7 @@ class StoreAllocator:
         for index, nbytes in enumerate(sizes):
             if striped := self._striped(nbytes):
                 placed[index] = tuple(
-                    TensorPart(file, self.files[file].extents.take(padded(share)), share)
+                    TensorPart(file, self._extents[file].take(padded(share)), share)
                     for file, share in enumerate(striped)
                     if share
                 )
@@ -133,7 +133,7 @@ class StoreAllocator:
                     self._take_run(run, sizes, placed)
                     run, length = [], 0
         self._take_run(run, sizes, placed)
-        too_small = [(file, file.extents.end) for file in self.files if file.extents.end > file.capacity]
+        too_small = [(file, size) for file, size in self._sizes() if size > file.capacity]
         if too_small:
             self.give_back(itertools.chain.from_iterable(placed))
             raise FilesTooSmall(too_small)
@@ -150,7 +150,7 @@ class StoreAllocator:
                 raise ValueError(f"there are {len(self.files)} directories, and none with index {part.file}")
             if part.offset + part.nbytes > self.files[part.file].capacity:
                 raise ValueError(f"{part.nbytes} bytes at {part.offset} are past the end of '{self.files[part.file].path}'")
-            self.files[part.file].extents.take_at(part.offset, padded(part.nbytes))
+            self._extents[part.file].take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[TensorPart]) -> None:
         """Free these parts. Call in a ``with`` block of the allocator."""
@@ -158,7 +158,7 @@ class StoreAllocator:
         for part in (*sorted(parts), _NO_PART):
             if (part.file, part.offset) != (file, end):
                 if end > begin:
-                    self.files[file].extents.give_back(begin, end - begin)
+                    self._extents[file].give_back(begin, end - begin)
                 file, begin = part.file, part.offset
             end = part.offset + padded(part.nbytes)
 
@@ -169,8 +169,12 @@ class StoreAllocator:
     def trim(self) -> None:
         """Truncate each file after its last tensor. Raises OSError."""
         self.mend()
-        for file in self.files:
-            file.trim(file.extents.end)
+        for file, size in self._sizes():
+            file.trim(size)
+
+    def _sizes(self) -> list[tuple[DataFile, int]]:
+        """Return the size in bytes that each file must have to hold its tensors."""
+        return [(file, extents.end) for file, extents in zip(self.files, self._extents, strict=True)]
 
     def _striped(self, nbytes: int) -> list[int]:
         """Return the bytes in each directory of a tensor that is split over all of them; nothing for one that is stored whole."""
@@ -179,8 +183,8 @@ class StoreAllocator:
     def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
         """Allocate the small tensors with the indices in ``run`` side by side, in the emptiest directory."""
         if run:
-            chosen = emptiest([file.extents.used for file in self.files], self._weights)
-            offsets = self.files[chosen].extents.take_run([padded(sizes[index]) for index in run])
+            chosen = emptiest([extents.used for extents in self._extents], self._weights)
+            offsets = self._extents[chosen].take_run([padded(sizes[index]) for index in run])
             for index, offset in zip(run, offsets, strict=True):
                 placed[index] = (TensorPart(chosen, offset, sizes[index]),)
 

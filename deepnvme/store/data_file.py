@@ -20,7 +20,6 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
 from .directory_lock import StoreLocked, close_in_children, lock, locked, refers_to, unlock_and_close
-from .extents import ExtentMap
 from .futures import check_not_owned
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class DataFile:
         self.directory = directory
         self.path = directory / DATA_NAME
         self.weight = weight
-        self.extents = ExtentMap()
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with naming_file(self.path):
             self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object

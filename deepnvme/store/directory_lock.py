@@ -90,13 +90,15 @@ class DirectoryLock:
             try:
                 lock(descriptor, fcntl.LOCK_EX, path)
             except BlockingIOError:
-                raise _locked(self.directory, descriptor) from None
+                raise locked(self.directory) from None
             self._locked = refers_to(path, descriptor)
             if not self._locked:
                 with naming_file(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
         with naming_file(path):
-            _write_all(descriptor, json.dumps(asdict(_this_process())).encode())
+            os.ftruncate(descriptor, 0)
+            with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
+                os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode(), 0)
 
     def intact(self) -> bool:
         """Return whether the lock is held, and neither the directory nor the lock file was removed or replaced.
@@ -197,20 +199,13 @@ def unlock_and_close(file: io.FileIO, path: Path) -> None:
 
 
 def locked(directory: Path) -> StoreLocked:
-    """Return the error that names a directory's owner, for callers that have not tried to lock the directory themselves."""
+    """Return the error that names a directory's owner, as written in its lock file."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        file = io.FileIO(str(directory / LOCK_NAME))
     except OSError:
         return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
-    try:
-        return _locked(directory, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _locked(directory: Path, descriptor: int) -> StoreLocked:
-    """Return the error that names the owner, as written in the open lock file."""
-    owner = _owner(descriptor)
+    with file:
+        owner = _owner(file.fileno())
     named = str(owner) if owner is not None else "a process that has not said its name"
     if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
         named = f"another store of this process ({owner.pid}) since {owner.started}"
@@ -235,13 +230,6 @@ def _this_process() -> LockOwner:
     """Return this process as the owner of a lock."""
     command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
     return LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
-
-
-def _write_all(descriptor: int, text: bytes) -> None:
-    """Replace the lock file's contents."""
-    os.ftruncate(descriptor, 0)
-    with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
-        os.pwrite(descriptor, text, 0)
 
 
 def refers_to(path: Path, descriptor: int) -> bool:

@@ -271,9 +271,7 @@ class OperationScheduler:
                 self.check_open()
                 before = list(conflicts())
                 if not before:
-                    result = start()
-            if not before:
-                return result
+                    return start()
             for operation in before:
                 operation.settle()
 

@@ -13,13 +13,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deepnvme._files import UnfitFile, read_regular, sync_directory
+from deepnvme._files import UnfitFile, naming_file, read_regular, sync_directory
 
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
@@ -52,9 +52,8 @@ class CorruptManifest(OSError):
         super().__init__(errno.EBADMSG, text, str(path))
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor in a manifest."""
+class StoredTensor(NamedTuple):
+    """One tensor in a manifest, which has these as a list."""
 
     dtype: str
     """Name of the dtype in torch, without "torch."."""
@@ -104,11 +103,10 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
     # Names may hold surrogates, which ASCII JSON keeps.
     for name in manifest.tensors:
         check_length(name)
-    tensors = {name: [each.dtype, each.shape, each.parts, each.checksums] for name, each in manifest.tensors.items()}
-    data = two_lines(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": tensors})
+    data = two_lines(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": dict(manifest.tensors)})
     if len(data) > _LARGEST:
         raise ValueError(
-            f"the manifest of {len(tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
+            f"the manifest of {len(manifest.tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
             " use several stores"
         )
     _replace(directory / MANIFEST_NAME, data)
@@ -187,7 +185,7 @@ def remove(directory: Path) -> None:
     """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
-            with contextlib.suppress(FileNotFoundError), _naming(directory / name):
+            with contextlib.suppress(FileNotFoundError), naming_file(directory / name, instead=True):
                 os.unlink(path)
 
 
@@ -278,7 +276,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
-    with _naming(path):
+    with naming_file(path, instead=True):
         try:
             with open(new, "wb") as file:
                 file.write(data)
@@ -294,12 +292,3 @@ def _replace(path: Path, data: bytes) -> None:
     except OSError as error:
         text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
         raise OSError(error.errno, text, str(path)) from error
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Raise an OSError of this block as one that names ``path``, in place of the temporary file beside it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

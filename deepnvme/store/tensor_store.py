@@ -99,7 +99,7 @@ class TensorStore:
         self._committing: Operation | None = None
         self._flush: Operation | None = None  # of the last commit
         try:
-            self._volumes = Volumes(weights, self._persist, self._engine, read_only)
+            self._volumes = Volumes(self, weights, self._persist, self._engine, read_only)
             self._catalog = Catalog(self._volumes.files, self._persist)
             self._space = self._catalog.space
             self._handles = [file.file for file in self._volumes.files]
@@ -110,8 +110,7 @@ class TensorStore:
         except BaseException:
             if hasattr(self, "_volumes"):
                 self._volumes.leave()
-            if self._own_engine:
-                self._engine.close()
+            self._end_engine()
             raise
 
     # Queries.
@@ -207,7 +206,7 @@ class TensorStore:
 
         with operation.starting:
             try:
-                entries, versions = self._with_room(lambda: self._in_turn(names, begin, writing=True))
+                entries, versions = self._in_turn(names, begin, writing=True)
                 pool = buffer_pool() if self._pool is None else self._pool
                 writing = Writing(self._engine, pool, self._handles, operation)
                 writing.start([version.parts for version in versions], dense, addresses, entries)
@@ -341,10 +340,7 @@ class TensorStore:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
         operation = self._scheduler.operation()  # close() waits for it
         with operation.starting:
-            with self._scheduler.lock:
-                self._scheduler.check_open()
-                self._scheduler.begin(operation)
-                self._space.mend()
+            self._in_turn((), lambda: self._scheduler.begin(operation))
             for file, size in self._space.sizes_for(nbytes):
                 file.grow_to(size, exactly=True)
             operation.complete = True
@@ -440,18 +436,14 @@ class TensorStore:
     # Each operation begins with the lock held, and goes on without it.
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
-        """Call ``start`` with the lock held, once no operation is under way that it conflicts with. Return its result."""
-        return self._scheduler.after(lambda: self._conflicts(names, writing), start)
+        """Call ``start`` with the lock held, once no operation is under way that it conflicts with. Return its result.
 
-    def _with_room(self, start: Callable[[], Result]) -> Result:
-        """Call ``start``, and again after growing the files that it found too small. Return its result.
-
-        The store's lock is not held while a file grows. In theory the number of tries has no bound: each time, other threads may
-        allocate the new space first.
+        If it finds files too small, they grow, without the lock, and ``start`` is called again. In theory the number of tries has
+        no bound: each time, other threads may allocate the new space first.
         """
         while True:
             try:
-                return start()
+                return self._scheduler.after(lambda: self._conflicts(names, writing), start)
             except FilesTooSmall as error:
                 sizes = error.sizes
             for file, size in sizes:

@@ -53,38 +53,48 @@ def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory,
 class Volumes:
     """The directories of a store, locked from construction to :meth:`leave`.
 
-    :meth:`leave` is also called when the object is dropped, and at the interpreter's exit at the latest.
-
     Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
     removed or owned. Raises the errors of :class:`deepnvme.swap.TensorStore`.
 
-    Attributes:
-        known: The manifest that was found, or None.
-        files: The data file of each directory, in the order of the store that was found, else in the order given.
+    :meth:`leave` is also called when the store is dropped, and at the interpreter's exit at the latest. Until then the object is
+    in ``_all_volumes``. So a garbage collection that finds the store does not also find these files and close them first.
+
+    An exception by which Ctrl-C interrupts a finalizer is lost, with the rest of the finalizer's work. So dropping the store only
+    calls ``dict.pop``, which cannot be interrupted. What ``__del__`` does not finish then closes itself, and so unlocks the
+    directories.
 
     Args:
+        store: Whose directories they are. Not kept alive.
         weights: Weight of each directory, by absolute path.
         persist: Keep the files, and open a persisted store if there is one.
         engine: Opens the data files for transfers.
         read_only: Open a persisted store for reading.
     """
 
-    def __init__(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool = False) -> None:
-        self._taken = _Taken(self)
-        self._owners, self.files = self._taken.owners, self._taken.files
+    left = True
+    """Whether :meth:`leave` has done everything, or there is nothing to do yet."""
+
+    def __init__(self, store: object, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool) -> None:
+        self._owners: list[DirectoryLock] = []
+        self.files: list[DataFile] = []
+        """The data file of each directory, in the order of the store that was found, else in the order given."""
+        self._persisted: bool | None = None
+        """Whether a manifest was found or published; None until it is known. If not, the files in the directories are to go."""
+        self._process = os.getpid()
+        self._dropped = weakref.ref(store, functools.partial(_all_volumes.pop, id(self)))
+        _all_volumes[id(self)] = self
+        self.left = False
         try:
             self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
+            """The manifest that was found, or None."""
             self._identity = uuid.uuid4().hex if self.known is None else self.known.store
             if persist and self.known is None:
-                self._join()
+                first = str(self._owners[0].directory)
+                for index, owner in enumerate(self._owners[1:], 1):
+                    manifest.join(owner.directory, StoreMembership(self._identity, index, first))
         except BaseException:
             self.leave()
             raise
-
-    @property
-    def left(self) -> bool:
-        """Whether :meth:`leave` has done everything."""
-        return self._taken.left
 
     def leave(self) -> None:
         """Close and unlock everything, and remove files that were not published.
@@ -94,7 +104,36 @@ class Volumes:
         Raises:
             OSError: The first error from closing, after everything else is done.
         """
-        self._taken.leave()
+        if self.left:
+            return
+        errors: list[OSError] = []
+        if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
+            self._leave(errors)
+        self.left = True
+        _all_volumes.pop(id(self), None)
+        if errors:
+            raise errors[0]
+
+    def _leave(self, errors: list[OSError]) -> None:
+        """Remove, close and unlock everything. Add the errors to the list."""
+        for owner, file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
+            with _noted(errors):
+                if file is not None:
+                    file.remove()
+                if owner.intact():
+                    manifest.remove(owner.directory)
+                    if file is None:  # opening it was interrupted
+                        data_file.remove(owner.directory)
+        for file in self.files:
+            with _noted(errors):
+                file.close()
+        for owner in reversed(self._owners):
+            with _noted(errors):
+                owner.release()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.leave()
 
     def publish(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Replace the manifest by one with these tensors, durably.
@@ -105,7 +144,7 @@ class Volumes:
         """
         for owner in self._owners:
             owner.check()
-        self._taken.persisted = True
+        self._persisted = True
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
     def corrupt(self, why: str) -> manifest.CorruptManifest:
@@ -113,11 +152,22 @@ class Volumes:
         return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
 
     def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> StoreManifest | None:
-        """Lock the directories as their owner, and open the data files. Return the manifest that was found, or None."""
+        """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
+
+        Return the manifest that was found, or None.
+        """
         for directory in weights:
             self._owners.append(DirectoryLock(directory))
-        known = self._recognise(list(weights), persist)
-        self._taken.persisted = known is not None
+        known, order = find_store(list(weights))
+        self._owners[:] = [self._owners[index] for index in order]
+        if known is None:
+            for directory in weights:
+                data_file.remove(directory)
+                manifest.remove(directory)
+        elif not persist:
+            text = f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files"
+            raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
+        self._persisted = known is not None
         for owner in self._owners:
             self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
         return known
@@ -140,25 +190,6 @@ class Volumes:
         self.files[:] = [self.files[index] for index in order]
         return known
 
-    def _recognise(self, directories: Sequence[Path], persist: bool) -> StoreManifest | None:
-        """Return the manifest in the directories, or None after removing what a dead owner left there."""
-        known, order = find_store(directories)
-        self._owners[:] = [self._owners[index] for index in order]
-        if known is None:
-            for directory in directories:
-                data_file.remove(directory)
-                manifest.remove(directory)
-        elif not persist:
-            text = f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files"
-            raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
-        return known
-
-    def _join(self) -> None:
-        """Write the membership of each directory but the first."""
-        first = str(self._owners[0].directory)
-        for index, owner in enumerate(self._owners[1:], 1):
-            manifest.join(owner.directory, StoreMembership(self._identity, index, first))
-
 
 @contextlib.contextmanager
 def _noted(errors: list[OSError]) -> Iterator[None]:
@@ -169,73 +200,15 @@ def _noted(errors: list[OSError]) -> Iterator[None]:
         errors.append(error)
 
 
-_all_taken: dict[int, _Taken] = {}
-
-
-class _Taken:
-    """The files and locks of a :class:`Volumes`, to be closed and removed.
-
-    It is in ``_all_taken``. So a garbage collection that finds the ``Volumes`` does not also find these files and close them
-    first, before the ``Volumes`` is left or dropped.
-
-    An exception by which Ctrl-C interrupts a finalizer is lost, with the rest of the finalizer's work. So dropping the
-    ``Volumes`` only calls ``dict.pop``, which cannot be interrupted. What ``__del__`` does not finish then closes itself, and so
-    unlocks the directories.
-    """
-
-    left = True
-    """Whether :meth:`leave` has done everything, or there is nothing to do yet."""
-
-    def __init__(self, directories: Volumes) -> None:
-        self.owners: list[DirectoryLock] = []
-        self.files: list[DataFile] = []
-        self.persisted: bool | None = None
-        """Whether a manifest was found or published; None until it is known. If not, the files in the directories are to go."""
-        self._process = os.getpid()
-        self._dropped = weakref.ref(directories, functools.partial(_all_taken.pop, id(self)))
-        _all_taken[id(self)] = self
-        self.left = False
-
-    def leave(self) -> None:
-        """See :meth:`Volumes.leave`."""
-        if self.left:
-            return
-        errors: list[OSError] = []
-        if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
-            self._leave(errors)
-        self.left = True
-        _all_taken.pop(id(self), None)
-        if errors:
-            raise errors[0]
-
-    def _leave(self, errors: list[OSError]) -> None:
-        """Remove, close and unlock everything. Add the errors to the list."""
-        for owner, file in itertools.zip_longest(self.owners, self.files) if self.persisted is False else ():
-            with _noted(errors):
-                if file is not None:
-                    file.remove()
-                if owner.intact():
-                    manifest.remove(owner.directory)
-                    if file is None:  # opening it was interrupted
-                        data_file.remove(owner.directory)
-        for file in self.files:
-            with _noted(errors):
-                file.close()
-        for owner in reversed(self.owners):
-            with _noted(errors):
-                owner.release()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.leave()
+_all_volumes: dict[int, Volumes] = {}
 
 
 @atexit.register
 def _leave_all() -> None:
     """Leave all directories at the interpreter's exit."""
-    for taken in list(_all_taken.values()):
+    for volumes in list(_all_volumes.values()):
         with contextlib.suppress(OSError):
-            taken.leave()
+            volumes.leave()
 
 
 def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:

@@ -156,7 +156,7 @@ class Writing:
             firsts = [begin + run.members[0] for run in together]
             ring.sent(
                 self._write(
-                    buffer[: ends[end - 1] - start].split([run.end - run.begin for run in together]),
+                    buffer[: ends[end - 1] - start].split_with_sizes([run.end - run.begin for run in together]),
                     [parts[first] for first in firsts],
                     [subjects[first:last] for first, last in itertools.pairwise((*firsts, end))],
                 )
