@@ -14,18 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepnvme.memory.alignment import padded
+from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.store.manifest import CorruptManifest, check_length, second_line, string_at, two_lines
 
-from .quantization import SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
+from .quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 
 NAME = "manifest"
 """Name of the store's tensor that holds the manifest."""
-_WHOLE = 4096
-"""An extent's size in bytes is a multiple of this, so that it can be read by direct I/O on any drive."""
-ALIGNMENT = 64
-"""A weight begins at a multiple of this many bytes in its extent, for the processor's widest vectors."""
 _KIND = "deepnvme weights", 1
 """Format and version."""
 LARGEST = 64 << 20
@@ -106,8 +102,8 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the extent, a multiple of 4096. Bytes between weights, and behind the last, are 0."""
-        return padded(max((weight.end for weight in self.weights), default=0), _WHOLE)
+        """Bytes of the extent, a multiple of 4096 for direct I/O. Bytes between weights, and behind the last, are 0."""
+        return padded(max((weight.end for weight in self.weights), default=0), PAGE)
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the weights by name. Quantised ones are dequantised; blocks meanwhile.
@@ -249,13 +245,12 @@ class _Written:
     def each(self, begin: str, end: str) -> Iterator[None]:
         """Yield once before each member of a list or object; the caller parses the member."""
         self.expect(begin)
-        if self.passes(end):
-            return
-        while True:
+        following = False
+        while not self.passes(end):
+            if following:
+                self.expect(",")
             yield
-            if self.passes(end):
-                return
-            self.expect(",")
+            following = True
 
     def finish(self) -> None:
         """Check that the text ends here."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch import nn
 from deepnvme._public_names import listed
 
 from .manifest import WeightInfo
+
+T = TypeVar("T")
 
 REST = "(rest)"
 """Name of the extent of weights in no block, which stays in memory. A module is unlikely to have a name with parentheses."""
@@ -119,10 +121,16 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def ties_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the first name of each tensor that has several, by each of its further names."""
-    first: dict[int, str] = {}
-    return {name: first[id(weight)] for name, weight in weights.items() if first.setdefault(id(weight), name) != name}
+def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> dict[str, str]:
+    """Return the first name of each weight that has several, by each of its further names.
+
+    Args:
+        weights: The weights by all of their names.
+        identity: Returns what is equal for two weights that are one, and None for a weight that is tied to no other.
+    """
+    first: dict[object, str] = {}
+    same = {name: identity(weight) for name, weight in weights.items()}
+    return {name: first[key] for name, key in same.items() if key is not None and first.setdefault(key, name) != name}
 
 
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
@@ -160,12 +168,11 @@ def differences(
             continue
         if len({found_ties.get(name, name) for name in there}) > 1 and dtypes:
             said.append(f"tied: {' and '.join(map(repr, there))} are one weight in the model, and were found to be several")
-        for name in there[:1]:
-            expected, got = wanted[name], found[name]
-            if expected.shape != got.shape:
-                said.append(f"shape: {name!r} should be {expected}, found {got}")
-            elif dtypes and expected.dtype != got.dtype:
-                said.append(f"dtype: {name!r} should be {expected}, found {got}")
+        expected, got = wanted[there[0]], found[there[0]]
+        if expected.shape != got.shape:
+            said.append(f"shape: {there[0]!r} should be {expected}, found {got}")
+        elif dtypes and expected.dtype != got.dtype:
+            said.append(f"dtype: {there[0]!r} should be {expected}, found {got}")
     said += [f"unexpected: {name!r}, {info}" for name, info in found.items() if name not in wanted]
     return said
 
@@ -321,19 +328,15 @@ def _choose(place: _Place, chosen: dict[object, bool]) -> None:
     """Add the blocks that are found in a node and below it to ``chosen``; a named block is not searched."""
     if place.identity in chosen:
         return
-    if place.alike:
-        for child in place.children.values():
-            if child.has_forward:
-                chosen.setdefault(child.identity, False)
-            else:
-                _choose(child, chosen)
-        return
-    if place.uses_weights():
+    if place.uses_weights() and not place.alike:
         chosen[place.identity] = True
         if not any(each.alike for each in place.all()):
             return
     for child in place.children.values():
-        _choose(child, chosen)
+        if place.alike and child.has_forward:
+            chosen.setdefault(child.identity, False)
+        else:
+            _choose(child, chosen)
 
 
 def _with_blocks(place: _Place, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_Place, object]]:

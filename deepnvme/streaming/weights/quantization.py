@@ -34,6 +34,7 @@ from typing import Literal, get_args
 
 import torch
 
+from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
 Scheme = Literal["int8", "int4"]
@@ -42,12 +43,13 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 """All quantisation schemes."""
 GROUP = 128
 """Number of int4 values that share a scale."""
+ALIGNMENT = 64
+"""Codes, and weights in an extent, begin at a multiple of this many bytes, for the processor's widest vectors."""
 
 _LEAST_NUMEL = 4096
 _LEAST_COLUMNS = 64
 _LARGEST = 2.0**126
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_ALIGNMENT = 64
 VALUES_AT_A_TIME = 1 << 22  # values dequantised at a time; torch needs some 12 bytes of temporary memory for each
 
 
@@ -99,7 +101,7 @@ class QuantizedLayout:
     @property
     def codes_at(self) -> int:
         """Where the codes begin, in bytes from the start of the quantised weight."""
-        return -(-self.scales_nbytes // _ALIGNMENT) * _ALIGNMENT
+        return padded(self.scales_nbytes, ALIGNMENT)
 
     @property
     def nbytes(self) -> int:

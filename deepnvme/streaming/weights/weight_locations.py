@@ -29,7 +29,7 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
 from .manifest import WeightInfo
-from .model_blocks import weights_of
+from .model_blocks import ties_of, weights_of
 
 
 class Pending(Protocol):
@@ -115,12 +115,7 @@ class Weights:
 
         Weights are tied if they are the same memory, or the same place in a file, seen with the same dtype, shape and strides.
         """
-        first: dict[object, str] = {}
-        return {
-            name: first[same]
-            for name, weight in self._weights.items()
-            if (same := _place_of(weight)) is not None and first.setdefault(same, name) != name
-        }
+        return ties_of(self._weights, _place_of)
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
         """Start reading a weight; see :meth:`Source.read_into`. Blocks until a tensor is copied.
@@ -199,7 +194,7 @@ def weights_in_index(
         FileNotFoundError: If a file is missing.
         ValueError: If an entry is of a raw file, and ``folder`` is None.
     """
-    locations = functools.lru_cache(maxsize=None)(_in_safetensors)
+    locations = functools.cache(_in_safetensors)
     found: dict[str, torch.Tensor | Location] = {}
     for name, entry in index.items():
         file = entry.get("safetensors_file")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from deepnvme.streaming.weights.manifest import (
-    ALIGNMENT,
     LARGEST,
     Extent,
     Weight,
@@ -20,6 +19,7 @@ from deepnvme.streaming.weights.manifest import (
     encode,
     laid_out,
 )
+from deepnvme.streaming.weights.quantization import ALIGNMENT
 from deepnvme.swap import CorruptManifest
 
 
