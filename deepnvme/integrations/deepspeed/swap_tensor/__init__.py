@@ -13,13 +13,10 @@ from .aio_config import (
     MIN_AIO_BYTES,
     get_aio_config,
 )
-from .async_tensor_swapper import AsyncTensorSwapper
-from .optimizer_swapper import OptimizerSwapper
-from .partitioned_optimizer_swapper import PartitionedOptimizerSwapper
-from .partitioned_param_status import PartitionedParamStatus
-from .partitioned_param_swapper import AsyncPartitionedParameterSwapper
-from .pipelined_optimizer_swapper import PipelinedOptimizerSwapper
+from .optimizer_swapper import OptimizerSwapper, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
+from .partitioned_param_swapper import AsyncPartitionedParameterSwapper, PartitionedParamStatus
 from .swap_buffers import (
+    AsyncTensorSwapper,
     SwapBuffer,
     SwapBufferManager,
     SwapBufferPool,

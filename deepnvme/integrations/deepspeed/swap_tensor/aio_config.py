@@ -1,4 +1,4 @@
-"""The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes and alignment of their transfers.
+"""The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes that follow from it.
 
 Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``, ``aio_config.py`` and ``utils.py``.
 """
@@ -6,10 +6,14 @@ Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``, ``aio_config.py`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine
+from deepnvme.memory.alignment import padded
+
+if TYPE_CHECKING:
+    import torch
 
 AIO = "aio"
 AIO_BLOCK_SIZE = "block_size"
@@ -23,7 +27,7 @@ AIO_KEYS = (AIO_BLOCK_SIZE, AIO_QUEUE_DEPTH, AIO_INTRA_OP_PARALLELISM, AIO_SINGL
 AIO_DEFAULT_DICT: dict[str, Any] = AioConfig().model_dump(include=set(AIO_KEYS))
 
 MIN_AIO_BYTES = 1 << 20
-"""Tensors of fewer bytes stay in memory: see :func:`min_swappable_bytes`."""
+"""Tensors of fewer bytes stay in memory: see :class:`SwapSizes`."""
 AIO_ALIGNED_BYTES = 1024
 """The size of a swap file is a multiple of this many bytes times ``intra_op_parallelism``."""
 
@@ -40,29 +44,31 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return AioConfig.from_deepspeed(param_dict).model_dump(include=set(AIO_KEYS))
 
 
-def handle_arguments(aio_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments for ``aio_handle`` and ``gds_handle``."""
-    return {key: aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
-
-
 def engine_of(aio_config: Mapping[str, Any]) -> Engine:
     """Return an engine with these settings."""
     return Engine(**AioConfig(**{key: aio_config[key] for key in AIO_KEYS}).engine_arguments())
 
 
-def numel_alignment(aio_config: Mapping[str, Any], element_size: int) -> int:
-    """Return the number of elements of which the length of a swapped tensor has to be a multiple.
+class SwapSizes:
+    """Base of the swappers: what is large enough to be swapped, and how it is padded, in attributes that DeepSpeed's have too.
 
-    ``element_size`` is in bytes.
+    Args:
+        aio_config: The ``aio`` block, with all keys.
+        dtype: Of what is swapped.
     """
-    return max(AIO_ALIGNED_BYTES * int(aio_config[AIO_INTRA_OP_PARALLELISM]) // element_size, 1)
 
+    def __init__(self, aio_config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self.aio_config = aio_config
+        self.dtype = dtype
+        self.swap_element_size = dtype.itemsize
+        self.min_aio_bytes = max(MIN_AIO_BYTES, int(aio_config[AIO_BLOCK_SIZE]))
+        self.aligned_bytes = AIO_ALIGNED_BYTES * int(aio_config[AIO_INTRA_OP_PARALLELISM])
+        self.numel_alignment = max(self.aligned_bytes // self.swap_element_size, 1)
 
-def min_swappable_bytes(aio_config: Mapping[str, Any]) -> int:
-    """Return the least bytes of a tensor that is swapped: 1 MiB or one block. Smaller tensors stay in memory."""
-    return max(MIN_AIO_BYTES, int(aio_config[AIO_BLOCK_SIZE]))
+    def _large_enough(self, numel: int) -> bool:
+        """Return whether a tensor of ``numel`` elements is swapped: it has 1 MiB or one block at least."""
+        return self.min_aio_bytes <= numel * self.swap_element_size
 
-
-def round_up(count: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``count``."""
-    return -(-count // multiple) * multiple
+    def _aligned(self, numel: int) -> int:
+        """Return the number of elements that a tensor of ``numel`` elements takes in a buffer and in its file."""
+        return padded(numel, self.numel_alignment)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepnvme.engine import Future, without_python
-
-from .tile_cache import TransferEngine
+from deepnvme.engine import Engine, Future, without_python
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
 """A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None.
@@ -19,7 +17,7 @@ With a path, the tensor is DeepSpeed's placeholder, whose dtype may be another t
 
 
 def read_partitions(
-    engine: TransferEngine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
+    engine: Engine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
 ) -> None:
     """Fill a flat tensor with partitions, one after the other, converted to its dtype. Blocks.
 

@@ -9,20 +9,22 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import Use
 
-from .aio_config import AIO_ALIGNED_BYTES, AIO_INTRA_OP_PARALLELISM, engine_of, min_swappable_bytes, numel_alignment, round_up
+from .aio_config import SwapSizes, engine_of
 from .environment import Timers, describe, rank
 from .fp16_partitions import PartitionInfo, read_partitions
-from .resident_tensors import Footprint, plan
+from .resident_tensors import plan
 from .swap_info import OptimizerStateSwapInfo
-from .tile_cache import TileCache, TransferEngine
+from .tile_cache import TileCache
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ SWAP_OUT_GRADIENT_TIMER = "swap_out_gradient"
 SWAP_INIT_TIMER = "swap_init_write"
 
 
-class OptimizerSwapper:
+class OptimizerSwapper(SwapSizes):
     """Swaps the master weights, optimizer states and gradients of ZeRO stage 3's sub-groups between memory and files.
 
     Base of both of DeepSpeed's optimizer swapper classes. Its methods are called by DeepSpeed's
@@ -87,24 +89,20 @@ class OptimizerSwapper:
         dtype: torch.dtype,
         timers: Callable[[str], Any] | None,
         *,
-        engine: TransferEngine | None = None,
+        engine: Engine | None = None,
         pool: BufferPool | None = None,
     ) -> None:
+        super().__init__(aio_config, dtype)
         self.swap_config = swap_config
-        self.aio_config = aio_config
         self.optimizer = optimizer
-        self.dtype = dtype
         self.timers = timers
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
         """Given a sub-group's flat parameter, returns the latest gradients of its parts, as (offset in elements, flat tensor).
 
         These are used for parts of which no gradient has arrived since the last step. They may have been used by a step."""
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
-        self.swap_element_size = dtype.itemsize
-        self.min_aio_bytes = min_swappable_bytes(aio_config)
-        self.aligned_bytes = AIO_ALIGNED_BYTES * int(aio_config[AIO_INTRA_OP_PARALLELISM])
-        self.numel_alignment = numel_alignment(aio_config, self.swap_element_size)
-        self.largest_numel = round_up(largest_numel, self.numel_alignment)
+        """The sub-groups, in the order of a step, by the ``ds_id`` of their parameters."""
+        self.largest_numel = self._aligned(largest_numel)
         self._folder = os.path.join(base_folder, "optimizer", f"rank{rank()}")
         os.makedirs(self._folder, exist_ok=True)
         self._timers = Timers(timers)
@@ -113,11 +111,9 @@ class OptimizerSwapper:
             pool or buffer_pool(),
             limit=swap_config.buffer_count * self.largest_numel * self.swap_element_size,
         )
-        self._order: list[OptimizerStateSwapInfo] = []  # in the order of a step
-        self._gradient_bytes = 0  # bytes of the gradients that wait in memory
         step_hook = optimizer.register_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, step_hook.remove).atexit = False
-        self._end = weakref.finalize(self, _write_back, self._cache, self._order, self._folder, os.getpid())
+        self._end = weakref.finalize(self, _write_back, self._cache, self.swap_params_info, self._folder, os.getpid())
         self._end.atexit = False  # it would run after the engine's finalizer; atexit below runs it before
         atexit.register(self._end)
         describe(self, exclude=("last_gradients", "optimizer", "swap_params_info", "timers"))
@@ -146,7 +142,8 @@ class OptimizerSwapper:
         Raises OSError; call it again then.
         """
         for info in self._order:
-            info.release_if_swapped_out()
+            if not info.active:  # an interrupted swap_in may have left memory in use
+                self._cache.release([*info.tiles(), info.gradient], write=False)
         self._cache.flush([tile for info in self._order for tile in info.tiles()])
 
     # Parameters
@@ -220,7 +217,7 @@ class OptimizerSwapper:
             numel = tensor.numel()
         if numel is None:
             raise ValueError("is_swappable_tensor needs a tensor or a number of elements, got neither")
-        return self.min_aio_bytes <= numel * self.swap_element_size
+        return self._large_enough(numel)
 
     def purge_state(self) -> None:
         """Drop swapped states and all gradients, because other states were loaded into the optimizer. Master weights stay.
@@ -294,7 +291,7 @@ class OptimizerSwapper:
         with self._timers.measure(self.SWAP_IN_TIMER):
             if info.turn <= self._cache.turn:
                 self._decide_what_stays()
-            self._cache.begin_turn(info.turn, len(self._order))
+            self._cache.begin_turn(info.turn, len(self.swap_params_info))
             info.restore(self.optimizer.state)
             info.swap_in(self._last_gradients(info))
             self._read_ahead(info, async_parameter)
@@ -317,12 +314,8 @@ class OptimizerSwapper:
             OSError: From an earlier write.
             OutOfBuffers: If there is not enough memory for new states.
         """
-        info = self._swapped_in(parameter)
-        if info is None:
-            return
         with self._timers.measure(self.SWAP_OUT_TIMER):
-            self._adopt_states(info)
-            info.swap_out(write_opt_state=True, write_gradients=False)
+            self.writeback_optimizer_state_and_gradients(parameter, write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -343,11 +336,14 @@ class OptimizerSwapper:
             OSError: From an earlier write.
             OutOfBuffers: If there is not enough memory for new states.
         """
-        info = self._swapped_in(parameter)
+        info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None:
             return
+        if not info.active:
+            raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
         if write_opt_state:
-            self._adopt_states(info)
+            state = self._state(info)
+            info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
         info.swap_out(write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
@@ -386,6 +382,11 @@ class OptimizerSwapper:
 
     # Private helpers
 
+    @property
+    def _order(self) -> list[OptimizerStateSwapInfo]:
+        """The sub-groups in the order of a step."""
+        return list(self.swap_params_info.values())
+
     def _take_charge(
         self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]
     ) -> None:
@@ -393,40 +394,27 @@ class OptimizerSwapper:
 
         ``fill`` writes the initial values of the parameter with this number into a flat tensor.
         """
-        known = len(self._order)
+        known = len(self.swap_params_info)
         try:
             for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
                 key = self.parameter_id(parameter)
                 if key in self.swap_params_info:
                     raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
-                turn = len(self._order)
+                turn = len(self.swap_params_info)
                 info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, turn)
                 self.swap_params_info[key] = info
-                self._order.append(info)
-                self._cache.begin_turn(turn, len(self._order))
+                self._cache.begin_turn(turn, turn + 1)
                 info.initialize(functools.partial(fill, number))
         except BaseException:
             for info in self._order[known:]:
-                info.forget()
+                self._cache.discard(info.master.tile)
                 del self.swap_params_info[self.parameter_id(info.parameter)]
-            del self._order[known:]
             self._cache.begin_turn(max(known - 1, 0), max(known, 1))
             raise
 
     def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(info.parameter, {})
         return state
-
-    def _adopt_states(self, info: OptimizerStateSwapInfo) -> None:
-        """Update the sub-group to the optimizer's present states."""
-        state = self._state(info)
-        info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
-
-    def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
-        info = self.swap_params_info.get(self.parameter_id(parameter))
-        if info is not None and not info.active:
-            raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
-        return info
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
         """Return (offset, gradient) for the parts of last_gradients of which nothing has arrived since the last step."""
@@ -439,14 +427,12 @@ class OptimizerSwapper:
 
     def _decide_what_stays(self) -> None:
         """Choose resident sub-groups anew. Called when a step begins: sizes may have changed during the last one."""
-        groups = [Footprint(tuple(tile.nbytes for tile in info.tiles()), info.gradient.nbytes) for info in self._order]
-        decided = plan(groups, self._cache.memory.limit)
-        resident: dict[Block, bool] = {}
-        for info, count, keep in zip(self._order, decided.resident_states, decided.kept_gradients, strict=True):
-            resident.update((tile, index < count) for index, tile in enumerate(info.tiles()))
-            resident[info.gradient] = keep
-        self._cache.keep(resident)
-        self._gradient_bytes = decided.gradient_bytes
+        states = [info.tiles() for info in self._order]
+        gradients = [info.gradient for info in self._order]
+        sizes = [[tile.nbytes for tile in group] for group in states]
+        staying, waiting = plan(sizes, [tile.nbytes for tile in gradients], self._cache.memory.limit)
+        resident: dict[Block, bool] = {tile: number < staying for number, tile in enumerate(chain.from_iterable(states))}
+        self._cache.keep(resident | {tile: number < waiting for number, tile in enumerate(gradients)})
 
     def _read_ahead(self, info: OptimizerStateSwapInfo, following: torch.Tensor | None) -> None:
         """Read ahead the sub-groups after ``info``, if ``following`` is given.
@@ -454,19 +440,45 @@ class OptimizerSwapper:
         After that, and after the last sub-group, read ahead the first one of the next step that is not resident, in memory that
         the gradients of the next backward will not need.
         """
-        limit = self._cache.memory.limit
+        limit, order = self._cache.memory.limit, self._order
         ahead: list[Use] = []
         if following is not None:
             first = self.swap_params_info.get(self.parameter_id(following))
-            after = self._order[info.turn + 1 :]
+            after = order[info.turn + 1 :]
             for other in ([first] if first is not None and first not in after else []) + after:
                 ahead += [Use(tile, limit) for tile in [*other.tiles(), other.gradient]]
-        if following is not None or info is self._order[-1]:
-            for other in self._order[: info.turn]:
+        if following is not None or info is order[-1]:
+            waiting = sum(other.gradient.nbytes for other in order if other.gradient.resident)
+            for other in order[: info.turn]:
                 if not all(tile.resident for tile in other.tiles()):
-                    ahead += [Use(tile, limit - self._gradient_bytes) for tile in other.tiles()]
+                    ahead += [Use(tile, limit - waiting) for tile in other.tiles()]
                     break
         self._cache.expect(ahead)
+
+
+class PartitionedOptimizerSwapper(OptimizerSwapper):
+    """The class that DeepSpeed uses without ``pipeline_read`` and ``pipeline_write``.
+
+    Reading and writing overlap the step here, too, if buffers are free. Compared with DeepSpeed's class, that changes only how
+    long a step takes.
+
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_optimizer_swapper.py``.
+    """
+
+    SWAP_IN_TIMER = "swap_in_param"
+    SWAP_OUT_TIMER = "swap_out_param"
+
+
+class PipelinedOptimizerSwapper(OptimizerSwapper):
+    """The class that DeepSpeed uses with ``pipeline_read`` or ``pipeline_write``. Both overlap the step, with either option.
+
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
+    """
+
+    def __init__(self, swap_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(swap_config, *args, **kwargs)
+        self.async_swap_in: bool = swap_config.pipeline_read
+        self.async_swap_out: bool = swap_config.pipeline_write
 
 
 def _is_dense(value: Any) -> bool:
@@ -486,7 +498,7 @@ def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Op
                 info.mark_stepped()
 
 
-def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folder: str, process: int) -> None:
+def _write_back(cache: TileCache, sub_groups: Mapping[Any, OptimizerStateSwapInfo], folder: str, process: int) -> None:
     """Write everything that is newer in memory than in its file, when a swapper or the program ends.
 
     DeepSpeed's own files have every value then, so these must, too. Ctrl-C during a finalizer ends it silently. Files that were
@@ -496,9 +508,9 @@ def _write_back(cache: TileCache, order: Iterable[OptimizerStateSwapInfo], folde
     if os.getpid() != process or not os.path.isdir(folder):  # a forked child: files are the parent's; or the folder was removed
         return
     if cache.helping():  # garbage collection may run this finalizer in the helper thread, which may hold the cache's lock
-        threading.Thread(target=_write_back, args=(cache, order, folder, process), name="deepnvme-write-back").start()
+        threading.Thread(target=_write_back, args=(cache, sub_groups, folder, process), name="deepnvme-write-back").start()
         return
     try:
-        cache.flush([tile for info in order for tile in info.tiles()])
+        cache.flush([tile for info in sub_groups.values() for tile in info.tiles()])
     except OSError as error:
         _logger.error("optimizer states of the last step could not be written: %s", error)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,23 +14,37 @@ import torch
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.pool import Lease, OutOfBuffers, buffer_pool
 
-from .aio_config import (
-    AIO_ALIGNED_BYTES,
-    AIO_INTRA_OP_PARALLELISM,
-    AIO_USE_GDS,
-    handle_arguments,
-    min_swappable_bytes,
-    numel_alignment,
-    round_up,
-)
+from .aio_config import AIO_KEYS, AIO_USE_GDS, SwapSizes
 from .environment import describe, rank
-from .partitioned_param_status import PartitionedParamStatus
-from .swap_buffers import SwapBufferPool, swap_in_tensors, swap_out_tensors
+from .swap_buffers import SwapBufferPool, swap_in_tensors
+
+
+class PartitionedParamStatus(Enum):
+    """Where a parameter's partition is: the type of ``param.ds_tensor.status``.
+
+    A member is equal to the member of the same name of DeepSpeed's enumeration, on either side of a comparison, because parts of
+    a program may use DeepSpeed's class and others this one.
+    """
+
+    AVAILABLE = 1
+    """In memory."""
+    NOT_AVAILABLE = 2
+    """In its file only."""
+    INFLIGHT = 3
+    """Being read."""
+
+    def __eq__(self, other: object) -> bool:
+        same_kind = isinstance(other, Enum) and type(other).__name__ == type(self).__name__
+        return same_kind and other.name == self.name if isinstance(other, Enum) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # as enum.Enum does, so that equal members of both classes have equal hashes
+
 
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = PartitionedParamStatus
 
 
-class AsyncPartitionedParameterSwapper:
+class AsyncPartitionedParameterSwapper(SwapSizes):
     """Reads and writes the partitions of parameters through pinned buffers. Each partition has a file. Not thread-safe.
 
     A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, which has ``ds_numel`` and ``status``. ``ds_tensor`` is a
@@ -53,16 +68,11 @@ class AsyncPartitionedParameterSwapper:
     """
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
-        self.dtype = model_dtype
+        super().__init__(ds_config.aio_config, model_dtype)
         self.swap_config = ds_config.zero_config.offload_param
-        self.aio_config = ds_config.aio_config
         self.use_gds = bool(self.aio_config[AIO_USE_GDS])
-        self.swap_element_size = model_dtype.itemsize
-        self.min_aio_bytes = min_swappable_bytes(self.aio_config)
-        self.aligned_bytes = AIO_ALIGNED_BYTES * int(self.aio_config[AIO_INTRA_OP_PARALLELISM])
-        self.numel_alignment = numel_alignment(self.aio_config, self.swap_element_size)
         self.elements_per_buffer = int(self.swap_config.buffer_size)
-        self.aligned_elements_per_buffer = round_up(self.elements_per_buffer, self.numel_alignment)
+        self.aligned_elements_per_buffer = self._aligned(self.elements_per_buffer)
         self.param_buffer_count = int(self.swap_config.buffer_count)
         self.swap_folder = os.path.join(
             self.swap_config.nvme_path, "zero_stage_3", f"{str(model_dtype).split('.')[1]}params", f"rank{rank()}"
@@ -80,9 +90,7 @@ class AsyncPartitionedParameterSwapper:
         self.reserved_buffer_ids: list[int] = []
         self.available_params: set[Any] = set()
         self.available_numel = 0
-        self.inflight_params: list[Any] = []
-        self.inflight_swap_in_buffers: list[torch.Tensor] = []
-        self.inflight_numel = 0
+        self._clear_inflight()
         self.swap_out_params: list[Any] = []
         self.partitioned_swap_buffer: torch.Tensor | None = None
         self.partitioned_swap_pool: SwapBufferPool | None = None
@@ -116,8 +124,7 @@ class AsyncPartitionedParameterSwapper:
         """
         if (param is None) == (numel is None):
             raise ValueError("swappable_tensor takes a parameter or a number of elements, and not both")
-        count = int(param.ds_tensor.ds_numel if numel is None else numel)
-        return self.min_aio_bytes <= count * self.swap_element_size
+        return self._large_enough(int(param.ds_tensor.ds_numel if numel is None else numel))
 
     def get_path(self, param: Any, must_exist: bool = False) -> str:
         """Return the path of the file of a parameter's partition.
@@ -150,6 +157,8 @@ class AsyncPartitionedParameterSwapper:
         here = [param.ds_id for param in params if param.ds_tensor.status != NOT_AVAILABLE]
         if here:
             raise ValueError(f"parameters {here} are available or being read already")
+        for param in params:
+            self.param_id_to_numel.setdefault(param.ds_id, int(param.ds_tensor.ds_numel))
         if swap_in_buffers is None:
             swap_in_buffers = self._buffers_for(params)
         paths = [self.get_path(param) for param in params]
@@ -179,7 +188,7 @@ class AsyncPartitionedParameterSwapper:
             self._give_up_reading()
             raise
         for param, buffer in zip(self.inflight_params, self.inflight_swap_in_buffers, strict=True):
-            numel = self.param_id_to_numel.setdefault(param.ds_id, int(param.ds_tensor.ds_numel))
+            numel = self.param_id_to_numel[param.ds_id]
             param.ds_tensor.data = buffer.narrow(0, 0, numel)
             param.ds_tensor.status = AVAILABLE
             self.available_params.add(param.ds_id)
@@ -298,7 +307,7 @@ class AsyncPartitionedParameterSwapper:
         Args:
             partition_num_elems: Elements of each partition of the largest sub-group.
         """
-        total = sum(round_up(int(numel), self.numel_alignment) for numel in partition_num_elems)
+        total = sum(self._aligned(int(numel)) for numel in partition_num_elems)
         example = torch.empty(0, dtype=self.dtype, device="cpu")
         self.partitioned_swap_buffer = self.aio_write_handle.new_cpu_locked_tensor(total, example).zero_()
         self.partitioned_swap_pool = SwapBufferPool([self.partitioned_swap_buffer], aio_handle=self.aio_write_handle)
@@ -330,7 +339,7 @@ class AsyncPartitionedParameterSwapper:
         self.remove_partition_and_release_buffers(dst_fp16_params)
         pool.reset()
         for source, path in zip(src_fp32_params, paths, strict=True):
-            aligned = round_up(source.numel(), self.numel_alignment)
+            aligned = self._aligned(source.numel())
             if not pool.has_space(aligned):
                 pool.swap_out(self.aio_write_handle)
                 pool.reset()
@@ -359,7 +368,7 @@ class AsyncPartitionedParameterSwapper:
     def _handle(self) -> Any:
         from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-        arguments = handle_arguments(self.aio_config)
+        arguments = {key: self.aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
         if self.use_gds:
             return GDSBuilder().load(verbose=False).gds_handle(**arguments)
         return AsyncIOBuilder().load(verbose=False).aio_handle(**arguments)
@@ -377,24 +386,21 @@ class AsyncPartitionedParameterSwapper:
         return self.buffers.narrow(0, buffer_id * self.aligned_elements_per_buffer, self.aligned_elements_per_buffer)
 
     def _buffers_for(self, params: Sequence[Any]) -> list[torch.Tensor]:
-        for param in params:
-            self.param_id_to_numel.setdefault(param.ds_id, int(param.ds_tensor.ds_numel))
-        taken: list[Any] = []
+        buffers: dict[Any, torch.Tensor] = {}
         try:
             for param in params:
                 if param.ds_id in self.param_id_to_swap_buffer:
                     raise ValueError(f"parameter {param.ds_id} has a swap buffer already")
-                self._buffer_for(param)
-                taken.append(param.ds_id)
+                buffers[param.ds_id] = self._buffer_for(param)
         except BaseException:
-            for key in taken:
+            for key in buffers:
                 self._release_buffer(key)
             raise
-        return [self.param_id_to_swap_buffer[param.ds_id] for param in params]
+        return list(buffers.values())
 
     def _buffer_for(self, param: Any) -> torch.Tensor:
         """Return a buffer for a partition: a free one, else one that a write in flight will free, else a lease."""
-        key, aligned = param.ds_id, round_up(self.param_id_to_numel[param.ds_id], self.numel_alignment)
+        key, aligned = param.ds_id, self._aligned(self.param_id_to_numel[param.ds_id])
         fits = aligned <= self.aligned_elements_per_buffer
         if fits and not self.available_buffer_ids:
             self.synchronize_writes()
@@ -402,20 +408,17 @@ class AsyncPartitionedParameterSwapper:
             self.param_id_to_buffer_id[key] = self.available_buffer_ids.pop()
             whole = self._buffer(self.param_id_to_buffer_id[key])
         else:
-            whole = self._one_more(key, aligned)
+            shortage = (
+                f"parameter {key} needs a swap buffer of {aligned} elements: none of the {self.param_buffer_count} of "
+                f"{self.elements_per_buffer} is free or large enough, with {len(self.available_params)} parameters in memory and "
+                f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger"
+            )
+            if self.use_gds:  # leases are host memory
+                raise OutOfBuffers(shortage)
+            self._leases[key] = lease_more(buffer_pool(), aligned * self.swap_element_size, self._leases.values(), shortage)
+            whole = self._leases[key].tensor(aligned, self.dtype)
         self.param_id_to_swap_buffer[key] = whole.narrow(0, 0, aligned)
         return self.param_id_to_swap_buffer[key]
-
-    def _one_more(self, key: Any, numel: int) -> torch.Tensor:
-        shortage = (
-            f"parameter {key} needs a swap buffer of {numel} elements: none of the {self.param_buffer_count} of "
-            f"{self.elements_per_buffer} is free or large enough, with {len(self.available_params)} parameters in memory and "
-            f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger"
-        )
-        if self.use_gds:  # leases are host memory
-            raise OutOfBuffers(shortage)
-        self._leases[key] = lease_more(buffer_pool(), numel * self.swap_element_size, self._leases.values(), shortage)
-        return self._leases[key].tensor(numel, self.dtype)
 
     def _release_buffer(self, key: Any) -> None:
         self.param_id_to_swap_buffer.pop(key, None)
@@ -426,11 +429,8 @@ class AsyncPartitionedParameterSwapper:
 
     def _start_writing(self, params: Sequence[Any]) -> None:
         try:
-            swap_out_tensors(
-                self.aio_write_handle,
-                [self.param_id_to_swap_buffer[param.ds_id] for param in params],
-                [self.get_path(param) for param in params],
-            )
+            for param in params:
+                self.aio_write_handle.async_pwrite(self.param_id_to_swap_buffer[param.ds_id], self.get_path(param), 0)
         except BaseException:
             self._failed_writing = True
             raise
@@ -445,6 +445,6 @@ class AsyncPartitionedParameterSwapper:
         self._clear_inflight()
 
     def _clear_inflight(self) -> None:
-        self.inflight_params = []
-        self.inflight_swap_in_buffers = []
+        self.inflight_params: list[Any] = []
+        self.inflight_swap_in_buffers: list[torch.Tensor] = []
         self.inflight_numel = 0

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one sub-group: of each tensor that lasts, and of its gradient."""
-
-    states: tuple[int, ...]
-    gradient: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.states) + self.gradient
-
-
-@dataclass(frozen=True)
-class ResidencyPlan:
-    """For each sub-group, in the order of a step."""
-
-    resident_states: tuple[int, ...]
-    """How many of its states, from the first on, never leave memory."""
-    kept_gradients: tuple[bool, ...]
-    """Whether its gradient waits for the step in memory."""
-    gradient_bytes: int
-    """Of those gradients."""
-
-
-def plan(groups: Sequence[Footprint], limit: int) -> ResidencyPlan:
+def plan(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
     """Share ``limit`` bytes of memory between what stays and what passes through.
 
     A step goes through the sub-groups in the same order each time, so what was used last is needed last: the least recently used
@@ -39,26 +16,26 @@ def plan(groups: Sequence[Footprint], limit: int) -> ResidencyPlan:
 
     Between steps that room is idle, so gradients wait there, those needed first, as far as they leave room to have one sub-group
     read ahead.
+
+    Args:
+        states: For each sub-group, in the order of a step, the bytes of each tensor that lasts.
+        gradients: For each sub-group, the bytes of its gradient.
+        limit: Bytes of memory.
+
+    Returns:
+        How many states never leave memory, counted through all sub-groups from the first one on, and how many gradients wait for
+        the step in memory, from the first one on.
     """
-    if sum(group.total for group in groups) <= limit:
-        return ResidencyPlan(tuple(len(group.states) for group in groups), (True,) * len(groups), sum(g.gradient for g in groups))
-    passing = max(sum(group.total for group in groups[at : at + 2]) for at in range(len(groups)))
-    spare = limit - passing
-    residents = []
-    for group in groups:
-        count = 0
-        while count < len(group.states) and group.states[count] <= spare:
-            spare -= group.states[count]
-            count += 1
-        if count < len(group.states):
-            spare = 0  # in order, without gaps
-        residents.append(count)
-    resident_bytes = sum(sum(group.states[:count]) for group, count in zip(groups, residents, strict=True))
-    room = limit - resident_bytes - max(sum(group.states) for group in groups)
-    kept: list[bool] = []
-    gradient_bytes = 0
-    for group in groups:
-        keep = len(kept) == sum(kept) and gradient_bytes + group.gradient <= room
-        kept.append(keep)
-        gradient_bytes += group.gradient if keep else 0
-    return ResidencyPlan(tuple(residents), tuple(kept), gradient_bytes)
+    every_state = list(chain.from_iterable(states))
+    totals = [sum(group) + gradient for group, gradient in zip(states, gradients, strict=True)]
+    if sum(totals) <= limit:
+        return len(every_state), len(gradients)
+    passing = max(one + other for one, other in pairwise([*totals, 0]))
+    resident = _fitting(every_state, limit - passing)
+    room = limit - sum(every_state[:resident]) - max(map(sum, states))
+    return resident, _fitting(gradients, room)
+
+
+def _fitting(sizes: Iterable[int], room: int) -> int:
+    """Return how many of the sizes, from the first one on, fit into ``room`` together."""
+    return bisect_right(list(accumulate(sizes)), room)

@@ -1,25 +1,29 @@
 """Pinned buffers that are filled with tensors one after another, each of which is written to a file of its own.
 
-Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py``. Where DeepSpeed asserts, this module raises.
+Contract: DeepSpeed 0.19, ``runtime/swap_tensor/utils.py`` and ``async_swapper.py``. Where DeepSpeed asserts, this module raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepnvme.memory.alignment import padded
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.pool import Lease, buffer_pool
 
-from .environment import describe
+from .environment import Timers, describe
 
 if TYPE_CHECKING:
     import torch
 
     Parts = tuple[torch.Tensor, torch.Tensor]
     """A tensor's part of a buffer, and the elements in it that count."""
+
+ASYNC_SWAPPER_WAIT_TIMER = "async_swap_gradient_wait"
 
 
 def swap_in_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], swap_paths: Iterable[str]) -> None:
@@ -210,14 +214,16 @@ class SwapBufferPool:
             return None, None
         return self.buffers[self.current_index].allocate_tensor(swap_path, numel, aligned_numel)
 
-    def insert_tensor(self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int) -> Parts | tuple[None, None]:
+    def insert_tensor(
+        self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0
+    ) -> Parts | tuple[None, None]:
         """Copy a tensor into the current buffer, or the next one with room: see :meth:`SwapBuffer.insert_tensor`.
 
         Returns (None, None) if no buffer has room.
         """
         if not self.has_space(aligned_numel):
             return None, None
-        return self.buffers[self.current_index].insert_tensor(tensor, swap_path, aligned_numel)
+        return self.buffers[self.current_index].insert_tensor(tensor, swap_path, aligned_numel, file_offset)
 
     def has_space(self, numel: int) -> bool:
         """Make the first buffer with room for ``numel`` elements, from the current one on, the current one.
@@ -266,6 +272,128 @@ class SwapBufferPool:
 
     def _used(self) -> list[SwapBuffer]:
         return self.buffers[: self.current_index + 1]
+
+
+class AsyncTensorSwapper:
+    """Copies tensors into pinned buffers, and writes each buffer in the background once it is full. Not thread-safe.
+
+    Tensors that could not be written stay in their buffers. The method that waits for the write raises OSError with the path, and
+    the next call writes them again.
+
+    One difference from DeepSpeed's class: a tensor larger than any buffer is written in parts, where that refuses it.
+
+    Args:
+        aio_handle: Not to be used otherwise from :meth:`add_buffers` to :meth:`release_buffers`.
+        numel_alignment: File lengths are rounded up to a multiple of this many elements.
+        timers: DeepSpeed's timers, or None.
+    """
+
+    def __init__(self, aio_handle: Any, numel_alignment: int, timers: Callable[[str], Any] | None) -> None:
+        self.aio_handle = aio_handle
+        self.numel_alignment = numel_alignment
+        self.timers = timers
+        self.dtype: torch.dtype | None = None
+        self.max_numel = 0
+        self.num_elements_swapped = 0
+        self._timers = Timers(timers)
+        self._pool: SwapBufferPool | None = None
+        self._sent = 0  # how many of the pool's buffers, from the first one on, are being written
+
+    def has_buffers(self) -> bool:
+        """Return whether the swapper has buffers."""
+        return self._pool is not None
+
+    def add_buffers(self, buffer_list: Sequence[torch.Tensor]) -> None:
+        """Lend the swapper buffers, until :meth:`release_buffers`.
+
+        Args:
+            buffer_list: One-dimensional tensors of one dtype, pinned by the handle. At least one must have ``numel_alignment``
+                elements.
+
+        Raises:
+            ValueError: For other buffers, or if the swapper has buffers already.
+        """
+        if self._pool is not None:
+            raise ValueError(f"the swapper has {len(self._pool.buffers)} buffers already: release_buffers first")
+        dtypes = {buffer.dtype for buffer in buffer_list}
+        if len(dtypes) != 1 or not all(self.aio_handle.is_pinned(buffer) for buffer in buffer_list):
+            raise ValueError(f"buffers must be pinned by the handle and of one dtype, got {len(buffer_list)} of {dtypes}")
+        largest = max(buffer.numel() for buffer in buffer_list)
+        if largest < self.numel_alignment:
+            raise ValueError(f"a buffer must have at least numel_alignment = {self.numel_alignment} elements, got {largest}")
+        self.dtype = dtypes.pop()
+        self.max_numel = largest
+        self._pool = SwapBufferPool(buffer_list, self.aio_handle)
+        self._timers.names.clear()
+
+    def get_timer_names(self) -> list[str]:
+        """Return the names of the timers used since :meth:`add_buffers`."""
+        return list(self._timers.names)
+
+    def release_buffers(self) -> list[torch.Tensor]:
+        """Wait until everything is written, and return the buffers. Blocks.
+
+        Raises OSError, and keeps the buffers: call it again.
+        """
+        if self._pool is None:
+            return []
+        self._write_all(self._pool)
+        buffers = [buffer.buffer for buffer in self._pool.buffers]
+        self._pool = self.dtype = None
+        self.num_elements_swapped = 0
+        return buffers
+
+    def swap_out_tensors(self, tensor_list: Iterable[torch.Tensor], path_list: Iterable[str]) -> None:
+        """Write each tensor to its file in the background, converted to the buffers' dtype.
+
+        The tensors are copied and may be changed when this returns. Blocks only while all buffers are being written.
+
+        Args:
+            tensor_list: Tensors of any shape and dtype.
+            path_list: A path for each of them.
+
+        Raises:
+            ValueError: If the swapper has no buffers.
+            OSError: If a write has failed, of these tensors or earlier ones. The tensors before the one at which it was raised
+                were taken and are not lost; that one and those after it were not taken.
+        """
+        pool = self._pool
+        if pool is None:
+            raise ValueError("the swapper has no buffers: add_buffers first")
+        most = self.max_numel // self.numel_alignment * self.numel_alignment
+        for tensor, path in zip(tensor_list, path_list, strict=True):
+            flat = tensor.detach().reshape(-1)
+            for start in range(0, max(flat.numel(), 1), most):
+                part = flat[start : start + most]
+                aligned = padded(part.numel(), self.numel_alignment)
+                if not pool.has_space(aligned):
+                    self._write_all(pool)  # after that any part fits into the largest buffer
+                self._send(pool, pool.current_index)
+                pool.insert_tensor(part, path, aligned, file_offset=start * pool.buffers[0].buffer.element_size())
+
+    def _send(self, pool: SwapBufferPool, count: int) -> None:
+        """Start writing the first ``count`` buffers except those that are being written; some of them again after an error."""
+        while self._sent < count:
+            self._sent += 1
+            try:
+                pool.buffers[self._sent - 1].start_writing(self.aio_handle)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.aio_handle.wait()
+                self._sent = 0
+                raise
+
+    def _write_all(self, pool: SwapBufferPool) -> None:
+        """Write all buffers, wait for that, and make them free."""
+        used = pool.buffers[: pool.current_index + 1]
+        try:
+            self._send(pool, len(used))
+            with self._timers.measure(ASYNC_SWAPPER_WAIT_TIMER):
+                self.aio_handle.wait()
+        finally:
+            self._sent = 0  # after an error all are written again, because the handle does not say which of them failed
+        self.num_elements_swapped += sum(buffer.get_num_elem() for buffer in used)
+        pool.reset()
 
 
 class SwapBufferManager:

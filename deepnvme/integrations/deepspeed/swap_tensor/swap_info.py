@@ -19,9 +19,9 @@ from torch.serialization import load as torch_load  # torch.load may be deepnvme
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, check_pickle, records_of
+from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import dtype_named
 
-from .aio_config import round_up
 from .tile_cache import Tile, TileCache
 
 
@@ -143,25 +143,9 @@ class OptimizerStateSwapInfo:
         self._arrived: dict[int, int] = {}
         """The parts of the gradient that have arrived since the last step: offset -> length, in elements."""
 
-    def numel(self) -> int:
-        """Return the number of elements of the parameter."""
-        return self._numel
-
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameter."""
-        return self.parameter.dtype
-
-    def device(self) -> torch.device:
-        """Return the device of the parameter."""
-        return self.parameter.device
-
     def has_gradients(self) -> bool:
         """Return whether any part of the gradient has arrived since the last step."""
         return bool(self._arrived)
-
-    def num_tensors(self) -> int:
-        """Return the number of swapped tensors: the master weights and the swapped states."""
-        return 1 + len(self.states)
 
     def get_swap_paths(self) -> list[str]:
         """Return the paths of the files of the master weights and the swapped states."""
@@ -228,15 +212,6 @@ class OptimizerStateSwapInfo:
             else:
                 self.drop_gradient()
 
-    def release_if_swapped_out(self) -> None:
-        """Release memory that an interrupted :meth:`swap_in` has left in use. Does nothing while the sub-group is swapped in."""
-        if not self.active:
-            self._cache.release([*self.tiles(), self.gradient], write=False)
-
-    def forget(self) -> None:
-        """Drop the master weights of a parameter that is not to be swapped after all."""
-        self._cache.discard(self.master.tile)
-
     # The gradient
 
     def add_gradients(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
@@ -251,7 +226,7 @@ class OptimizerStateSwapInfo:
             for offset, tensor in zip(offsets, gradients, strict=True):
                 flat = tensor.detach().reshape(-1)
                 if in_file:
-                    content = flat.to("cpu", self.dtype())
+                    content = flat.to("cpu", self.parameter.dtype)
                     self._cache.overwrite(tile, content, offset * content.element_size())
                 else:
                     self._gradient_memory()[offset : offset + flat.numel()].copy_(flat)
@@ -380,7 +355,7 @@ class OptimizerStateSwapInfo:
         return self._tile(f"{name}-{self.param_id}", nbytes, stored)
 
     def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
-        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), round_up(nbytes, self._aligned_bytes), self.turn, stored)
+        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), padded(nbytes, self._aligned_bytes), self.turn, stored)
 
     def _gradient_memory(self) -> torch.Tensor:
         """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache
@@ -13,23 +12,11 @@ from deepnvme.transfer.block_memory import PooledMemory
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.engine import Future
+    from deepnvme.engine import Engine, Future
     from deepnvme.memory.pool import BufferPool
 
 _BUSY_BYTES = 32 << 20
 """So much in transfer keeps a drive busy. More of what nobody waits for would only slow down what somebody does."""
-
-
-class TransferEngine(Protocol):
-    """What the swapper uses of :class:`deepnvme.Engine`."""
-
-    def read(self, tensor: torch.Tensor, source: str, offset: int = 0) -> Future:
-        """Start reading a file into a tensor."""
-        ...
-
-    def write(self, tensor: torch.Tensor, target: str, offset: int = 0) -> Future:
-        """Start writing a tensor to a file."""
-        ...
 
 
 class Tile(Block):
@@ -62,8 +49,14 @@ class TileCache(BlockCache):
         limit: Bytes of leases, unless the sub-group in use alone needs more.
     """
 
-    def __init__(self, engine: TransferEngine, pool: BufferPool, limit: int) -> None:
-        memory = PooledMemory(pool, limit, functools.partial(_shortage, limit))
+    def __init__(self, engine: Engine, pool: BufferPool, limit: int) -> None:
+        def shortage(held: int, block: Block) -> str:
+            return (
+                f"the sub-group at hand needs {held} bytes of swap buffers and {block.nbytes} more; "
+                f"buffer_count allows {limit}, set it larger"
+            )
+
+        memory = PooledMemory(pool, limit, shortage)
         super().__init__(_Files(engine), memory, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
@@ -84,18 +77,10 @@ class TileCache(BlockCache):
         return (block.turn - self.turn) % self.turns
 
 
-def _shortage(limit: int, held: int, block: Block) -> str:
-    """Return the beginning of the message if the sub-group in use does not fit."""
-    return (
-        f"the sub-group at hand needs {held} bytes of swap buffers and {block.nbytes} more; buffer_count allows {limit}, "
-        "set it larger"
-    )
-
-
 class _Files:
     """The files of tiles."""
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def read(self, block: Block, buffer: torch.Tensor) -> Future:
