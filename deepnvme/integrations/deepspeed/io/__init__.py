@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .base_file_writer import BaseFileWriter
 from .fast_file_writer import FastFileWriter, FastFileWriterConfig
-from .mock_file_writer import MockFileWriter
-from .py_file_writer import PyFileWriter
+from .file_writers import BaseFileWriter, MockFileWriter, PyFileWriter
 
 __all__ = ["BaseFileWriter", "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]

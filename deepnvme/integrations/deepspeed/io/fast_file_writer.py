@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepnvme._files import naming_file
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 
 from . import constants
-from .base_file_writer import BaseFileWriter
+from .file_writers import BaseFileWriter
 
 if TYPE_CHECKING:
     import torch
@@ -129,12 +129,10 @@ class FastFileWriter(BaseFileWriter):
         """
         self._open_file()
         self._drain()
-        if whence == os.SEEK_CUR:
-            offset += self.tell()
-        elif whence == os.SEEK_END:
-            offset += os.fstat(self._open_file().fileno()).st_size
-        elif whence != os.SEEK_SET:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: os.fstat(self._open_file().fileno()).st_size}
+        if whence not in starts:
             raise ValueError(f"whence must be 0, 1 or 2, got {whence}")
+        offset += starts[whence]
         if offset < 0:
             raise ValueError(f"the position must not be negative, got {offset}")
         self._begin, self._filled, self._flushed = offset, 0, 0
@@ -171,7 +169,7 @@ class FastFileWriter(BaseFileWriter):
             nbytes = storage.nbytes()
             if save_size:
                 pieces.append(struct.pack("<q", nbytes // dtype.itemsize))
-            pieces.append(_bytes_of(storage))
+            pieces.append(flat_bytes(getattr(storage, "_untyped_storage", storage)))
         begin, end = _part(sum(map(len, pieces)), self._writers, self._rank)
         at = 0
         for piece in pieces:
@@ -302,14 +300,6 @@ class FastFileWriter(BaseFileWriter):
         self._stats[constants.AIO_SPEED_KEY] = self._speed(written, constants.AIO_WRITE_SEC_KEY)
         self._stats[constants.AIO_FILL_BUFFER_SPEED_KEY] = self._speed(written, filling)
         super()._dump_state()
-
-
-def _bytes_of(storage: Any) -> torch.Tensor:
-    """Return the bytes of an untyped or typed storage as a tensor that shares its memory."""
-    import torch
-
-    untyped = getattr(storage, "_untyped_storage", storage)
-    return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
 
 
 def _part(nbytes: int, parts: int, number: int) -> tuple[int, int]:
