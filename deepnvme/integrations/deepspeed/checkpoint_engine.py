@@ -5,7 +5,6 @@ DeepSpeed is imported only by :func:`replacements`.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from deepnvme.checkpoint.loading import load
 from deepnvme.checkpoint.saving import save
 from deepnvme.checkpoint.storage_placement import MapLocation
 
-from .replacement import Replacement, attribute, module
+from .replacement import Replacement, around, module
 
 _PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optimize_dp_state")
 
@@ -107,16 +106,13 @@ def replacements() -> Iterator[Replacement]:
 
     Raises UnknownShape if one of these modules does not have it, or its parameters differ.
     """
-    places = [module(f"deepspeed.runtime.{name}") for name in ("engine", "checkpoint_engine", "checkpoint_engine.utils")]
-    theirs = attribute(places[-1], "create_checkpoint_engine", _PARAMETERS)
+    for name in ("engine", "checkpoint_engine", "checkpoint_engine.utils"):
+        yield around(module(f"deepspeed.runtime.{name}"), "create_checkpoint_engine", _create_checkpoint_engine, _PARAMETERS)
 
-    @functools.wraps(theirs)
-    def create_checkpoint_engine(config_params: Any, *arguments: Any, **named: Any) -> Any:
-        writer = config_params.checkpoint_config["writer"] if config_params is not None else None
-        if writer is not None and writer["type"] == "FAST" and not writer["decoupled"]:
-            return NVMeCheckpointEngine(config_params)
-        return theirs(config_params, *arguments, **named)
 
-    for place in places:
-        attribute(place, "create_checkpoint_engine", _PARAMETERS)
-        yield Replacement(place, "create_checkpoint_engine", create_checkpoint_engine)
+def _create_checkpoint_engine(own: Any, config_params: Any, *arguments: Any, **named: Any) -> Any:
+    """Return our engine in place of DeepSpeed's fast writer, and otherwise DeepSpeed's own."""
+    writer = config_params.checkpoint_config["writer"] if config_params is not None else None
+    if writer is not None and writer["type"] == "FAST" and not writer["decoupled"]:
+        return NVMeCheckpointEngine(config_params)
+    return own(config_params, *arguments, **named)

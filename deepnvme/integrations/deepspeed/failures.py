@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .replacement import Replacement, attribute, module
+from .replacement import Replacement, around, attribute, module
 
 _logger = logging.getLogger(__name__)
 
@@ -43,28 +42,23 @@ def replacements() -> Iterator[Replacement]:
         place, _, name = path.rpartition(".")
         owner = attribute(module(place), name)
         for method in names:
-            yield Replacement(owner, method, _shared(attribute(owner, method)))
+            yield around(owner, method, _sharing_failures)
 
 
-def _shared(own: Any) -> Any:
-    """Return a method that reports its OSErrors to all ranks, and raises another rank's in place of a RuntimeError."""
-
-    @functools.wraps(own)
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        try:
-            result = own(self, *arguments, **named)
-        except (OSError, RuntimeError) as error:
-            ranks = _ranks_of_this_process()
-            if ranks is not None and isinstance(error, OSError):
-                ranks.tell(error)
-            elif ranks is not None and (failure := ranks.failure()) is not None:
-                raise failure from error
-            raise
-        if own.__name__ == "__init__":
-            _ranks_of_this_process()  # starts the thread that watches for failures
-        return result
-
-    return method
+def _sharing_failures(own: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a method; report its OSErrors to all ranks, and raise another rank's in place of a RuntimeError."""
+    try:
+        result = own(*arguments, **named)
+    except (OSError, RuntimeError) as error:
+        ranks = _ranks_of_this_process()
+        if ranks is not None and isinstance(error, OSError):
+            ranks.tell(error)
+        elif ranks is not None and (failure := ranks.failure()) is not None:
+            raise failure from error
+        raise
+    if own.__name__ == "__init__":
+        _ranks_of_this_process()  # starts the thread that watches for failures
+    return result
 
 
 class RankFailures:

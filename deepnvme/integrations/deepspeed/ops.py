@@ -16,7 +16,7 @@ import torch
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
 from deepnvme.version import __version__
 
-from .replacement import Replacement, UnknownShape, attribute, module
+from .replacement import Replacement, UnknownShape, around, attribute, module
 
 
 def replacements() -> Iterator[Replacement]:
@@ -42,9 +42,9 @@ def replacements() -> Iterator[Replacement]:
     op = AsyncIOBuilder().load()
     pins = types.SimpleNamespace(pin_handle=PinHandle)
     yield Replacement(pin_memory, "load", lambda self, verbose=False: pins)
-    kind = type(accelerator)
-    is_pinned = attribute(kind, "is_pinned", ("tensor",))
-    yield Replacement(kind, "is_pinned", lambda self, tensor: is_pinned(self, tensor) or _recorded(op, tensor))
+    yield around(
+        type(accelerator), "is_pinned", lambda own, self, tensor: own(self, tensor) or _recorded(op, tensor), ("tensor",)
+    )
     yield from _compatible_ops()
 
 
@@ -54,36 +54,30 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
     ``load`` falls back to DeepSpeed's own op if ours cannot be loaded. DeepSpeed's op then says what it lacks itself. It links
     with DeepSpeed's pin_memory op, which ``before_theirs`` loads.
     """
-    load = attribute(theirs, "load", ("verbose",))
-    jit_load = attribute(theirs, "jit_load", ("verbose",))
-    is_compatible = attribute(theirs, "is_compatible", ("verbose",))
     warned = False
 
-    def loads(own: Any) -> Any:
-        def load(self: Any, verbose: bool = False) -> Any:
-            nonlocal warned
-            try:
-                return ours.load(verbose)
-            except RuntimeError as error:
-                if not warned:
-                    warned = True
-                    warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=2)
-                before_theirs()
-                return own(self, verbose)
+    def load(own: Any, self: Any, verbose: bool = False) -> Any:
+        nonlocal warned
+        try:
+            return ours.load(verbose)
+        except RuntimeError as error:
+            if not warned:
+                warned = True
+                warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=3)
+            before_theirs()
+            return own(self, verbose)
 
-        return load
-
-    def compatible(self: Any, verbose: bool = False) -> bool:
+    def is_compatible(own: Any, self: Any, verbose: bool = False) -> bool:
         compiled = not ours.lacking() and ours.existing_build() is not None
         if not ours.is_compatible(verbose) and not compiled:
-            return bool(is_compatible(self, verbose))
+            return bool(own(self, verbose))
         if verbose:  # called by ds_report
             print(f" [INFO]  {ours.NAME} is that of deepnvme {__version__}")
         return True
 
-    yield Replacement(theirs, "load", loads(load))
-    yield Replacement(theirs, "jit_load", loads(jit_load))
-    yield Replacement(theirs, "is_compatible", compatible)
+    yield around(theirs, "load", load, ("verbose",))
+    yield around(theirs, "jit_load", load, ("verbose",))
+    yield around(theirs, "is_compatible", is_compatible, ("verbose",))
 
 
 class PinHandle:
@@ -95,16 +89,10 @@ class PinHandle:
     """
 
     def __init__(self) -> None:
-        self._handle = AsyncIOBuilder().load().aio_handle()
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return a pinned CPU tensor of ``num_elem`` elements, with the dtype of ``example_tensor``."""
-        locked: torch.Tensor = self._handle.new_cpu_locked_tensor(num_elem, example_tensor)
-        return locked
-
-    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        """Unpin a tensor of :meth:`new_cpu_locked_tensor`, and return whether it was one."""
-        return bool(self._handle.free_cpu_locked_tensor(locked_tensor))
+        handle = AsyncIOBuilder().load().aio_handle()
+        self.new_cpu_locked_tensor: Callable[[int, torch.Tensor], torch.Tensor] = handle.new_cpu_locked_tensor
+        self.free_cpu_locked_tensor: Callable[[torch.Tensor], bool] = handle.free_cpu_locked_tensor
+        self.is_pinned: Callable[[torch.Tensor], bool] = handle.is_pinned
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """Unpin the memory of :meth:`new_cpu_locked_tensor` at this address, and return whether there was any.
@@ -113,10 +101,6 @@ class PinHandle:
         """
         first = torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8)
         return self.free_cpu_locked_tensor(first)
-
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Return whether a tensor's memory is pinned, by this handle or another one."""
-        return bool(self._handle.is_pinned(buffer))
 
 
 def _recorded(op: Any, tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -67,6 +68,24 @@ class Replacement(NamedTuple):
                 setattr(self.owner, self.name, before)
 
         return undo
+
+
+def around(owner: Any, name: str, function: Callable[..., Any], parameters: Iterable[str] | None = None) -> Replacement:
+    """Return the replacement of a function or method by one of ours that may call it.
+
+    Args:
+        owner: The module or class.
+        name: Name of the function or method.
+        function: Called in its place, with DeepSpeed's own before the other arguments.
+        parameters: As for :func:`attribute`, which raises UnknownShape.
+    """
+    own = attribute(owner, name, parameters)
+
+    @functools.wraps(own)
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        return function(own, *arguments, **named)
+
+    return Replacement(owner, name, replaced)
 
 
 def set_all(replacements: Iterable[Replacement]) -> contextlib.ExitStack:

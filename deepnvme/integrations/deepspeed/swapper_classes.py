@@ -24,7 +24,7 @@ import torch
 from deepnvme.store.directory_lock import lock
 
 from . import swap_tensor as zero
-from .replacement import Replacement, attribute, module
+from .replacement import Replacement, around, attribute, module
 from .swap_tensor.environment import rank
 
 _logger = logging.getLogger(__name__)
@@ -51,10 +51,12 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
         theirs = attribute(stage3, name, _OPTIMIZER)
         yield Replacement(stage3, name, _optimizer_swapper(getattr(zero, name) if ours else theirs))
     stage3_optimizer = attribute(stage3, "DeepSpeedZeroOptimizer_Stage3")
-    configure = attribute(stage3_optimizer, "_configure_tensor_swapping", _SWAPPING)
     partition_grads = attribute(stage3_optimizer, "partition_grads")
+    configure = around(
+        stage3_optimizer, "_configure_tensor_swapping", functools.partial(_with_last_gradients, partition_grads), _SWAPPING
+    )
     if ours:
-        yield Replacement(stage3_optimizer, "_configure_tensor_swapping", _with_last_gradients(configure, partition_grads))
+        yield configure
     partition_parameters = module("deepspeed.runtime.zero.partition_parameters")
     theirs = attribute(partition_parameters, "AsyncPartitionedParameterSwapper", _PARAMETERS)
     kind = _parameter_swapper(zero.AsyncPartitionedParameterSwapper if ours else theirs)
@@ -80,21 +82,16 @@ def _parameter_swapper(base: Any) -> type:
     return _derived(base, __init__)
 
 
-def _with_last_gradients(theirs: Any, partition_grads: Any) -> Any:
-    """Return a ``_configure_tensor_swapping`` that gives our swapper access to stage 3's own gradient buffers.
+def _with_last_gradients(partition_grads: Any, own: Any, stage3_optimizer: Any, *arguments: Any, **named: Any) -> None:
+    """Run stage 3's ``_configure_tensor_swapping``, and give our swapper access to stage 3's own gradient buffers.
 
     These hold each parameter's gradient until the next one arrives. DeepSpeed's swappers keep gradients in their files instead.
     Either way, a parameter that a backward does not reach is stepped with its last gradient.
     """
-
-    @functools.wraps(theirs)
-    def _configure_tensor_swapping(self: Any, offload_optimizer_config: Any, aio_config: Any) -> None:
-        theirs(self, offload_optimizer_config, aio_config)
-        stage3 = weakref.ref(self)
-        self.optimizer_swapper.last_gradients = functools.partial(_last_gradients, stage3)
-        self.partition_grads = functools.partial(_partition_grads, stage3, partition_grads)
-
-    return _configure_tensor_swapping
+    own(stage3_optimizer, *arguments, **named)
+    stage3 = weakref.ref(stage3_optimizer)
+    stage3_optimizer.optimizer_swapper.last_gradients = functools.partial(_last_gradients, stage3)
+    stage3_optimizer.partition_grads = functools.partial(_partition_grads, stage3, partition_grads)
 
 
 def _partition_grads(
@@ -132,22 +129,6 @@ def _derived(base: type, __init__: Any) -> type:
     return type(base.__name__, (base,), own)
 
 
-class _Held:
-    """Keeps a lock file open until this object is dropped.
-
-    If an interrupt ends ``__del__``, the file still closes, because ``io.FileIO`` closes itself.
-    """
-
-    def __init__(self, path: str) -> None:
-        with contextlib.suppress(FileExistsError):
-            io.FileIO(path, "x").close()
-        self.file = io.FileIO(path)  # read-only: the file may be another user's, and not writable
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            self.file.close()
-
-
 def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
     """Return a folder that no other swapper of this kind and rank uses: ``nvme_path``, or else the first free ``job-N`` in it.
 
@@ -158,12 +139,15 @@ def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
         folder = os.path.join(nvme_path, f"job-{number + 1}") if number else os.fspath(nvme_path)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"deepnvme-{kind}-rank{rank()}.lock")
-        held = _Held(path)
+        with contextlib.suppress(FileExistsError):
+            io.FileIO(path, "x").close()
+        file = io.FileIO(path)  # read-only: the file may be another user's, and not writable
+        weakref.finalize(swapper, file.close)
         try:
-            lock(held.file.fileno(), fcntl.LOCK_EX, Path(path))
+            lock(file.fileno(), fcntl.LOCK_EX, Path(path))
         except BlockingIOError:
+            file.close()
             continue
-        swapper._held = held
         if number:
             _logger.warning("'%s' is in use by another job: this one has its %s in '%s'", nvme_path, kind, folder)
         return folder
