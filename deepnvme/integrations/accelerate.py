@@ -11,6 +11,7 @@ transformers' ``from_pretrained``. The ``Streaming`` object that ``stream`` retu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -108,10 +109,10 @@ def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = Non
         return own
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
-    kept = {name: weight for name, weight in weights_of(model).items() if index is None or name not in index}
+    kept = {name: weight for name, weight in weights_of(model).items() if name not in index}
     if device is not None and torch.device(device).type == "meta":
         device = None
-    return _Hook(index or {}, offload_dir, kept, device, enabled).attach(model)
+    return _Hook(index, offload_dir, kept, device, enabled).attach(model)
 
 
 def dispatch_model(
@@ -143,11 +144,11 @@ def dispatch_model(
         if not others and offload_dir is not None:
             index = offload_index if offload_index is not None else _index_in(offload_dir)
             weights = weights_of(model)
-            kept = {name: weight for name, weight in weights.items() if index is None or name not in index or _is_there(weight)}
+            kept = {name: weight for name, weight in weights.items() if name not in index or _is_there(weight)}
             kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
-            on_cpu = [name for name in weights if _placed(name, device_map) != "disk"]
+            on_cpu = [name for name in weights if _device_of(name, device_map) != "disk"]
             device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
-            _Hook(index or {}, offload_dir, kept, device, enabled, on_cpu).attach(model)
+            _Hook(index, offload_dir, kept, device, enabled, on_cpu).attach(model)
             model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # transformers reads it
             return model
         obstacle = "no offload_folder (of accelerate: offload_dir) is given to put the store in"
@@ -326,22 +327,18 @@ def _crc32(path: str) -> int:
     return crc
 
 
-def _index_in(folder: Any) -> Mapping[str, Any] | None:
-    """Return the offload index that accelerate wrote to the folder, or None if there is none."""
-    try:
+def _index_in(folder: Any) -> Mapping[str, Any]:
+    """Return the offload index that accelerate wrote to the folder; an empty one if there is none."""
+    with contextlib.suppress(FileNotFoundError):
         return read_offload_index(Path(folder, "index.json"))
-    except FileNotFoundError:
-        return None
+    return {}
 
 
-def _placed(name: str, device_map: Mapping[str, Any]) -> str | None:
-    """Return the device that the map gives for the innermost module that contains the weight; None if it names none."""
-    parts = name.split(".")
-    for count in range(len(parts), -1, -1):
-        prefix = ".".join(parts[:count])
-        if prefix in device_map:
-            return str(device_map[prefix])
-    return None
+def _device_of(name: str, device_map: Mapping[str, Any]) -> str:
+    """Return the device that the map gives for the weight, or for the innermost module that contains it and is in the map."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return str(device_map.get(name))
 
 
 def _options() -> _Options | None:
