@@ -193,7 +193,7 @@ class Destination:
         """Do what follows publication; here nothing. An error of this step says that the file is saved."""
 
     def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
-        """Publish a file. Blocks.
+        """Write a file and give it its name when it is whole. Blocks.
 
         Args:
             nbytes: Size of the file in bytes.

@@ -183,11 +183,11 @@ class StoragePlacement(io.RawIOBase):
     # Called by torch's reader.
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: the file can be read from."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True: the file can be positioned with :meth:`seek`."""
         return True
 
     def tell(self) -> int:

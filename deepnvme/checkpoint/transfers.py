@@ -159,7 +159,7 @@ class ByteRange(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes in the range."""
         ...
 
 

@@ -113,7 +113,7 @@ class BufferPool:
 
     @property
     def budget(self) -> int:
-        """The budget, in bytes."""
+        """Bytes that leases and free memory kept for reuse may take together."""
         return self._chunks.budget
 
     @property
@@ -122,7 +122,7 @@ class BufferPool:
         return len(self._waiting)
 
     def set_budget(self, nbytes: int) -> None:
-        """Change the budget (bytes).
+        """Change the budget, and unpin free memory beyond it.
 
         Leases stay valid if the budget falls below what is in use; nothing new is leased until enough was given back.
 

@@ -50,7 +50,7 @@ class GradientHooks:
                 self._handles[param] = handle
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -115,7 +115,7 @@ class _Stopwatch:
 
 @dataclass
 class StepTimes:
-    """What one step took."""
+    """How long one step computed and waited, and what it transferred."""
 
     begun: float | None = None
     """``time.perf_counter()`` when work for the step began; None before."""

@@ -33,7 +33,7 @@ class ParamSlice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the slice."""
         return self.end - self.begin
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ExtentMap:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
+        """Bytes of all allocated extents together."""
         return self._end - self._free
 
     def take(self, length: int) -> int:

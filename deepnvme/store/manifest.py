@@ -160,7 +160,7 @@ def second_line(kind: tuple[str, int], data: bytes) -> str:
 
 
 def join(directory: Path, membership: StoreMembership) -> None:
-    """Write the directory's membership."""
+    """Write the directory's membership, replacing any other, atomically and durably."""
     _replace(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
 
 

@@ -135,7 +135,7 @@ class TensorStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors together, as they are in memory."""
         return self._look(lambda catalog: sum(entry.newest.info.nbytes for entry in catalog.entries.values()))
 
     @property

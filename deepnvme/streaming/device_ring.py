@@ -65,7 +65,7 @@ class DeviceSlot:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Bytes. ValueError after release."""
+        """The memory as a one-dimensional uint8 tensor. Raises ValueError after release."""
         if self._computed is not None:
             raise ValueError("the slot was released: use its buffer before")
         return self._buffer

@@ -154,11 +154,13 @@ class PinnedSlot:
 
     @property
     def buffer(self) -> torch.Tensor:
+        """The memory as a one-dimensional uint8 tensor. Raises ValueError after release."""
         if not hasattr(self, "_buffer"):
             raise ValueError("the slot was released: use its buffer before")
         return self._buffer
 
     def release(self, after: Ending | None = None) -> None:
+        """Give the memory back to the ring, when ``after`` has ended if that is given. Never blocks."""
         self._taken.after = after
         del self._buffer
 

@@ -46,7 +46,7 @@ class ReadOnly:
     """Base of backings whose blocks are never changed."""
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Raise RuntimeError."""
+        """Raise RuntimeError: these blocks have no newer bytes to write."""
         raise RuntimeError(f"{block!r} cannot be written: it is read only")
 
 

@@ -25,7 +25,7 @@ class OwnMemory:
         self.nbytes = buffer.nbytes
 
     def release(self, after: Ending | None = None) -> None:
-        """Do nothing."""
+        """Do nothing: the memory is freed with the last tensor over it."""
 
 
 class PooledMemory:

@@ -22,7 +22,7 @@ from deepnvme.ops import load_async_io
 
 
 class Pickled(NamedTuple):
-    """A pickled object."""
+    """An object pickled as torch.save does, its storages beside it."""
 
     stream: bytes
     """The pickle."""

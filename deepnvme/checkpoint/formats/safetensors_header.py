@@ -141,7 +141,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> Header:
 
 
 class WrongHeader(ValueError):
-    pass
+    """A header or an index that is malformed or contradicts itself. The message does not name the file."""
 
 
 _LONGEST_ENTRY = 64 << 10
@@ -200,7 +200,7 @@ class JsonText:
             last = self._take(_NEXT)[1]
 
     def string(self) -> str:
-        """Read a string."""
+        """Return the JSON string that comes next, and pass it."""
         if not self._text.startswith('"', self._at):
             raise WrongHeader(f"its header is no JSON: expected a string at character {self._at}")
         value, self._at = scanstring(self._text, self._at + 1, True)
@@ -253,6 +253,16 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def parse_header(text: bytes, data: int, size: int) -> Header:
+    """Parse a header, and check that its tensors cover the file's data without gaps.
+
+    Args:
+        text: The header, without its length.
+        data: Where the data of tensors begins, in bytes from the start of the file.
+        size: Bytes of the file.
+
+    Raises:
+        WrongHeader: If the header is malformed, or is not that of a file of this size.
+    """
     try:
         tensors = sorted(tensor_entries(JsonText(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
     except WrongHeader:
@@ -274,6 +284,15 @@ def parse_header(text: bytes, data: int, size: int) -> Header:
 
 
 def tensor_entries(header: JsonText, data: int) -> dict[str, TensorEntry]:
+    """Return the tensors of a header by name, their offsets counted from the start of the file.
+
+    Args:
+        header: The header, at its beginning. It is read to its end.
+        data: Where the data of tensors begins, in bytes from the start of the file.
+
+    Raises:
+        WrongHeader: If the header is malformed.
+    """
     entries: dict[str, TensorEntry] = {}
     metadata: set[str] | None = None
     for name, usual in header.members(_USUAL):

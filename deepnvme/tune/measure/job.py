@@ -129,7 +129,7 @@ class Timing:
 
     @property
     def gb_per_second(self) -> float:
-        """10^9 bytes per second."""
+        """Bandwidth in units of 10^9 bytes per second."""
         return self.nbytes / self.seconds / 1e9
 
     @property

@@ -92,6 +92,7 @@ class SeveralProcesses:
         self._replies()  # each has made its member
 
     def call(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of all members at once, and return their results in order. Blocks."""
         for connection in self._connections:
             with contextlib.suppress(ConnectionError):  # from a process that has died: _replies() raises the error
                 connection.send((method, arguments))
