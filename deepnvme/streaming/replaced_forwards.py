@@ -92,7 +92,7 @@ class StreamedForwards:
         """Held during a call of the model or of a block."""
         self._owner = 0  # identifier of the thread that holds the lock for a call; 0 if none does
         self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
-        self._in_use: dict[str, None] = {}  # extents between ExtentCache.take and give_back, in the order of taking
+        self._in_use: dict[str, bool] = {}  # extents whose blocks are running -> whether ExtentCache.take was called for that
         self._there: set[str] = set()  # resident extents whose weights are assigned to the model's modules
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._ended = False
@@ -259,26 +259,32 @@ class StreamedForwards:
         for extent in wanted:
             self._order.note(extent)
             self._uses[extent] += 1
-        before = self._cache.seconds_waited
-        try:
-            memories = self._cache.take(wanted, self._order.predict())
-        except OutOfBuffers as error:
-            raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
-        if self._cache.seconds_waited != before:
-            self._tally.stalls[block] += self._cache.seconds_waited - before
-        for extent, memory in zip(wanted, memories, strict=True):
-            self._in_use[extent] = None
-            there = extent in self._there
-            changed = self._weights.changed(extent) if there else self._weights.replaced(extent)
+        taken = self._take(block, [extent for extent in wanted if extent not in self._there])
+        for extent in wanted:
+            self._in_use[extent] = extent in taken
+            changed = self._weights.replaced(extent) if extent in taken else self._weights.changed(extent)
             if changed:
                 raise RuntimeError(
                     f"{', '.join(map(repr, changed))} of {block!r} had been changed, moved or cast: that cannot be done to a"
                     " model whose weights are streamed, and later calls see what is on the drive"
                 )
-            if not there:
-                self._weights.put(extent, memory)
+            if extent in taken:
+                self._weights.put(extent, taken[extent])
                 if self._cache.is_resident(extent):
                     self._there.add(extent)
+
+    def _take(self, block: str, extents: list[str]) -> dict[str, torch.Tensor]:
+        """Return the memory of these extents when they have been read, and begin to read what will follow."""
+        if not extents:  # weights that stay in the modules need no memory, so that what is expected remains the same
+            return {}
+        before = self._cache.seconds_waited
+        try:
+            memories = self._cache.take(extents, self._order.predict())
+        except OutOfBuffers as error:
+            raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
+        if self._cache.seconds_waited != before:
+            self._tally.stalls[block] += self._cache.seconds_waited - before
+        return dict(zip(extents, memories, strict=True))
 
     def _leave(self, depth: int) -> list[str]:
         """Give back the extents that the ``depth`` outermost running blocks do not need.
@@ -295,8 +301,9 @@ class StreamedForwards:
                     # Discarded before the removal: if interrupted between the two, removed weights would count as changed.
                     self._there.discard(extent)
                     self._weights.remove(extent)
-                del self._in_use[extent]
-                self._cache.give_back([extent], changed=bool(found))
+                if found or self._in_use[extent]:
+                    self._cache.give_back([extent], changed=bool(found))
+                del self._in_use[extent]  # last: what was interrupted before is repeated
                 changed += found
         return changed
 
