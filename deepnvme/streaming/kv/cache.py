@@ -114,9 +114,7 @@ class OffloadedCache(DynamicCache):
         self._updated: set[int] = set()  # indices of the layers that the current forward has updated
         Cache.__init__(self, layers=layers)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """Append positions to a layer, and return the keys and values for attention: see :meth:`OffloadedLayer.update`."""
         layer: Any = self.layers[layer_idx]
         if isinstance(layer, OffloadedLayer):
@@ -154,9 +152,7 @@ class OffloadedCache(DynamicCache):
     def __enter__(self) -> OffloadedCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -208,9 +204,7 @@ def offloaded_cache(
     """
     if not config.is_encoder_decoder:
         return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
-    half = functools.partial(
-        OffloadedCache, config, where, path=path, memory_budget=memory_budget // 2, prefetch=prefetch
-    )
+    half = functools.partial(OffloadedCache, config, where, path=path, memory_budget=memory_budget // 2, prefetch=prefetch)
     return EncoderDecoderCache(half(), half())
 
 
@@ -255,9 +249,7 @@ def offload_kv(
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
-        cache = offloaded_cache(
-            model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch
-        )
+        cache = offloaded_cache(model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
         with contextlib.ExitStack() as ending:
             ending.callback(close_cache, cache)
             result = generate(*args, **{**kwargs, "past_key_values": cache})
@@ -291,7 +283,7 @@ def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
     if where not in ("cpu", "nvme"):
         raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
     if (path is None) == (where == "nvme"):
-        raise ValueError(f"path is a directory on the drive for \"nvme\", and None for \"cpu\", got {path!r} for {where!r}")
+        raise ValueError(f'path is a directory on the drive for "nvme", and None for "cpu", got {path!r} for {where!r}')
     if memory_budget < 0 or (memory_budget and where == "cpu"):
         raise ValueError(f'memory_budget must be 0 or more, and is for "nvme" only, got {memory_budget} for {where!r}')
     if prefetch < 0:

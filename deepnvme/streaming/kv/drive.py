@@ -6,17 +6,14 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.lease import Computed, Ending, Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
@@ -87,17 +84,28 @@ class KVDrive:
         """Which layer :meth:`whole` has been made for, and filled with."""
         self._closed = False
         self._broken: BaseException | None = None
-        self._store = None if path is None else _open(Path(path), self.engine)
-        self.cache = BlockCache(_Chunks(self._store), self._memory, retain=False, write_bytes=_WRITING)
+        self.store = None if path is None else _open(Path(path), self.engine)
+        """Has the chunks' bytes; None for a cache that has nothing on a drive."""
+        self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 
-    def changing(self, layer: int | None = None) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def changing(self, layer: int | None = None) -> Iterator[None]:
         """Around what changes a layer: after an error in it layers may not fit each other any more, and nothing uses them.
 
         ``layer``: whose :meth:`whole` is let go of. Raises RuntimeError on entering after an error, which is its cause, until
         :meth:`mend`; ValueError once closed.
         """
-        return _Changing(self, layer)
+        self.check()
+        self._broken = _INTERRUPTED  # from here to the end, whatever interrupts it
+        try:
+            if self.shown is not None and self.shown[0] == layer:
+                self.let_go()
+            yield
+        except BaseException as error:
+            self._broken = _without_traceback(error)
+            raise
+        self._broken = None
 
     def check(self) -> None:
         """Raise what :meth:`changing` raises on entering."""
@@ -116,11 +124,11 @@ class KVDrive:
     def mend(self) -> None:
         """All layers are empty. What is on the drive for none of them, after an interrupt say, goes."""
         self.cache.clear()
-        if self._store is not None:
+        if self.store is not None:
             kept = {chunk.name for chunks in self.chunks for chunk in chunks}
-            for name in self._store.names():
+            for name in self.store.names():
                 if name not in kept:
-                    self._store.delete(name)
+                    self.store.delete(name)
         self.let_go()
         self._broken = None
 
@@ -163,11 +171,11 @@ class KVDrive:
 
     def delete(self, layer: int, index: int) -> None:
         """Give the place of the layer's chunk on the drive back."""
-        assert self._store is not None
+        assert self.store is not None
         chunk = self.chunks[layer].pop(index)
         self.cache.discard(chunk)
-        if chunk.name in self._store:  # it may not have been written
-            self._store.delete(chunk.name)
+        if chunk.name in self.store:  # it may not have been written
+            self.store.delete(chunk.name)
 
     def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
         """Memory for a layer as attention sees it. What was given before goes to others, unless somebody still has it."""
@@ -190,18 +198,14 @@ class KVDrive:
             self._whole.release()
             self._whole = None
 
-    def resident(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """Memory for what is not on the drive: pinned where it goes to a device and comes from there."""
-        return empty_aligned(nbytes) if device.type == "cpu" else self.engine.empty_pinned(nbytes, torch.uint8)
-
     def close(self) -> None:
         """Wait for what is under way, and remove the files. Idempotent."""
         self._closed = True
         self.cache.clear()
         self.let_go()
-        if self._store is not None:
+        if self.store is not None:
             with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
-                self._store.close()
+                self.store.close()
         self.engine.close()
         self.pool.trim()
 
@@ -284,26 +288,6 @@ class _Staged:
     def release(self, after: Ending | None = None) -> None:
         device, self._chunk.copied_to = self._chunk.copied_to, None
         self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else after)
-
-
-class _Changing(AbstractContextManager[None]):
-    """See :meth:`KVDrive.changing`. A change counts as broken off from its beginning to its end, whatever interrupts it."""
-
-    def __init__(self, drive: KVDrive, layer: int | None) -> None:
-        self._drive = drive
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        drive = self._drive
-        drive.check()
-        drive._broken = _INTERRUPTED
-        if drive.shown is not None and drive.shown[0] == self._layer:
-            drive.let_go()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._drive._broken = None if error is None else _without_traceback(error)
 
 
 _INTERRUPTED = KeyboardInterrupt("a change was interrupted")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from deepnvme.memory.host import empty_aligned
+
 from .drive import CHUNK_BYTES, KVChunk, KVDrive
-from .memory import KVShape, Pair, Strip, in_one_thread
+from .memory import KVShape, Pair, Strip, in_one_thread, part_of
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -32,9 +35,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._drive = drive
         self._index = index
         self._always_streamed = self.streamed = streamed
-        self._form: KVShape | None = None
         self._device = torch.device("cpu")
-        self._newest: Strip | None = None
+        self._strip: Strip | None = None  # the newest positions, in memory; None until the first
         self._first = 0
         self._length = 0
         self._changes = 0
@@ -48,7 +50,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shape, dtype and device of the keys and values are known."""
-        return self._form is not None
+        return self._strip is not None
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -56,12 +58,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         Reads what is on the drive. The tensor is valid only until another layer is used.
         """
-        return None if self._form is None else self._all()[0]
+        return None if self._strip is None else self._all()[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """Values of all positions kept; as ``keys``."""
-        return None if self._form is None else self._all()[1]
+        return None if self._strip is None else self._all()[1]
 
     def get_seq_length(self) -> int:
         """Return the number of positions seen so far, those that have left the window included."""
@@ -96,14 +98,11 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         form = KVShape.of(key_states, value_states)
         self._device = key_states.device
-        self._newest = Strip(form, self._memory, self._length)
-        self._form = form
+        self._strip = Strip(form, self._memory, self._length)
 
     # Changing the content.
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Append new positions, and return all keys and values that attention sees.
 
         Reads earlier positions from the drive, and starts writing new ones. Blocks for the reads.
@@ -126,7 +125,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise RuntimeError("an offloaded cache keeps nothing that autograd needs: call the model under torch.no_grad()")
         if self._length == 0:
             self.lazy_initialization(key_states, value_states)
-        newest = self._fitting(key_states, value_states)
+        self._check_fit(key_states, value_states)
+        newest = self._newest
         with self._drive.changing(self._index):
             seen, new = self._seen_from(), key_states.shape[2]
             end = self._length + new
@@ -177,7 +177,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def drop(self) -> None:
         """Release the layer's memory; it holds no positions afterwards. Does not touch the drive."""
-        self._form = self._newest = None
+        self._strip = None
         self._first = self._length = self._changes = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -186,8 +186,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch ``repeats`` times: see :meth:`batch_select_indices`."""
-        if self._form is not None:
-            self.batch_select_indices(torch.arange(self._form.batch).repeat_interleave(repeats))
+        if self._strip is not None:
+            self.batch_select_indices(torch.arange(self._strip.form.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Select and reorder rows of the batch; a row may be selected several times.
@@ -197,13 +197,13 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             indices: Numbers of the rows, on any device.
         """
-        if self._length == 0 or self._form is None or self._newest is None:
+        if self._length == 0:
             return
-        rows = torch.arange(self._form.batch)[indices.cpu()]
-        if torch.equal(rows, torch.arange(self._form.batch)):
+        present = torch.arange(self._newest.form.batch)
+        rows = present[indices.cpu()]
+        if torch.equal(rows, present):
             return
         with self._drive.changing(self._index):
-            self._form = self._form.with_batch(len(rows))
             self._newest.select(rows)
             for chunk in self._chunks:
                 chunk.rows = rows if chunk.rows is None else chunk.rows[rows]
@@ -214,19 +214,19 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def resident_bytes(self) -> int:
         """Bytes of memory for positions that are not on the drive, including memory reserved for more."""
-        return 0 if self._newest is None else self._newest.nbytes
+        return 0 if self._strip is None else self._strip.nbytes
 
     def resident_bytes_with(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Return what ``resident_bytes`` would be after appending these states to a layer that is not streamed."""
-        strip = Strip(KVShape.of(key_states, value_states), self._memory, 0) if self._newest is None else self._newest
+        strip = self._strip or Strip(KVShape.of(key_states, value_states), self._memory, 0)
         return strip.nbytes_with(key_states.shape[2])
 
     def stream(self) -> None:
         """Move the layer to the drive for good: write all positions that fill chunks, and later ones as they fill chunks."""
         self.streamed = True
-        if self._newest is not None:
+        if self._strip is not None:
             with self._drive.changing():
-                self._store_newest(self._newest)
+                self._store_newest()
 
     @property
     def _chunks(self) -> list[KVChunk]:
@@ -236,28 +236,32 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return the first position that attention sees together with the next new one."""
         return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
 
-    def _fitting(self, keys: torch.Tensor, values: torch.Tensor) -> Strip:
-        """Return the newest positions, to which these states can be appended. Raises ValueError if they do not fit."""
-        assert self._form is not None
-        assert self._newest is not None
-        if KVShape.of(keys, values) != self._form or keys.device != self._device:
+    @property
+    def _newest(self) -> Strip:
+        """The newest positions, in memory. Only of a layer that is initialized."""
+        assert self._strip is not None
+        return self._strip
+
+    def _check_fit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise ValueError if these states cannot be appended to the positions before."""
+        form = self._newest.form
+        if KVShape.of(keys, values) != form or keys.device != self._device:
             got = f"{KVShape.of(keys, values)} on {keys.device}"
-            held = f"{self._form} on {self._device}"
+            held = f"{form} on {self._device}"
             raise ValueError(f"layer {self._index} holds {held}, got {got}: reset() the cache, or use another")
-        return self._newest
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        return self._drive.resident(self._device, nbytes)
+        """Return memory for positions that are not on the drive: pinned if a device's states are copied to it and back."""
+        return empty_aligned(nbytes) if self._device.type == "cpu" else self._drive.engine.empty_pinned(nbytes, torch.uint8)
 
-    def _strip(self, start: int) -> Strip:
-        """Return an empty strip for positions from ``start`` on."""
-        assert self._form is not None
-        return Strip(self._form, self._memory, start)
+    def _replace_newest(self, start: int, states: Pair) -> None:
+        """Make these, the first of which is position ``start``, the newest positions, in new memory."""
+        strip = Strip(self._newest.form, self._memory, start)
+        strip.append(*states)
+        self._strip = strip
 
     def _all(self) -> Pair:
         """Return the keys and values of all positions kept, gathered if they are not in host memory already."""
-        assert self._form is not None
-        assert self._newest is not None
         if not self.streamed and self._device.type == "cpu":
             return self._newest.view(self._first, self._length)
         shown = self._drive.shown
@@ -278,9 +282,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _gathered(self, begin: int, end: int) -> Pair:
         """Return memory for positions from ``begin`` to ``end``, filled with those that the layer has."""
-        assert self._form is not None
-        assert self._newest is not None
-        states = self._drive.whole(self._form, end - begin, self._device)
+        states = self._drive.whole(self._newest.form, end - begin, self._device)
         self._drive.expect(self._index)
 
         def bring() -> None:
@@ -302,61 +304,54 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         ``states`` are the positions from ``seen`` on, the new ones at their end. If they contain all that is not on the drive,
         chunks are written from them directly.
         """
-        assert self._form is not None
-        assert self._newest is not None
         end = seen + states[0].shape[2]
         if begin < seen or end - begin < self._per_chunk:
-            keys, values = (part[:, :, self._length - seen :] for part in states)
-            self._newest.append(keys, values)
-            self._store_newest(self._newest)
-            return
-        while end - begin >= self._per_chunk:
-            keys, values = (part[:, :, begin - seen : begin - seen + self._per_chunk] for part in states)
-            self._drive.write(self._index, begin, keys, values)
-            begin += self._per_chunk
-        self._newest = self._strip(begin)
-        keys, values = (part[:, :, begin - seen :] for part in states)
-        self._newest.append(keys, values)
+            self._newest.append(*part_of(states, self._length - seen, end - seen))
+            self._store_newest()
+        else:
+            self._store_chunks(lambda first, last: part_of(states, first - seen, last - seen), begin, end)
 
-    def _store_newest(self, newest: Strip) -> None:
+    def _store_newest(self) -> None:
         """Write those of the newest positions that fill chunks."""
-        begin = newest.start
-        while newest.end - begin >= self._per_chunk:
-            self._drive.write(self._index, begin, *newest.view(begin, begin + self._per_chunk))
+        newest = self._newest
+        if newest.end - newest.start >= self._per_chunk:
+            self._store_chunks(newest.view, newest.start, newest.end)
+
+    def _store_chunks(self, states: Callable[[int, int], Pair], begin: int, end: int) -> None:
+        """Write the positions from ``begin`` to ``end`` that fill chunks; the others become the newest in memory.
+
+        ``states`` returns the positions from its first argument to its second.
+        """
+        while end - begin >= self._per_chunk:
+            self._drive.write(self._index, begin, *states(begin, begin + self._per_chunk))
             begin += self._per_chunk
-        if begin > newest.start:
-            self._newest = self._strip(begin)
-            self._newest.append(*newest.view(begin, newest.end))
+        self._replace_newest(begin, states(begin, end))
 
     @property
     def _per_chunk(self) -> int:
         """Positions in a chunk."""
-        assert self._form is not None
-        return max(CHUNK_BYTES // self._form.position_bytes, 1)
+        return max(CHUNK_BYTES // self._newest.form.position_bytes, 1)
 
     def _keep(self, first: int, end: int) -> None:
         """Remove all positions before ``first`` and from ``end`` on. A chunk stays on the drive until all of it is removed."""
-        if self._newest is None:
+        if self._strip is None:
             return
         while self._chunks and self._chunks[-1].end > end:
             chunk = self._chunks[-1]
             if chunk.start < end:  # the rest of the chunk is read back, to be among the newest positions
-                states = self._gathered_chunk(chunk)
-                self._newest = self._strip(chunk.start)
-                self._newest.append(*states)
+                self._replace_newest(chunk.start, self._gathered_chunk(chunk))
             self._drive.delete(self._index, -1)
         while self._chunks and self._chunks[0].end <= first:
             self._drive.delete(self._index, 0)
         if self._newest.start > end:
-            self._newest = self._strip(end)
+            self._strip = Strip(self._newest.form, self._memory, end)
         self._newest.keep(first, end)
         self._first, self._length = first, end
 
     def _gathered_chunk(self, chunk: KVChunk) -> Pair:
         """Read one chunk into memory of its own."""
-        assert self._form is not None
-        positions = chunk.end - chunk.start
-        states = self._form.pair(self._memory(positions * self._form.position_bytes), positions)
+        form, positions = self._newest.form, chunk.end - chunk.start
+        states = form.pair(self._memory(positions * form.position_bytes), positions)
         self._drive.read(chunk, states[0].device, functools.partial(_place, chunk, states, chunk.start))
         return states
 

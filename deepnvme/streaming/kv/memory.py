@@ -66,6 +66,12 @@ class KVShape:
         return keys.view(shapes[0]), values.view(shapes[1])
 
 
+def part_of(states: Pair, begin: int, end: int) -> Pair:
+    """Return views of the keys and values from index ``begin`` to ``end`` among their positions."""
+    keys, values = states
+    return keys[:, :, begin:end], values[:, :, begin:end]
+
+
 def in_one_thread(copying: Callable[[], None]) -> None:
     """Call ``copying`` with torch limited to one thread.
 
@@ -111,15 +117,13 @@ class Strip:
 
     def view(self, begin: int, end: int) -> Pair:
         """Return views of the keys and values of positions from ``begin`` to ``end``, which must be in the strip."""
-        keys, values = self._pair
-        part = slice(begin - self._origin, end - self._origin)
-        return keys[:, :, part], values[:, :, part]
+        return part_of(self._pair, begin - self._origin, end - self._origin)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a copy of these positions, from any device."""
         new = keys.shape[2]
         if self._capacity_with(new) != self._capacity:
-            self._move(self._capacity_with(new))
+            self._replace(self._capacity_with(new), self.view(self.start, self.end))
         self.end += new
         for mine, theirs in zip(self.view(self.end - new, self.end), (keys, values), strict=True):
             mine.copy_(theirs)
@@ -141,10 +145,6 @@ class Strip:
             return self._capacity
         wanted = self.end + new - self.start
         return wanted + max(wanted // 8, -(-_LEAST_GROWTH // max(self.form.position_bytes, 1)))
-
-    def _move(self, capacity: int) -> None:
-        """Copy the positions to new memory of this capacity."""
-        self._replace(capacity, self.view(self.start, self.end))
 
     def _replace(self, capacity: int, content: tuple[torch.Tensor, ...]) -> None:
         """Allocate new memory of this capacity, and copy ``content`` to its beginning."""

@@ -71,8 +71,8 @@ def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_me
             assert len(there.chunks[0]) in (0, 2)
         there.chunks[0].clear()
         there.mend()
-        assert there._store is not None
-        assert len(there._store) == 0
+        assert there.store is not None
+        assert len(there.store) == 0
         assert there.pool.in_use == 0
     assert refused
 
