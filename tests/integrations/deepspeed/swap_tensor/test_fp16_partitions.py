@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.integrations.deepspeed.swap_tensor.fp16_partitions import read_partitions
+from deepnvme.integrations.deepspeed.swap_tensor.optimizer_swapper import read_partitions
 
 from ....support.engines import FailedTransfer
 
