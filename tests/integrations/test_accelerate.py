@@ -14,7 +14,7 @@ import torch
 
 from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.integrations import accelerate as integration
-from deepnvme.streaming import streaming_of
+from deepnvme.streaming import WeightStore, streaming_of
 from deepnvme.swap import TensorStore
 
 from . import models
@@ -215,22 +215,22 @@ def test_weights_that_were_on_the_meta_device_are_there_again_when_the_offload_i
     assert all(type(weight) is torch.nn.Parameter for weight in model.parameters())
 
 
-def test_an_undo_that_cannot_read_leaves_the_model_streamed_and_may_be_repeated(drive: Path) -> None:
+def test_an_undo_that_cannot_read_leaves_the_model_streamed_and_may_be_repeated(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = blocks(), torch.randn(3, 8)
     own, wanted = weights(model), model(x)
     on_disk(model, drive / "folder")
     model(x)
-    store = model.streaming._store
-    read = store.read
 
-    def failing(extent: str, out: torch.Tensor) -> Any:
+    def failing(store: WeightStore, extent: str, out: torch.Tensor) -> Any:
         raise OSError(errno.EIO, "Input/output error", str(drive))
 
-    store.read = failing
-    with pytest.raises(OSError, match="Input/output error") as raised:
-        accelerate.hooks.remove_hook_from_submodules(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightStore, "read", failing)
+        with pytest.raises(OSError, match="Input/output error") as raised:
+            accelerate.hooks.remove_hook_from_submodules(model)
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(drive))
-    store.read = read
     assert torch.equal(model(x), wanted)
     accelerate.hooks.remove_hook_from_submodules(model)
     assert_same(weights(model), own)
