@@ -1,4 +1,4 @@
-"""DeepSpeed's handle, method by method: its names, its order, its results (docs/design.md, the contract)."""
+"""DeepSpeed's handle, method by method: its names, its order, its results (docs/engine.md, the contract)."""
 
 from __future__ import annotations
 
