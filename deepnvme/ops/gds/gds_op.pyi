@@ -5,7 +5,7 @@ import torch
 from deepnvme.ops.aio.async_io_op import aio_handle
 
 source_hash: str
-"""Hash of the sources this module was compiled from; ``GDSBuilder.load`` compares it."""
+"""As in :mod:`deepnvme.ops.aio.async_io_op`."""
 
 class gds_handle(aio_handle):
     """DeepSpeed's handle for CUDA tensors (DeepSpeed 0.19, ``py_ds_gds.cpp``): the methods of ``aio_handle``, and those below.

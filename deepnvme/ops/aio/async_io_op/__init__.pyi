@@ -23,37 +23,27 @@ def backends() -> dict[str, str | None]:
     """Every backend by name, fastest first; ``None`` where it works here, else why it does not. Tries each in earnest."""
 
 class Future:
-    """A read, write or fsync that this op has started; see :class:`deepnvme.Future`."""
+    """A read, write or fsync that this op has started: :class:`deepnvme.Future`, which documents it."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that were asked to be transferred."""
-    def done(self) -> bool:
-        """Whether the transfer has ended, well or not. Never blocks."""
-    def result(self, timeout: float | None = None) -> int:
-        """Wait and return the bytes moved. Raises OSError as the transfer did, TimeoutError after ``timeout`` seconds."""
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait and return the error the transfer ended with, or None. Raises TimeoutError after ``timeout`` seconds."""
+    def nbytes(self) -> int: ...
+    def done(self) -> bool: ...
+    def result(self, timeout: float | None = None) -> int: ...
+    def exception(self, timeout: float | None = None) -> OSError | None: ...
 
 class File:
-    """A file opened once and used for many transfers. Closed by ``close``, ``with`` or the last reference."""
+    """A file opened once and used for many transfers: :class:`deepnvme.File`, which documents it."""
 
     @property
-    def path(self) -> str:
-        """The path as it was given to ``open``."""
+    def path(self) -> str: ...
     @property
-    def closed(self) -> bool:
-        """Whether the file refuses transfers because ``close`` was called."""
+    def closed(self) -> bool: ...
     @property
-    def direct(self) -> bool:
-        """Whether transfers bypass the page cache (O_DIRECT)."""
+    def direct(self) -> bool: ...
     @property
-    def alignment(self) -> int:
-        """Memory and offsets that are multiples of this many bytes are transferred without a copy."""
-    def size(self) -> int:
-        """Return the file's present size in bytes."""
-    def close(self) -> None:
-        """Refuse further transfers; descriptors close once those under way have ended. Idempotent, never blocks."""
+    def alignment(self) -> int: ...
+    def size(self) -> int: ...
+    def close(self) -> None: ...
     def __enter__(self) -> File: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
