@@ -33,22 +33,20 @@ class Catalog:
 
     Ctrl-C may interrupt any method at any point. Each change is one step of the interpreter, and the steps are in such an order
     that settling the operation completes or undoes what it had begun. The space is repaired by :class:`StoreAllocator`.
+
+    Args:
+        files: The store's data files.
+        tensors: What the last commit has published.
+        persist: Whether the store persists.
+
+    Raises:
+        ValueError: If the manifest's entry of a tensor is not valid.
     """
 
-    def __init__(self, files: Sequence[DataFile], persist: bool) -> None:
+    def __init__(self, files: Sequence[DataFile], tensors: Mapping[str, StoredTensor], persist: bool) -> None:
         self.entries: dict[str, CatalogEntry] = {}
         self.space = StoreAllocator(files, self._held)
         self._persist = persist
-        self._referred: frozenset[TensorVersion] = frozenset()  # what a manifest on the drive may refer to, even if no entry does
-        self._flushing: frozenset[TensorVersion] = frozenset()  # what the last flush had to flush
-        self._flushed: frozenset[TensorVersion] = frozenset()  # what that flush, or one before, has flushed
-
-    def restore(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Add the tensors of a manifest, which are flushed and committed.
-
-        Raises:
-            ValueError: If the manifest's entry of a tensor is not valid.
-        """
         for name, stored in tensors.items():
             entry = CatalogEntry(name)
             try:
@@ -57,7 +55,10 @@ class Catalog:
             except ValueError as error:
                 raise ValueError(f"tensor {name!r}: {error}") from error
             self.entries[name] = entry
-        self._referred = self._flushed = frozenset(self.snapshot().values())
+        committed = frozenset(self._versions().values())
+        self._referred = committed  # what a manifest on the drive may refer to, even if no entry does
+        self._flushing = committed  # what the last flush had to flush
+        self._flushed = committed  # what that flush, or one before, has flushed
 
     def entry(self, name: str) -> CatalogEntry:
         """Return the entry of a name.
@@ -198,7 +199,7 @@ class Catalog:
 
     # Commits.
 
-    def snapshot(self) -> dict[str, TensorVersion]:
+    def _versions(self) -> dict[str, TensorVersion]:
         """Return what each name holds, without the puts under way."""
         return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
@@ -216,7 +217,7 @@ class Catalog:
             why = f"these tensors are damaged, because they could not be written ({error})"
             text = f"{why}: {names}; put them again, or delete them, before you commit"
             raise OSError(error.errno or errno.EIO, text, error.filename)
-        versions = self.snapshot()
+        versions = self._versions()
         self._flushing = frozenset(versions.values())
         self._referred |= self._flushing
         return versions

@@ -96,17 +96,15 @@ class TensorStore:
         self._own_engine = engine is None
         self._scheduler = OperationScheduler()
         self._closing = threading.Lock()
-        self._committing: Operation | None = None
-        self._flush: Operation | None = None  # of the last commit
+        self._last_commit: tuple[Operation, ...] = ()  # all of it, and its flush
         try:
             self._volumes = Volumes(self, weights, self._persist, self._engine, read_only)
-            self._catalog = Catalog(self._volumes.files, self._persist)
-            self._space = self._catalog.space
-            self._handles = [file.file for file in self._volumes.files]
             try:
-                self._catalog.restore({} if self._volumes.known is None else self._volumes.known.tensors)
+                self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
             except ValueError as error:
                 raise self._volumes.corrupt(str(error)) from error
+            self._space = self._catalog.space
+            self._handles = [file.file for file in self._volumes.files]
         except BaseException:
             if hasattr(self, "_volumes"):
                 self._volumes.leave()
@@ -451,11 +449,8 @@ class TensorStore:
 
     def _conflicts(self, names: Sequence[str], writing: bool) -> set[Operation]:
         """Return the operations that must end before the names can be read or written."""
-        conflicts = self._catalog.conflicts(names, writing)
-        flush = self._flush
-        if flush is not None and not flush.settled and flush.ended():  # settling it may mark tensors as damaged
-            conflicts.add(flush)
-        return conflicts
+        commits = {each for each in self._commits_under_way() if each.ended()}  # settling a flush may mark tensors as damaged
+        return self._catalog.conflicts(names, writing) | commits
 
     def _get(
         self, names: Sequence[str], choose: Callable[[dict[str, torch.Tensor]], Result], out: torch.Tensor | None = None
@@ -491,7 +486,7 @@ class TensorStore:
 
     def _commits_under_way(self) -> list[Operation]:
         """Return the operations of the last commit that are not settled."""
-        return [each for each in (self._flush, self._committing) if each is not None and not each.settled]
+        return [each for each in self._last_commit if not each.settled]
 
     def _begin_commit(self, operation: Operation, flush: Operation) -> dict[str, TensorVersion]:
         """Begin the two operations of a commit. Return the versions to flush and publish. Called with the lock held."""
@@ -499,5 +494,5 @@ class TensorStore:
         versions = self._catalog.begin_flush()
         self._scheduler.begin(operation)
         self._scheduler.begin(flush)
-        self._committing, self._flush = operation, flush
+        self._last_commit = operation, flush
         return versions

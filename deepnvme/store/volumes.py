@@ -85,10 +85,11 @@ class Volumes:
         _all_volumes[id(self)] = self
         self.left = False
         try:
-            self.known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
-            """The manifest that was found, or None."""
-            self._identity = uuid.uuid4().hex if self.known is None else self.known.store
-            if persist and self.known is None:
+            known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
+            self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
+            """The tensors in the manifest that was found."""
+            self._identity = uuid.uuid4().hex if known is None else known.store
+            if persist and known is None:
                 first = str(self._owners[0].directory)
                 for index, owner in enumerate(self._owners[1:], 1):
                     manifest.join(owner.directory, StoreMembership(self._identity, index, first))
