@@ -95,10 +95,12 @@ class DirectoryLock:
             if not self._locked:
                 with naming_file(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
+        command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
+        owner = LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
         with naming_file(path):
             os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
-                os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode(), 0)
+                os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
 
     def intact(self) -> bool:
         """Return whether the lock is held, and neither the directory nor the lock file was removed or replaced.
@@ -224,12 +226,6 @@ def _owner(descriptor: int) -> LockOwner | None:
         except (ValueError, TypeError):
             time.sleep(0.01)  # not written yet, or only in part
     return None
-
-
-def _this_process() -> LockOwner:
-    """Return this process as the owner of a lock."""
-    command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
-    return LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
 
 
 def refers_to(path: Path, descriptor: int) -> bool:
