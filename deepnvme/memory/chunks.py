@@ -90,6 +90,11 @@ class ChunkList:
         """Bytes that are pinned: in lent and in free chunks."""
         return self.lent_bytes + self._free_bytes
 
+    def set_budget(self, nbytes: int) -> None:
+        """Change the budget, and unpin free chunks that it has no room for any more."""
+        self.budget = nbytes
+        self.unpin_down_to(nbytes)
+
     def fits(self, nbytes: int) -> bool:
         """Return whether the budget allows to lend ``nbytes`` more bytes."""
         return self.lent_bytes + nbytes <= self.budget

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from deepnvme.ops import load_async_io
 
@@ -20,6 +20,8 @@ from .alignment import PAGE, padded
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Ending, Lease
 from .system_memory import available_memory
+
+Result = TypeVar("Result")
 
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
@@ -130,35 +132,29 @@ class BufferPool:
             ValueError: If ``nbytes`` is negative.
         """
         nbytes = _natural(nbytes, "budget")
-        self._settle()
-        with self._lock:
-            self._take_back()
-            self._chunks.budget = nbytes
-            self._chunks.unpin_down_to(nbytes)
+        self._call(lambda chunks: chunks.set_budget(nbytes))
         self._wake()
 
     @property
     def in_use(self) -> int:
         """Bytes that are leased, or that tensors over ended leases still refer to."""
-        self._settle()
-        with self._lock:
-            self._take_back()
-            return self._chunks.lent_bytes
+        return self._call(lambda chunks: chunks.lent_bytes)
 
     @property
     def allocated(self) -> int:
         """Bytes that are pinned, in use or kept for reuse. Never more than the budget, except after it was lowered."""
-        self._settle()
-        with self._lock:
-            self._take_back()
-            return self._chunks.allocated
+        return self._call(lambda chunks: chunks.allocated)
 
     def trim(self) -> None:
         """Unpin all memory that is not in use."""
+        self._call(lambda chunks: chunks.unpin_down_to(0))
+
+    def _call(self, use: Callable[[ChunkList], Result]) -> Result:
+        """Return what ``use`` returns for the chunks, after those have become free whose leases have ended."""
         self._settle()
         with self._lock:
             self._take_back()
-            self._chunks.unpin_down_to(0)
+            return use(self._chunks)
 
     def lease(self, nbytes: int, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
         """Lease ``nbytes`` bytes of pinned memory; block until the budget has room for them.

@@ -382,6 +382,5 @@ class CatalogEntry:
     def newest(self) -> TensorVersion:
         """What the name holds when the put under way, if there is one, has ended well."""
         version = self.coming or self.version
-        if version is None:
-            raise RuntimeError(f"{self.name!r} has no version")  # cannot happen: an entry is made by its first put
+        assert version is not None  # an entry is made by its first put
         return version

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
-from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.memory.tensor_bytes import copy_many, flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 from deepnvme.transfer.scatter import runs
 
@@ -180,11 +180,9 @@ def _joined(columns: _Columns) -> set[int]:
 
 def _span(first: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` bytes of memory from the beginning of a tensor on, as one tensor."""
-    import torch
-
     storage = first.untyped_storage()
     start = first.data_ptr() - storage.data_ptr()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[start : start + nbytes]
+    return flat_bytes(storage)[start : start + nbytes]
 
 
 def _fill(base: int, addresses: list[int], sizes: list[int], lengths: list[int]) -> None:
