@@ -15,7 +15,7 @@ import pytest
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
 from deepnvme.tune.measure.job import Operation
-from deepnvme.tune.render import charts, picture
+from deepnvme.tune.render import charts, html_report
 from deepnvme.tune.render.html_report import render_html, require_matplotlib
 from deepnvme.tune.search.results import Figures, Result, Search, Striping, Tuning
 
@@ -83,7 +83,7 @@ def rendered(tried: Tuning) -> str:
 def worded(tried: Tuning) -> str:
     """Without its pictures, which take a second, for tests of what is written around them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picture, "svg", lambda chart, prefix: "")
+        patch.setattr(html_report, "svg", lambda chart, prefix: "")
         return render_html(tried)
 
 
@@ -325,7 +325,7 @@ def test_a_cell_holds_the_best_over_workers_and_backends() -> None:
     results = [result(128 * KIB, 4, workers, backend, speed, None) for workers, backend, speed in
                ((1, "io_uring", 1.11), (2, "io_uring", 2.22), (1, "libaio", 3.33), (2, "libaio", 1.5))]  # fmt: skip
     results.append(result(128 * KIB, 8, 1, "io_uring", 4.44, None))
-    with picture.style():
+    with html_report.style():
         chart = charts.heat_map(Search((DRIVE,), tuple(results), results[-1], "", 1, 1.0, True), "read")
     assert chart is not None
     assert [text.get_text() for text in chart.axes.texts] == ["3.33", "4.44"]
@@ -335,7 +335,7 @@ def test_a_cell_holds_the_best_over_workers_and_backends() -> None:
 def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats() -> None:
     found = [Figures(speed, cpu, 1e-3, 2e-3) for speed, cpu in ((1.0, 0.1), (3.0, 0.2), (2.0, 0.3), (4.0, 0.4), (4.0, 0.5))]
     results = [Result(AioConfig(queue_depth=nth + 1), "io_uring", each, None, 1) for nth, each in enumerate(found)]
-    with picture.style():
+    with html_report.style():
         chart = charts.cpu_chart(Search((DRIVE,), tuple(results), results[1], "", 1, 1.0, True), "read")
     assert chart is not None
     joined = [line.get_xydata().tolist() for line in chart.axes.lines if line.get_linestyle() != "None"]

@@ -1,4 +1,7 @@
-"""Draws the charts of a search's results. matplotlib is imported when a chart is drawn, not with this module."""
+"""Draws the charts of a search's results, with the style of ``charts.mplstyle``.
+
+matplotlib is imported when a chart is drawn, not with this module. No pyplot, no display.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,33 @@ from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.results import Figures, Result, Search, Striping
 from deepnvme.tune.sizes import size_text
 
-from .picture import INK, MUTED, PAPER, Chart, axes_for
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+"""Placeholders for colours of the page, light or dark: ``html_report`` replaces them by CSS variables, ``--ink`` and so on.
+
+``charts.mplstyle`` has them, too.
+"""
 COLOURS: dict[Operation, str] = {"read": "#2f6fed", "write": "#c8501e"}
 """Colour of each direction. White text, a white page and a black page all have a contrast of about 4 with them."""
 _BACKEND_STYLES = (("#0d9488", "o"), ("#8b5cf6", "s"), ("#d97706", "^"), ("#db2777", "D"))
+_WIDTH = 5.0
+"""Width of a chart in inches of 72 units: narrow enough that text of 9 units stays legible at the width of a phone."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawn chart with its texts."""
+
+    title: str
+    """The heading."""
+    note: str
+    """How to read the chart; shown under the heading."""
+    alt: str
+    """The text for readers who do not see the chart."""
+    axes: Axes
+    """The axes that it is drawn on."""
 
 
 def three_digits(value: float) -> str:
@@ -55,7 +77,7 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
     chosen = (search.best.setting.block_size, search.best.setting.queue_depth)
 
     x_label, y_label = "queue depth (blocks for each worker)", "block size (bytes)"
-    axes = axes_for(height=0.5 + 0.33 * len(blocks), x_label=x_label, y_label=y_label, top=0.03)
+    axes = _axes(height=0.5 + 0.33 * len(blocks), x_label=x_label, y_label=y_label, top=0.03)
     for (row, block), (column, depth) in itertools.product(enumerate(blocks), enumerate(depths)):
         speed, gap = cells.get((block, depth)), 0.03
         area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
@@ -124,7 +146,7 @@ def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], c
     points = [point for point in points if point.cost > 0]
     if len(points) < 2:
         return None
-    axes = axes_for(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
+    axes = _axes(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
     axes.grid(True)
     backends = sorted({result.backend for result in search.results})
     for backend, (colour, marker) in zip(backends, itertools.cycle(_BACKEND_STYLES), strict=False):
@@ -211,7 +233,7 @@ def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result],
     if len(groups) < 2:
         return None
     both = search.best.operations
-    axes = axes_for(height=2.8, x_label=x_label, y_label="speed (GB/s)")
+    axes = _axes(height=2.8, x_label=x_label, y_label="speed (GB/s)")
     axes.grid(True, axis="y")
     width = 0.7 / len(both)
     said: list[str] = []
@@ -240,7 +262,7 @@ def _striping_chart(striping: Striping, operation: Operation) -> Chart:
     # Names are escaped to ASCII: no font has every character, and matplotlib warns of each that is missing.
     rows = [(_middle_out(folder.encode("unicode_escape").decode(), 60), speed) for folder, speed in speeds]
     rows.append(("all together", together))
-    axes = axes_for(height=0.5 + 0.5 * len(rows), x_label=f"{operation} speed (GB/s)", y_label="", top=0.03)
+    axes = _axes(height=0.5 + 0.5 * len(rows), x_label=f"{operation} speed (GB/s)", y_label="", top=0.03)
     for row, (name, speed) in enumerate(rows):
         last = row == len(rows) - 1
         axes.barh(row, speed, 0.4, color=COLOURS[operation], alpha=1.0 if last else 0.55)
@@ -276,3 +298,23 @@ def _short(result: Result) -> str:
     """Return block size/depth/workers of a result."""
     setting = result.setting
     return f"{size_text(setting.block_size)}/{setting.queue_depth}/{setting.intra_op_parallelism}"
+
+
+def _axes(height: float, x_label: str, y_label: str, top: float = 0.28) -> Axes:
+    """Return the only axes of a new figure.
+
+    Args:
+        height: Height of the figure in inches.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis; empty for none, which leaves a smaller margin.
+        top: Inches above the axes, for a legend.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height))
+    # Fixed margins, so that charts below each other are aligned; matplotlib's layout engines would also double the time.
+    left = 0.62 if y_label else 0.1
+    axes = figure.add_axes((left / _WIDTH, 0.46 / height, 1 - (left + 0.15) / _WIDTH, 1 - (0.46 + top) / height))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return axes

@@ -1,20 +1,27 @@
 """Formats the results of ds_nvme_tune as one self-contained HTML document: no network, no script, no other files.
 
-The page itself is the template ``report.html``, beside this file.
+The page itself is the template ``report.html``, beside this file. Charts have the colours and fonts of the page.
 """
 
 from __future__ import annotations
 
+import html
+import io
 import json
+import re
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import cast
 
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.search.results import TABLE, Tuning
 from deepnvme.tune.sizes import size_text
 from deepnvme.version import __version__
 
-from . import charts, picture
-from .charts import three_digits
+from . import charts
+from .charts import INK, MUTED, PAPER, RULE, Chart, three_digits
+
+_PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 
 
 def require_matplotlib() -> None:
@@ -38,15 +45,49 @@ def render_html(tuning: Tuning) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"size": size_text, "three_digits": three_digits}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    with picture.style():
+    with style():
         document = template.render(
             tuning=tuning,
             block=json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=2),
             search_charts=charts.search_charts,
             striping_charts=charts.striping_charts,
-            svg=picture.svg,
+            svg=svg,
             most_shown=TABLE,
             version=__version__,
         )
     # Bytes of a file name that are not UTF-8 are shown as escapes.
     return document.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") + "\n"
+
+
+def style() -> AbstractContextManager[None]:
+    """Return a context with our matplotlib style, independent of the user's matplotlibrc. Charts are drawn and saved in it."""
+    import matplotlib.style
+
+    ours = Path(__file__).with_name("charts.mplstyle")
+    return cast("AbstractContextManager[None]", matplotlib.style.context(["default", ours]))
+
+
+def svg(chart: Chart, prefix: str) -> str:
+    """Return a chart as an ``<svg>`` element for an HTML page.
+
+    Args:
+        chart: The chart.
+        prefix: Put before all ids in the element, which otherwise might be the same in two charts of a page.
+    """
+    from matplotlib.figure import Figure
+
+    file = io.StringIO()
+    # No metadata: it would contain URLs of vocabularies.
+    cast(Figure, chart.axes.figure).savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _, _, rest = file.getvalue().partition("<svg")  # without the XML declaration, which is not allowed in HTML
+
+    def adapt(tag: re.Match[str]) -> str:
+        text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", tag[0])
+        text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # more digits are invisible, and would be a third of the page
+        for placeholder, name in _PAGE_COLOURS.items():
+            text = text.replace(placeholder, f"var({name})")
+        return text
+
+    # Only tags are changed: the text between them may be a folder's name. ">" in an attribute is escaped.
+    parts = re.sub(r"<[^>]*>", adapt, f"<svg{rest}")
+    return re.sub(r">\s+<", ">\n<", parts).replace("<svg", f'<svg role="img" aria-label="{html.escape(chart.alt)}"', 1)
