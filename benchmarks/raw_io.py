@@ -25,11 +25,12 @@ from harness.figures import Verdict
 from harness.interleave import Result
 from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
-from harness.workloads import Contender, Memory, Operation, Workload
+from harness.workloads import Contender, Memory, Workload
 
 from deepnvme.tune.cli.arguments import positive, size
 from deepnvme.tune.measure.fio import version
 from deepnvme.tune.measure.folder import check_memory
+from deepnvme.tune.measure.job import Operation
 
 MIB = 1 << 20
 KIB = 1 << 10
