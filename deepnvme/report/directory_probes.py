@@ -12,6 +12,7 @@ import re
 import shlex
 import struct
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,19 @@ def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
     ]
 
 
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
+    """Provide the descriptor of a file, and close it at the end.
+
+    For what a file object cannot do: flags of its own, and no warning if an interrupt comes before its ``with``.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def mount_of(directory: Path) -> Mount | None:
     """Return the mount that a directory is on; None if /proc/self/mountinfo cannot be read or does not list it."""
     path = str(directory.resolve())
@@ -147,12 +161,9 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
         try:
             os.close(descriptor)
             when = "at open"
-            descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
-            try:
+            with opened(name, os.O_RDWR | os.O_DIRECT) as descriptor:
                 when = "at the first transfer"
                 direct = _transfer(descriptor)
-            finally:
-                os.close(descriptor)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(name)

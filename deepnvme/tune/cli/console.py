@@ -52,9 +52,8 @@ def _one_interrupt() -> Iterator[None]:
 
     Signals that somebody else handles or ignores are left as they are.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    taken = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = {number: each for number, each in handlers.items() if each in (signal.SIG_DFL, signal.default_int_handler)}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for each in taken:
@@ -66,9 +65,9 @@ def _one_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in taken:
+        for number, before in taken.items():
             if signal.getsignal(number) is interrupt:  # otherwise the process is ending, and goes on ignoring signals
-                signal.signal(number, before[number])
+                signal.signal(number, before)
 
 
 @contextlib.contextmanager

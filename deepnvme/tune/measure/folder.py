@@ -133,23 +133,15 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
 def drop_pages(paths: Iterable[Path]) -> None:
     """Write back and drop the page cache's pages of each file; missing files are skipped. Needs no privilege. Blocks."""
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            # No file object: if interrupted before its ``with``, it would warn of not having been closed.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)  # only clean pages can be dropped
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError), directory_probes.opened(path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)  # only clean pages can be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:
     """Write a file's or directory's data to stable storage (fsync). Blocks."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with directory_probes.opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def settle(directory: Path, limit_seconds: float = 2.0) -> None:

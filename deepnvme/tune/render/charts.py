@@ -206,15 +206,13 @@ def _label_some(axes: Axes, frontier: Sequence[_Point]) -> None:
         x, y = to_shares.transform((point.cost, point.speed))
         if all(abs(x - other_x) > 0.2 or abs(y - other_y) > 0.07 for other_x, other_y in taken):
             taken.append((x, y))
-            axes.annotate(
-                _short(point.result),
-                (point.cost, point.speed),
-                xytext=(-4, 4),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-                bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
-            )
+            box = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+            _annotate(axes, _short(point.result), (point.cost, point.speed), (-4, 4), ha="right", fontsize=8, bbox=box)
+
+
+def _annotate(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """Put a text beside a point, at an offset in units of the font's size."""
+    axes.annotate(text, point, xytext=offset, textcoords="offset points", **style)
 
 
 def workers_chart(search: Search) -> Chart | None:
@@ -266,9 +264,9 @@ def _striping_chart(striping: Striping, operation: Operation) -> Chart:
     for row, (name, speed) in enumerate(rows):
         last = row == len(rows) - 1
         axes.barh(row, speed, 0.4, color=COLOURS[operation], alpha=1.0 if last else 0.55)
-        axes.annotate(name, (0, row - 0.25), xytext=(0, 1), textcoords="offset points", weight="bold" if last else "normal")
+        _annotate(axes, name, (0, row - 0.25), (0, 1), weight="bold" if last else "normal")
         end = max(speed, total) if last else speed  # beside the line that marks the sum
-        axes.annotate(three_digits(speed), (end, row), xytext=(4, 0), textcoords="offset points", va="center")
+        _annotate(axes, three_digits(speed), (end, row), (4, 0), va="center")
     axes.plot([total, total], [len(rows) - 1.25, len(rows) - 0.75], color=INK, linewidth=2)
     axes.set_yticks([])
     axes.set_ylim(len(rows) - 0.6, -0.7)

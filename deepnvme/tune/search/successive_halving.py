@@ -101,6 +101,18 @@ SearchProgress = Callable[[float, str], None]
 """Called with the share of the search that is done, and a description of the current step."""
 
 
+def part_of(progress: SearchProgress, number: int, count: int, what: str) -> SearchProgress:
+    """Return a function that reports the progress of one of ``count`` equal parts as progress of the whole.
+
+    Args:
+        progress: Of the whole.
+        number: Of the part.
+        count: How many parts there are.
+        what: Put before the part's own steps.
+    """
+    return lambda share, step: progress((number + share) / count, what + step)
+
+
 def search(
     settings: Sequence[AioConfig],
     operations: Sequence[Operation],
@@ -139,7 +151,8 @@ def search(
             if number > 0:
                 racing = _promoted(racing, number - 1, counts[number])
             available = max(end - clock(), 0.0) / (len(counts) - number)
-            pace = bench.round(racing, pace, available, _part(progress, number, counts))
+            step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
+            pace = bench.round(racing, pace, available, part_of(progress, number, len(counts), step))
         complete = True
         progress(1.0, "done")
     except KeyboardInterrupt:
@@ -220,7 +233,7 @@ class _Bench:
         observed = {operation: [self.measure(setting, operation, nbytes)] for operation in self.operations}
         return _pace([Candidate(setting, [observed])], self.clock() - begin)
 
-    def round(self, racing: Sequence[Candidate], pace: _Pace, seconds: float, progress: Callable[[float], None]) -> _Pace:
+    def round(self, racing: Sequence[Candidate], pace: _Pace, seconds: float, progress: SearchProgress) -> _Pace:
         """Measure all candidates pass by pass, for about ``seconds``, and return how long transfers took.
 
         The number of passes is limited: more would not be worth their time.
@@ -236,17 +249,11 @@ class _Bench:
         while done < least or (done < most and (self.clock() - begin) * (1 + 0.5 / done) < seconds):
             for index, candidate in enumerate(self.order.sample(racing, len(racing))):
                 by_time = (self.clock() - begin) / seconds if seconds else 1.0
-                progress(min(max(by_time, (done + index / len(racing)) / most), 1.0))
+                progress(min(max(by_time, (done + index / len(racing)) / most), 1.0), "")
                 for operation in self.operations:
                     candidate.rounds[-1][operation].append(self.measure(candidate.setting, operation, nbytes))
             done += 1
         return _pace(racing, self.clock() - begin)
-
-
-def _part(progress: SearchProgress, number: int, counts: Sequence[int]) -> Callable[[float], None]:
-    """Return a function that reports the share of one round as progress of the whole search."""
-    step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
-    return lambda share: progress((number + share) / len(counts), step)
 
 
 def _pace(racing: Sequence[Candidate], seconds: float) -> _Pace:

@@ -18,7 +18,7 @@ from deepnvme.tune.search.trials import Shares, TrialBench
 
 from .results import Figures, Result, Search, Striping, Tuning
 from .space import default_space
-from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, search
+from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, part_of, search
 
 _STRIPING_PASSES = 5
 
@@ -83,7 +83,8 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
             for number, group in enumerate(groups):
                 started = time.monotonic()
                 measure = functools.partial(bench.move, _shares(group, searches))
-                part = _part(progress, number, len(groups), [facts[index].path for index in group])
+                where = " + ".join(facts[index].path for index in group)
+                part = part_of(progress, number, len(groups), f"{where}: ")
                 outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
                 searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
                 if not outcome.complete:
@@ -120,12 +121,6 @@ def _groups(folders: int) -> list[tuple[int, ...]]:
     """Return the numbers of the folders of each search: each folder alone, then all together if there are several."""
     alone: list[tuple[int, ...]] = [(index,) for index in range(folders)]
     return alone if folders == 1 else [*alone, tuple(range(folders))]
-
-
-def _part(progress: SearchProgress, number: int, count: int, paths: Sequence[str]) -> SearchProgress:
-    """Return a function that reports the progress of one search as progress of the whole run."""
-    where = " + ".join(paths)
-    return lambda share, step: progress((number + share) / count, f"{where}: {step}")
 
 
 def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
