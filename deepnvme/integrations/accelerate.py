@@ -31,7 +31,7 @@ from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
-from deepnvme.streaming.streaming import Streaming, check_not_streamed, stream, streaming_of
+from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
 from deepnvme.streaming.weights.model_blocks import REST, ties_of, weights_of
 from deepnvme.streaming.weights.weight_locations import weights_in_index
@@ -239,13 +239,11 @@ class _Hook:
             staying = sum(each.nbytes for each in extents if all(weight.name in names for weight in each.weights))
             budget = max(self.options.memory_budget, staying)
             _remove_hooks(model)
-            streaming = stream(model, store, prefetch=self.options.prefetch, memory_budget=budget, device=self.device)
-            streaming.owns_store = True
+            return Streaming(model, store, self.options.prefetch, budget, self.device, owns_store=True)
         except BaseException:
             if streaming_of(model) is None:  # otherwise undoing the offload closes the store
                 store.close()
             raise
-        return streaming
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
@@ -263,7 +261,6 @@ class _Hook:
         streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
         if streaming is None:
             return module
-        streaming.owns_store = True
         streaming.close(restore=[name for name, (device, _) in self._before.items() if device.type != "meta"])
         absent: dict[int, torch.Tensor] = {}
         for name, tensor in _tensors(module).items():

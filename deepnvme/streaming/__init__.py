@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
     from .pretrained import from_pretrained
     from .stream_report import StreamReport
-    from .streaming import Streaming, stream, streaming_of
+    from .streamed_model import Streaming, stream, streaming_of
     from .weights.manifest import Extent, Weight, WeightInfo
     from .weights.model_blocks import StoreMismatch
     from .weights.weight_locations import Location, Source
@@ -44,7 +44,7 @@ _WHERE = {
     "Source": "weights.weight_locations",
     "StoreMismatch": "weights.model_blocks",
     "StreamReport": "stream_report",
-    "Streaming": "streaming",
+    "Streaming": "streamed_model",
     "Weight": "weights.manifest",
     "WeightInfo": "weights.manifest",
     "WeightStore": "weights.weight_store",
@@ -52,8 +52,8 @@ _WHERE = {
     "from_pretrained": "pretrained",
     "offload_kv": "kv.cache",
     "offloaded_cache": "kv.cache",
-    "stream": "streaming",
-    "streaming_of": "streaming",
+    "stream": "streamed_model",
+    "streaming_of": "streamed_model",
 }
 
 __getattr__, __dir__ = from_modules(__name__, _WHERE)

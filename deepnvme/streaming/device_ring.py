@@ -11,12 +11,11 @@ import torch
 
 from deepnvme.memory.lease import Computed
 
+from .extent_memory import PinnedSlots, Slots
 from .extent_reads import ExtentReads
-from .slots import PinnedSlots, Slots
 from .weights.model_blocks import REST
 
 if TYPE_CHECKING:
-    from deepnvme.memory.lease import Ending
     from deepnvme.store.futures import StoreFuture
     from deepnvme.transfer.block import Memory
     from deepnvme.transfer.block_cache import Transfer
@@ -60,7 +59,6 @@ class DeviceSlot:
         self.nbytes = buffer.nbytes
         self._released = released
         self._buffer = buffer
-        self._after: Ending | None = None
         self._computed: Computed | None = None
 
     @property
@@ -70,15 +68,14 @@ class DeviceSlot:
             raise ValueError("the slot was released: use its buffer before")
         return self._buffer
 
-    def release(self, after: Ending | None = None) -> None:
-        """Give it back when ``after`` has ended, and what the current stream has been given so far. Never blocks."""
-        self._after = after
+    def release(self) -> None:
+        """Give it back when what the current stream has been given so far has ended. Never blocks."""
         self._computed = Computed(self.buffer.device)
         self._released.append(self)
 
     def has_ended(self) -> bool:
         """Whether it was released, and nothing is done with it any more."""
-        return self._computed is not None and (self._after is None or self._after.done()) and self._computed.done()
+        return self._computed is not None and self._computed.done()
 
 
 class DeviceArrivals(ExtentReads):
@@ -116,11 +113,13 @@ class DeviceArrivals(ExtentReads):
             error = reading.exception()
             if error is not None:
                 raise error
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
-                self._stream.wait_event(computed.event)
-                memory[self._starts[extent] :].copy_(host, non_blocking=True)
-                self._make_ready(extent, memory)
-            self._stream.synchronize()
+            try:
+                with torch.inference_mode(), torch.cuda.stream(self._stream):
+                    self._stream.wait_event(computed.event)
+                    memory[self._starts[extent] :].copy_(host, non_blocking=True)
+                    self._make_ready(extent, memory)
+            finally:
+                self._stream.synchronize()  # after an error as well: the copy may still read the pinned memory
         finally:
             del reading, host, memory
             staged.release()

@@ -12,7 +12,7 @@ from deepnvme.transfer.block_cache import BlockCache, ReadOnly, Transfer, Use
 if TYPE_CHECKING:
     import torch
 
-    from .slots import Slots
+    from .extent_memory import Slots
 
 
 class ExtentCache:

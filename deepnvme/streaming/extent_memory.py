@@ -6,9 +6,8 @@ import gc
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
@@ -19,7 +18,6 @@ from deepnvme.transfer.block_memory import OwnMemory
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.memory.lease import Ending
     from deepnvme.transfer.block import Block, Memory
 
 LINGER_SECONDS = 0.5
@@ -103,7 +101,7 @@ class PinnedSlots(Slots):
         else:
             return None
         self._taken.insert(index, _Range(place, size, weakref.ref(memory)))
-        return PinnedSlot(memory, self._taken[index])
+        return PinnedSlot(memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory beside the slots, for as long as it is wanted."""
@@ -119,36 +117,27 @@ class PinnedSlots(Slots):
         return len(self._taken), place
 
     def _take_back(self) -> None:
-        self._taken = [taken for taken in self._taken if not taken.has_ended()]
+        self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 
-@dataclass
-class _Range:
-    """Memory that a slot has or had. ``place``: in the piece; below 0 where it is not in there."""
+class _Range(NamedTuple):
+    """Memory that a slot has or had."""
 
     place: int
+    """Bytes from the beginning of the one piece; less than 0 if it is not in there."""
     size: int
-    seen: Callable[[], object]
-    """Refers to the memoryview that every tensor over it holds; None when that is gone, and they with it."""
-    after: Ending | None = None
-
-    def has_ended(self) -> bool:
-        if self.after is not None:
-            if not self.after.done():
-                return False
-            self.after.exception()  # an engine lets go of a transfer's tensor when its future is asked
-            self.after = None
-        return self.seen() is None
+    """Bytes, a multiple of a page."""
+    view: weakref.ref[memoryview]
+    """The memoryview that every tensor over the memory keeps alive: while there is one, the memory is in use."""
 
 
 class PinnedSlot:
     """Memory on loan; one that is dropped has been given back, too."""
 
-    def __init__(self, memory: memoryview, taken: _Range) -> None:
+    def __init__(self, memory: memoryview) -> None:
         import torch
 
         self.nbytes = memory.nbytes
-        self._taken = taken
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
             self._buffer = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
 
@@ -159,9 +148,8 @@ class PinnedSlot:
             raise ValueError("the slot was released: use its buffer before")
         return self._buffer
 
-    def release(self, after: Ending | None = None) -> None:
-        """Give the memory back to the ring, when ``after`` has ended if that is given. Never blocks."""
-        self._taken.after = after
+    def release(self) -> None:
+        """Give the memory back, as soon as no tensor over it is left. Never blocks."""
         del self._buffer
 
 

@@ -24,7 +24,7 @@ import torch
 from deepnvme._progress import Wanted
 from deepnvme.store.volumes import weights_of as directories_of
 
-from .streaming import stream, streaming_of
+from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.model_blocks import weights_of
 from .weights.quantization import Scheme
@@ -119,9 +119,8 @@ def from_pretrained(
             from .kv.cache import offload_kv
 
             offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
-        streaming = stream(model, store, prefetch=prefetch, memory_budget=memory_budget, device=device)
-        streaming.owns_store = True
-        model.streaming = streaming  # an ordinary attribute: it is neither a module nor a tensor
+        # An ordinary attribute: it is neither a module nor a tensor.
+        model.streaming = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
     except BaseException:
         with contextlib.closing(store):
             streamed = None if model is None else streaming_of(model)

@@ -11,15 +11,14 @@ are near each other."""
 
 
 class _State(NamedTuple):
-    """So many of each group."""
+    """A choice of how many extents to keep of each group that was looked at so far."""
 
     nbytes: int
+    """Bytes of the extents that are kept."""
     saved: int
     """Bytes that a pass does not read."""
-    number: int = 0
-    """Of the last group."""
-    others: _State | None = None
-    """Of the groups before."""
+    counts: tuple[int, ...]
+    """Number of extents of each group."""
 
 
 def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) -> set[str]:
@@ -35,7 +34,7 @@ def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) ->
         if size <= budget:
             groups.setdefault((size, uses.get(key, 1)), []).append(key)
     counts = _counts({group: len(keys) for group, keys in groups.items()}, budget)
-    return {key for group, keys in groups.items() for key in _spread(keys, counts[group])}
+    return {key for keys, count in zip(groups.values(), counts, strict=True) for key in _spread(keys, count)}
 
 
 def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str, int]) -> int:
@@ -43,25 +42,19 @@ def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str
     return sum(sizes[key] * uses[key] for key in kept)
 
 
-def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> dict[tuple[int, int], int]:
-    """How many to keep of each (size, uses), of so many."""
-    states = [_State(0, 0)]
+def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> tuple[int, ...]:
+    """Return how many extents to keep of each group: (size, uses) -> number of extents."""
+    states = [_State(0, 0, ())]
     for (size, uses), count in groups.items():
         states = _best(
             [
-                _State(state.nbytes + number * size, state.saved + number * size * uses, number, state)
+                _State(state.nbytes + number * size, state.saved + number * size * uses, (*state.counts, number))
                 for state in states
                 for number in range(min(count, (budget - state.nbytes) // size if size else count) + 1)
             ],
             budget,
         )
-    best: _State | None = states[-1]
-    counts = {}
-    for group in reversed(list(groups)):
-        assert best is not None
-        counts[group] = best.number
-        best = best.others
-    return counts
+    return states[-1].counts
 
 
 def _best(states: list[_State], budget: int) -> list[_State]:

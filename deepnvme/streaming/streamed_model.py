@@ -14,11 +14,11 @@ from torch import nn
 from deepnvme.memory.host import give_back_heap
 
 from .extent_cache import ExtentCache
+from .extent_memory import PinnedSlots, Slots
 from .extent_reads import ExtentReads
 from .module_weights import ModuleWeights
 from .replaced_forwards import StreamedForward, StreamedForwards
 from .resident_weights import residents
-from .slots import PinnedSlots, Slots
 from .stream_report import StreamReport
 from .weights.model_blocks import REST
 from .weights.weight_store import WeightStore
@@ -66,7 +66,7 @@ def stream(
         RuntimeError: If the model is streamed already.
         OSError: If reading fails.
     """
-    return Streaming(model, store, prefetch, memory_budget, torch.device("cpu" if device is None else device))
+    return Streaming(model, store, prefetch, memory_budget, device)
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
@@ -86,9 +86,21 @@ class Streaming:
     """A model's active weight stream: reports on it, measures it and ends it. Made by :func:`stream`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
+
+    Arguments are those of :func:`stream`, and ``owns_store``: whether :meth:`close` also closes the store, for functions that
+    open the store themselves and return only the model.
     """
 
-    def __init__(self, model: nn.Module, store: WeightStore, prefetch: int, memory_budget: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: WeightStore,
+        prefetch: int,
+        memory_budget: int,
+        device: torch.device | str | None,
+        owns_store: bool = False,
+    ) -> None:
+        device = torch.device("cpu" if device is None else device)
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
@@ -107,8 +119,7 @@ class Streaming:
         self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, memory_budget)
         self._restored: _Restored | None = None  # None until close()
         self._ended = False
-        self.owns_store = False
-        """Whether :meth:`close` also closes the store. For functions that open the store themselves and return only the model."""
+        self._owns_store = owns_store
         own: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (among, dict(among)) for module in model.modules() for among in (module._parameters, module._buffers)
         ]
@@ -166,7 +177,7 @@ class Streaming:
         """End the stream: release its memory and give the modules their own forward back. Idempotent.
 
         Waits for a call of the model in another thread and for reads in flight. The store stays open,
-        unless :func:`from_pretrained` opened it (``owns_store``).
+        unless :func:`from_pretrained` or accelerate's offload opened it.
 
         After an interrupt (Ctrl-C), call it again: with False it ends what it was called for before, with another ``restore`` it
         restores that.
@@ -200,7 +211,7 @@ class Streaming:
                     self._weights.remove(name)
             self._cache.close()
             self._arrivals.close()
-            if self.owns_store:
+            if self._owns_store:
                 self._store.close()
             self._ended = True
             self._restored = None

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.memory.lease import Ending
-
 
 class Memory(Protocol):
     """Memory that a block has on loan: :class:`deepnvme.memory.lease.Lease` and the like."""
@@ -21,7 +19,7 @@ class Memory(Protocol):
         """The memory as a one-dimensional uint8 tensor. Raises ValueError after release."""
         ...
 
-    def release(self, after: Ending | None = None) -> None:
+    def release(self) -> None:
         """Give the memory back. Never blocks."""
         ...
 

@@ -14,8 +14,6 @@ from .block import Block, Memory
 if TYPE_CHECKING:
     import torch
 
-    from deepnvme.memory.lease import Ending
-
 
 class OwnMemory:
     """Memory made for one block: it ends with the last tensor over it."""
@@ -24,7 +22,7 @@ class OwnMemory:
         self.buffer = buffer
         self.nbytes = buffer.nbytes
 
-    def release(self, after: Ending | None = None) -> None:
+    def release(self) -> None:
         """Do nothing: the memory is freed with the last tensor over it."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deepnvme.streaming.extent_cache import ExtentCache
-from deepnvme.streaming.slots import PinnedSlots
+from deepnvme.streaming.extent_memory import PinnedSlots
 from deepnvme.swap import OutOfBuffers
 
 from ..support.drives import CountedSlots, FakeDrive, content
@@ -304,7 +304,7 @@ class Rules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("deepnvme.streaming.slots.LINGER_SECONDS", 0.01)  # nobody is on the way out
+        self.patch.setattr("deepnvme.streaming.extent_memory.LINGER_SECONDS", 0.01)  # nobody is on the way out
         self.fake = FakeDrive()
         self.residents = "ab"
         self.slots = CountedSlots(3 * NBYTES)

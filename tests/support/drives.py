@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepnvme.streaming.slots import PinnedSlot, PinnedSlots
+from deepnvme.streaming.extent_memory import PinnedSlot, PinnedSlots
 
 
 def content(key: str, nbytes: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.lease import Computed, Ending, Lease
+from deepnvme.memory.lease import Computed, Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
@@ -285,9 +285,9 @@ class _Staged:
     def buffer(self) -> torch.Tensor:
         return self._lease.buffer
 
-    def release(self, after: Ending | None = None) -> None:
+    def release(self) -> None:
         device, self._chunk.copied_to = self._chunk.copied_to, None
-        self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else after)
+        self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else None)
 
 
 _INTERRUPTED = KeyboardInterrupt("a change was interrupted")
