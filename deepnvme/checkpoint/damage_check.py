@@ -27,7 +27,6 @@ from .formats.pt_records import (
     DAMAGE,
     CorruptCheckpoint,
     PtRecords,
-    Record,
     WrongChecksum,
     check_pickle,
     data_offsets,
@@ -37,6 +36,7 @@ from .formats.pt_records import (
     refuse_damaged_beginning,
     scan_of,
 )
+from .formats.zip_directory import Record
 from .transfers import clearing_frames, shared_engine, started
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"

@@ -90,7 +90,7 @@ def _check_pickle(value: io.BytesIO) -> None:
     data = value.getbuffer()
     if bytes(data[:4]) != b"PK\3\4":
         raise pickle.UnpicklingError("it is no archive of torch.save.")
-    pickles = [entry for entry in entries(value) if entry.name.partition("/")[2] == "data.pkl"]
+    pickles = [record for record in entries(value) if record.inner_name == "data.pkl"]
     if len(pickles) != 1:
         raise Damaged(f"expected one record data.pkl, found {len(pickles)}")
     (stream,) = pickles

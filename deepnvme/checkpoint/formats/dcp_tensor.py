@@ -1,8 +1,7 @@
 """Archives of single tensors, as ``torch.save`` writes them into distributed checkpoints.
 
-There are thousands of them, and they are examined without unpickling. For one dtype, shape and strides all archives are equal
-except for the bytes of the storage. So the bytes around the storage are made once for each shape, and an archive is examined
-once for each shape.
+There are thousands of them. For one dtype, shape and strides all archives are equal except for the bytes of the storage. So the
+bytes around the storage are made once for each shape, and an archive is examined once for each shape.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-import struct
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -21,7 +19,8 @@ from deepnvme.memory.tensor_bytes import memory_of
 from .pickle_scan import why_wasteful
 from .pt_image import pt_image
 from .pt_pickle import is_plain
-from .zip_directory import END, END_64, LOCAL_HEADER, LOCATOR_64, BadDirectory, ZipEntry, data_of, parse
+from .pt_records import DAMAGE
+from .zip_directory import Record, data_of, entries
 
 _ALIGNMENT = 64
 """Alignment of the records in bytes, torch's default: a small tensor should not take pages.
@@ -68,11 +67,13 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     if storage.nbytes():
         begin = image.begin_of(storage)
         end = begin + storage.nbytes()
-    texts = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (begin, image.nbytes - end)]
-    for text, (first, last) in zip(texts, ((0, begin), (end, image.nbytes)), strict=True):
-        if first < last:
-            image.copy(first, last, text)
-    return Frame(*(memory_of(text).tobytes() for text in texts))
+
+    def text(first: int, last: int) -> bytes:
+        copied = torch.empty(last - first, dtype=torch.uint8, device="cpu")
+        image.copy(first, last, copied)
+        return memory_of(copied).tobytes()
+
+    return Frame(text(0, begin), text(end, image.nbytes))
 
 
 class Elements(NamedTuple):
@@ -133,8 +134,6 @@ HEAD = 4 << 10
 """Bytes of an archive's beginning by which a known kind is recognised. They include the pickle."""
 _LONG_HEAD = 64 << 10
 """Bytes that include what is before the storage, even if records are page-aligned."""
-_TAIL = 4 << 10
-"""Bytes at the end of an archive that include its directory."""
 
 
 class KnownArchives:
@@ -163,95 +162,64 @@ class KnownArchives:
                 return elements._replace(offset=elements.offset + offset)
         file.seek(offset)
         beginning = file.read(min(length, _LONG_HEAD))
-        file.seek(offset + max(0, length - _TAIL))
-        found = _look_through(beginning, file.read(min(length, _TAIL)), length)
+        try:
+            found = _examined(beginning, entries(file, offset, offset + length), length)
+        except (pickle.UnpicklingError, *DAMAGE):
+            return None
         if found is not None:
             self._known.setdefault(length, []).append((beginning[: min(found.offset, HEAD)], found))
             found = found._replace(offset=found.offset + offset)
         return found
 
 
-def _look_through(beginning: bytes, tail: bytes, length: int) -> Elements | None:
-    """Return where the tensor is, in bytes from the start of the archive, or None."""
-    try:
-        records = _records(tail, length)
-        stream = records["data.pkl"]
-        begin = _data_of(beginning, stream)
-        text = beginning[begin : begin + stream.nbytes]
-        if not stream.stored or why_wasteful(text) is not None:
-            return None
-        found = _Described(io.BytesIO(text)).load()
-        if type(found) is not _Tensor or found.first:
-            return None
-        storage = records[f"data/{found.storage.key}"]
-        begin = _data_of(beginning, storage)
-    except (pickle.UnpicklingError, struct.error, LookupError, ValueError, TypeError, AttributeError, EOFError):
+def _examined(beginning: bytes, found: Sequence[Record], length: int) -> Elements | None:
+    """Return where the tensor of an archive is, in bytes from the start of the archive, or None if that is no plain one."""
+    records = {record.inner_name: record for record in found}
+    stream = records["data.pkl"]
+    begin = data_of(beginning[stream.header :], stream.header)
+    text = beginning[begin : begin + stream.nbytes]
+    if not stream.stored or why_wasteful(text) is not None:
         return None
-    elements = Elements(begin, found.dtype, found.shape, found.stride)
-    whole = storage.stored and begin + found.storage.nbytes <= length
-    return elements if whole and elements.nbytes <= found.storage.nbytes else None
+    unpickler = _MetaUnpickler(io.BytesIO(text))
+    tensor = unpickler.load()
+    storage = records[f"data/{unpickler.key}"]
+    begin = data_of(beginning[storage.header :], storage.header)
+    if type(tensor) is not torch.Tensor or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
+        return None
+    elements = Elements(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    whole = storage.stored and begin + unpickler.nbytes <= length
+    return elements if whole and elements.nbytes <= unpickler.nbytes else None
 
 
-def _records(tail: bytes, length: int) -> dict[str, ZipEntry]:
-    """Return the records by name, without the folder that all of them are in."""
-    at = len(tail) - END.size
-    signature, _, _, _, count, nbytes, _, comment = END.unpack_from(tail, at)
-    if signature != b"PK\5\6" or comment:
-        raise BadDirectory("the directory at its end is missing")
-    if tail[at - LOCATOR_64.size : at].startswith(b"PK\6\7"):
-        at -= LOCATOR_64.size + END_64.size
-    return {entry.name.partition("/")[2]: entry for entry in parse(tail[at - nbytes : at], count, length)}
+class _MetaUnpickler(pickle.Unpickler):
+    """Unpickles a tensor onto the meta device, where it takes no memory.
 
-
-def _data_of(beginning: bytes, record: ZipEntry) -> int:
-    return data_of(beginning[record.header : record.header + LOCAL_HEADER.size], record.header)
-
-
-class _Storage(NamedTuple):
-    key: str
-    dtype: torch.dtype
-    nbytes: int
-
-
-class _Tensor(NamedTuple):
-    storage: _Storage
-    dtype: torch.dtype
-    first: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def _typed(storage: _Storage, first: int, shape: Any, stride: Any, requires_grad: bool, hooks: Any) -> _Tensor:
-    return _Tensor(storage, storage.dtype, first, tuple(shape), tuple(stride))
-
-
-def _untyped(storage: _Storage, first: int, shape: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any) -> _Tensor:
-    return _Tensor(storage, dtype, first, tuple(shape), tuple(stride))
-
-
-class _Described(pickle.Unpickler):
-    """An unpickler that makes a description of a tensor instead of the tensor.
-
-    Raises UnpicklingError or TypeError for anything else.
+    Raises UnpicklingError for what the pickle of a plain tensor does not name.
     """
 
-    _NAMES = {  # noqa: RUF012
-        ("torch._utils", "_rebuild_tensor_v2"): _typed,
-        ("torch._utils", "_rebuild_tensor_v3"): _untyped,
-        ("torch.storage", "UntypedStorage"): torch.uint8,
-        ("collections", "OrderedDict"): OrderedDict,
-    }
+    key: str | None = None
+    """Key of the tensor's storage."""
+    nbytes = 0
+    """Bytes of that storage."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = self._NAMES.get((module, name))
-        if known is not None:
-            return known
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
         found = getattr(torch, name, None) if module == "torch" else None
         dtype = found if isinstance(found, torch.dtype) else getattr(found, "_dtype", None)  # .dtype of a storage class warns
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return dtype
 
-    def persistent_load(self, saved: Any) -> _Storage:
-        _, dtype, key, _, numel = saved
-        return _Storage(key, dtype, numel * dtype.itemsize)
+    def persistent_load(self, saved: Any) -> torch.TypedStorage:
+        if self.key is not None:
+            raise pickle.UnpicklingError("it has more than one storage")
+        _, dtype, self.key, _, numel = saved
+        self.nbytes = numel * dtype.itemsize
+        storage = torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict")}

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import errno
 import io
+import operator
 import os
 import pickle
 import re
@@ -21,7 +22,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 from deepnvme._files import naming_file
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
-from .zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
+from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
 class CorruptCheckpoint(OSError):
@@ -35,32 +36,6 @@ class CorruptCheckpoint(OSError):
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EBADMSG, why, os.fspath(path))
         self.why = why
-
-
-@dataclass(frozen=True)
-class Record:
-    """A record of an archive: a storage, the pickle, or another."""
-
-    name: str
-    """Name within the folder that all records are in: "data/0" for a storage, "data.pkl" for the pickle."""
-    header: int
-    """Offset in the file of the record's header, which the data follow."""
-    nbytes: int
-    """Bytes of the data in the file."""
-    crc32: int
-    """CRC-32 of the data. 0 if none was recorded."""
-    whole: int
-    """Bytes of the data when inflated."""
-
-    @property
-    def key(self) -> str | None:
-        """Key of the storage by which the pickle refers to it. None if this is no storage."""
-        return self.name[len("data/") :] if self.name.startswith("data/") else None
-
-    def __str__(self) -> str:
-        if self.name == "data.pkl":
-            return "the pickle"
-        return f"record {self.name}" if self.key is None else f"storage {self.key}"
 
 
 class WrongChecksum(CorruptCheckpoint):
@@ -102,8 +77,7 @@ class PtRecords:
         return self.storages[at] if at >= 0 else None
 
 
-def _header(record: Record) -> int:
-    return record.header
+_header = operator.attrgetter("header")
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
@@ -142,17 +116,17 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, _what_is_missing(path) or str(error)) from error
-    first, _, _ = found[0].name.partition("/") if found else ("", "", "")
+    first = found[0].name.partition("/")[0] if found else ""
     records: dict[str, Record] = {}
     byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
-    for entry in found:
-        folder, _, name = entry.name.partition("/")
+    for record in found:
+        folder, _, name = record.name.partition("/")
         if folder != first:
-            raise CorruptCheckpoint(path, f"record {entry.name} is in another folder than {first}, where the first one is")
-        record = records[name] = Record(name, entry.header, entry.nbytes, entry.crc32, entry.whole)
-        if name in _FACTS and entry.stored:
-            if entry.nbytes > _LONGEST_FACT:
-                raise CorruptCheckpoint(path, f"{record} should have {entry.nbytes} bytes, and may have {_LONGEST_FACT}")
+            raise CorruptCheckpoint(path, f"record {record.name} is in another folder than {first}, where the first one is")
+        records[name] = record
+        if name in _FACTS and record.stored:
+            if record.nbytes > _LONGEST_FACT:
+                raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
             text = read_record(path, record)
             if not _FACTS[name].fullmatch(text):
                 raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
@@ -160,8 +134,8 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
     missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
     if missing:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    storages = sorted((record for record in records.values() if record.key is not None), key=_header)
-    stored = all(entry.stored for entry in found)
+    storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=_header)
+    stored = all(record.stored for record in found)
     return PtRecords(tuple(storages), records["data.pkl"], stored, byteorder, "constants.pkl" in records)
 
 
@@ -183,7 +157,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
         CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
     """
     with open(path, "rb") as file:
-        offset = data_offset(path, file.fileno(), record)
+        offset = _data_offset(path, file.fileno(), record)
         file.seek(offset)
         data = file.read(record.nbytes)
     if record.crc32 and (crc := zlib.crc32(data)) != record.crc32:
@@ -274,7 +248,7 @@ def is_damage(error: Exception) -> bool:
 
     False for UnpicklingError, because ``weights_only`` raises it too for what it refuses.
     """
-    return isinstance(error, DAMAGE) and not isinstance(error, (pickle.UnpicklingError, torch.OutOfMemoryError))
+    return isinstance(error, DAMAGE) and not isinstance(error, torch.OutOfMemoryError)
 
 
 DAMAGE = (
@@ -317,21 +291,21 @@ def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
     return count
 
 
-def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
-    """Return the offset in the file at which the data of a record begin.
-
-    Args:
-        path: Names the file in errors.
-        descriptor: Descriptor of the file.
-        record: The record.
+def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
+    """Return the offsets in the file at which the data of the records begin.
 
     Raises:
-        CorruptCheckpoint: If the record's header is damaged, or the data would end past the end of the file.
+        CorruptCheckpoint: If a record's header is damaged, or the data would end past the end of the file.
     """
-    header = bytearray(LOCAL_HEADER.size)
+    with open(path, "rb") as file:
+        return [_data_offset(path, file.fileno(), record) for record in records]
+
+
+def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
+    head = bytearray(LOCAL_HEADER.size)
+    count = read_at(descriptor, memoryview(head), record.header)
     try:
-        count = read_at(descriptor, memoryview(header), record.header)
-        offset = data_of(bytes(header[:count]), record.header)
+        offset = data_of(head[:count], record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
     size = os.fstat(descriptor).st_size
@@ -339,12 +313,6 @@ def data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"
         raise CorruptCheckpoint(path, why)
     return offset
-
-
-def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
-    """Return the offsets in the file at which the data of the records begin. Errors are as for :func:`data_offset`."""
-    with open(path, "rb") as file:
-        return [data_offset(path, file.fileno(), record) for record in records]
 
 
 _LONGEST_PICKLE = 64 << 20

@@ -27,38 +27,57 @@ _SLACK = 1 << 10
 """Bytes allowed beyond ``_MOST_INFLATED`` times the data, for records that are almost empty."""
 
 
-class ZipEntry(NamedTuple):
-    """One record of an archive."""
+class Record(NamedTuple):
+    """One record of an archive: in those of torch.save a storage, the pickle, or another."""
 
     name: str
     header: int
-    """Offset in the file of the record's header, which the data follow."""
+    """Offset in the archive of the record's header, which the data follow."""
     nbytes: int
     """Bytes of the data in the file."""
     crc32: int
+    """CRC-32 of the data. 0 if none was recorded."""
     stored: bool
     """Whether the data are stored as they are. False if they are deflated."""
     whole: int
     """Bytes of the data when inflated."""
+
+    @property
+    def inner_name(self) -> str:
+        """Name within the folder that all records are in: "data/0" for a storage, "data.pkl" for the pickle."""
+        return self.name.partition("/")[2]
+
+    @property
+    def key(self) -> str | None:
+        """Key of the storage by which the pickle refers to it. None if this is no storage."""
+        name = self.inner_name
+        return name[len("data/") :] if name.startswith("data/") else None
+
+    def __str__(self) -> str:
+        if self.inner_name == "data.pkl":
+            return "the pickle"
+        return f"record {self.inner_name}" if self.key is None else f"storage {self.key}"
 
 
 class BadDirectory(ValueError):
     """The directory is missing, or contradicts itself or the size of the file."""
 
 
-def entries(file: BinaryIO) -> list[ZipEntry]:
+def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Record]:
     """Read the directory of an archive and return its records in the order of the directory.
 
     Args:
-        file: The archive. Its position is changed.
+        file: The file that the archive is in. Its position is changed.
+        begin: Where the archive begins in the file.
+        end: Where it ends. None for the end of the file.
 
     Raises:
         BadDirectory: If there is no valid directory.
     """
-    size = file.seek(0, os.SEEK_END)
+    size = (file.seek(0, os.SEEK_END) if end is None else end) - begin
     tail_at = max(0, size - _LONGEST_COMMENT - END.size - LOCATOR_64.size - END_64.size)
-    file.seek(tail_at)
-    tail = file.read()
+    file.seek(begin + tail_at)
+    tail = file.read(size - tail_at)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + END.size > len(tail):
         raise BadDirectory("the directory at its end is missing")
@@ -72,29 +91,23 @@ def entries(file: BinaryIO) -> list[ZipEntry]:
         raise BadDirectory(f"its directory cannot have {count} records in {nbytes} bytes; at most {_LARGEST} bytes are read")
     if start + nbytes > size:
         raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and the file has {size}")
-    file.seek(start)
+    file.seek(begin + start)
     try:
-        found = parse(file.read(nbytes), count, size)
+        found = _parse(file.read(nbytes), count, size)
     except struct.error as error:
         raise BadDirectory(f"its directory is damaged: {error}") from error
-    refuse_overlaps(found)
-    deflated = next((entry for entry in found if not entry.stored), None)
+    _refuse_overlaps(found)
+    deflated = next((record for record in found if not record.stored), None)
     if deflated is not None:  # checking one record is enough to tell a compressed archive from a damaged directory
-        _refuse_stored(file, deflated)
+        file.seek(begin + deflated.header)
+        head = file.read(LOCAL_HEADER.size)
+        data_of(head, deflated.header)
+        if LOCAL_HEADER.unpack(head)[3] == _STORED:
+            raise BadDirectory(f"its directory has record {deflated.name} as deflated, and the header before that as stored")
     return found
 
 
-def _refuse_stored(file: BinaryIO, deflated: ZipEntry) -> None:
-    """Raise BadDirectory if the header of a record says stored, while the directory says deflated."""
-    file.seek(deflated.header)
-    head = file.read(LOCAL_HEADER.size)
-    data_of(head, deflated.header)
-    _, _, _, method, *_ = LOCAL_HEADER.unpack_from(head)
-    if method == _STORED:
-        raise BadDirectory(f"its directory has record {deflated.name} as deflated, and the header before that as stored")
-
-
-def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
+def _parse(directory: bytes, count: int, size: int) -> list[Record]:
     """Parse a directory and return its records.
 
     Args:
@@ -125,9 +138,7 @@ def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
             numbers = _zip64(directory[at : at + extra_length])
             if len(numbers) < (whole, nbytes, header).count(LARGE):
                 raise BadDirectory(f"its directory is damaged: record {name} lacks its size or its place")
-            whole = numbers.pop(0) if whole == LARGE else whole
-            nbytes = numbers.pop(0) if nbytes == LARGE else nbytes
-            header = numbers.pop(0) if header == LARGE else header
+            whole, nbytes, header = (numbers.pop(0) if field == LARGE else field for field in (whole, nbytes, header))
         at += extra_length + comment_length
         if header + LOCAL_HEADER.size + name_length + nbytes > size:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
@@ -135,21 +146,21 @@ def parse(directory: bytes, count: int, size: int) -> list[ZipEntry]:
             raise BadDirectory(f"record {name} is stored, and cannot have {whole} bytes that take {nbytes}")
         if whole > _MOST_INFLATED * nbytes + _SLACK:
             raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
-        found.append(ZipEntry(name, header, nbytes, crc32, method == _STORED, whole))
+        found.append(Record(name, header, nbytes, crc32, method == _STORED, whole))
     return found
 
 
-def refuse_overlaps(found: Sequence[ZipEntry]) -> None:
+def _refuse_overlaps(found: Sequence[Record]) -> None:
     """Raise BadDirectory if records share bytes of the file, or a name.
 
     Otherwise each of many records could be as large as the whole file.
     """
     end, last = 0, ""
-    for entry in sorted(found, key=lambda entry: entry.header):
-        if entry.header < end:
-            raise BadDirectory(f"record {entry.name} begins at byte {entry.header}, within record {last}")
-        end, last = entry.header + LOCAL_HEADER.size + len(entry.name) + entry.nbytes, entry.name
-    if len({entry.name for entry in found}) < len(found):
+    for record in sorted(found, key=lambda record: record.header):
+        if record.header < end:
+            raise BadDirectory(f"record {record.name} begins at byte {record.header}, within record {last}")
+        end, last = record.header + LOCAL_HEADER.size + len(record.name) + record.nbytes, record.name
+    if len({record.name for record in found}) < len(found):
         raise BadDirectory("two records have the same name")
 
 
@@ -164,7 +175,7 @@ def _zip64(extra: bytes) -> list[int]:
     return []
 
 
-def data_of(head: bytes, header: int) -> int:
+def data_of(head: bytes | bytearray, header: int) -> int:
     """Return the offset in the file at which the data of a record begin.
 
     Args:
