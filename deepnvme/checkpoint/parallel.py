@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
 from .formats.file_image import FileImage
-from .formats.sharding import equal_share
+from .formats.sharding import equal_share, taken
 from .publication import Destination, name_the_final_file
 from .transfers import shared_engine, write
 
@@ -195,11 +194,10 @@ def _held(image: FileImage) -> list[int]:
 
 def _share(image: FileImage, rank: int, size: int) -> list[Part]:
     """Return the ranges that this rank writes of what all ranks hold."""
-    offsets, lengths, at = array("Q"), array("Q"), 0
+    common: list[Part] = []
+    at = 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
         if at < first:
-            offsets.append(at)
-            lengths.append(first - at)
+            common.append((at, first))
         at = last
-    _, _, offsets, lengths = equal_share(offsets, lengths, rank, size)
-    return [(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)]
+    return taken(common, *equal_share(common, rank, size))

@@ -373,7 +373,7 @@ def held(first: int, second: int) -> FileImage:
     image = FileImage()
     for nbytes in (first, second):
         image.add_text(b"header")
-        image.add_part(torch.zeros(nbytes, dtype=torch.uint8), [0] * bool(nbytes), [nbytes] * bool(nbytes), 100)
+        image.add_part(torch.zeros(nbytes, dtype=torch.uint8), [(0, nbytes)] * bool(nbytes), 100)
     return image
 
 

@@ -41,9 +41,8 @@ class FileImage:
     # The pieces are kept in columns, not rows, because there are many: three for each tensor. Pieces may be empty.
 
     def __init__(self) -> None:
-        self._text = bytearray()
-        self._texts: list[int] = []
-        """Pieces that are in ``_text``, whose address is only known when it no longer grows."""
+        self._texts: list[bytearray] = []
+        """Copies of the texts that were added, which the pieces refer to."""
         self._sources: dict[int, Source] = {}
         self._on_devices: set[int] = set()
         self._events: list[torch.cuda.Event] = []
@@ -62,15 +61,11 @@ class FileImage:
 
     def add_text(self, text: bytes) -> None:
         """Append a copy of the bytes."""
-        if text:
-            self._texts.append(len(self._lengths))
-            self._append(len(self._text), len(text))
-            self._text += text
+        self._append(self._kept_text(text), len(text))
 
     def add_padding(self, nbytes: int) -> None:
         """Append this many meaningless bytes, at most PAGE."""
-        if nbytes:
-            self._append(_PADDING_ADDRESS, nbytes)
+        self._append(_PADDING_ADDRESS, nbytes)
 
     def add(self, source: Source) -> None:
         """Append the bytes of a contiguous tensor or of a storage.
@@ -100,8 +95,7 @@ class FileImage:
             return
         nothing = array("Q", bytes(8 * len(sources)))
         headers, paddings = headers or nothing, paddings or nothing
-        first = len(self._lengths)
-        pieces = range(first + 2, first + 3 * len(sources), 3)
+        pieces = range(len(self._lengths) + 2, len(self._lengths) + 3 * len(sources), 3)
         devices = [source.device for source in sources]
         distant = {device for device in set(devices) if device.type != "cpu"}
         if distant:
@@ -110,7 +104,7 @@ class FileImage:
         nbytes = array("Q", [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in sources])
         addresses = array("Q", [source.data_ptr() for source in sources])
         rows = nothing * 3
-        rows[0::3] = array("Q", accumulate(headers[:-1], initial=len(self._text)))
+        rows[0::3] = array("Q", accumulate(headers[:-1], initial=self._kept_text(text)))
         rows[1::3] = array("Q", [_PADDING_ADDRESS]) * len(sources)
         rows[2::3] = addresses
         self._addresses += rows
@@ -118,9 +112,6 @@ class FileImage:
         self._lengths += rows
         self._ends += array("Q", accumulate(rows, initial=self.nbytes))[1:]
         self.nbytes = self._ends[-1]
-        self._text += text
-        if text:
-            self._texts += range(first, pieces.stop, 3)
         self._sources.update(zip(pieces, sources, strict=True))
         self._large += [piece for piece, size in zip(pieces, nbytes, strict=True) if size >= DIRECT_FROM]
 
@@ -132,7 +123,7 @@ class FileImage:
             raise ValueError("nothing of this tensor or storage was added")
         return self._ends[piece] - self._lengths[piece]
 
-    def add_part(self, data: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int], nbytes: int) -> None:
+    def add_part(self, data: torch.Tensor, runs: Sequence[tuple[int, int]], nbytes: int) -> None:
         """Append a range of which this process has only some runs of bytes.
 
         The runs are recorded in ``held`` and the range in ``spread``. The other bytes of the range can be neither written nor
@@ -140,34 +131,29 @@ class FileImage:
 
         Args:
             data: The bytes of the runs, one run after the other, on the CPU or a CUDA device.
-            offsets: Where each run begins, in bytes from the start of the range.
-            lengths: Bytes of each run.
+            runs: Where each run begins and ends, in bytes from the start of the range.
             nbytes: Bytes of the range.
         """
         if not nbytes:
             return
         data = _reachable(data)
-        self.spread.append((self.nbytes, self.nbytes + nbytes))
-        start, at, before = self.nbytes, 0, self.nbytes
-        on_cpu = data.device.type == "cpu"
-        address = data.data_ptr()
-        for offset, length in zip(offsets, lengths, strict=True):
-            if start + offset > before:
-                self._append(0, start + offset - before)
-            before = start + offset + length
-            self.held.append((start + offset, before))
-            if length >= DIRECT_FROM or not on_cpu:
+        start, at = self.nbytes, 0
+        self.spread.append((start, start + nbytes))
+        for first, last in runs:
+            self._append(0, start + first - self.nbytes)
+            self.held.append((start + first, start + last))
+            length = last - first
+            if length >= DIRECT_FROM or data.device.type != "cpu":
                 self.add(data[at : at + length])
             else:
-                self._append(address + at, length)
+                self._append(data.data_ptr() + at, length)
             at += length
-        if before < start + nbytes:
-            self._append(0, start + nbytes - before)
+        self._append(0, start + nbytes - self.nbytes)
         self._kept.append(data)
 
     def digest(self) -> bytes:
         """Return a hash of the text, that is of everything but the tensors' bytes."""
-        return hashlib.sha256(self._text).digest()
+        return hashlib.sha256(b"".join(self._texts)).digest()
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
         """Yield the requests that write [begin, end) of the file, in order.
@@ -204,7 +190,6 @@ class FileImage:
         if begin == end:
             return
         first, last = self._piece_at(begin), self._piece_at(end - 1)
-        self._place_texts()
         for event in self._events:
             event.synchronize()
         sources, lengths = self._addresses[first : last + 1], self._lengths[first : last + 1]
@@ -242,14 +227,12 @@ class FileImage:
         """Return the index of the piece that has this byte of the file."""
         return bisect.bisect_right(self._ends, offset)
 
-    def _place_texts(self) -> None:
-        """Resolve the addresses of text pieces. Only when all text is added, because a bytearray moves when it grows."""
-        if self._texts:
-            self._placed = ctypes.c_char.from_buffer(self._text)  # from now on adding text raises BufferError
-            base = ctypes.addressof(self._placed)
-            for piece in self._texts:
-                self._addresses[piece] += base
-            self._texts = []
+    def _kept_text(self, text: bytes) -> int:
+        """Keep a copy of the text and return its address."""
+        if not text:
+            return 0
+        self._texts.append(bytearray(text))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._texts[-1]))
 
 
 def _chunks(begin: int, end: int) -> Iterator[Range]:

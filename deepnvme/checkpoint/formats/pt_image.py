@@ -7,12 +7,13 @@ an extra field. Sizes and checksums follow the data ("data descriptor") and are 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import sys
 import zlib
 from array import array
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -66,54 +67,30 @@ def pt_image(
     crcs = array("Q", map(zlib.crc32, before.values()))
     crcs.extend(map(crc32_of, storages) if checksum else bytes(len(storages)))
     crcs.extend(map(zlib.crc32, after.values()))
-    return _image(lay_out(names, nbytes, crcs, alignment), [*before.values(), *storages, *after.values()])
+    text, headers, paddings = load_async_io().checkpoint.zip_layout(names, nbytes, crcs, alignment)
+    return _image(text, headers, paddings, [*before.values(), *storages, *after.values()])
 
 
-class ZipLayout(NamedTuple):
-    """All bytes of an archive besides the data of its records."""
-
-    text: bytes
-    """The bytes before the data of each record, in order, and then those after the last record."""
-    headers: array[int]
-    """Bytes of the text before the data of each record."""
-    paddings: array[int]
-    """Meaningless bytes between these and the data of each record."""
-
-
-def lay_out(names: list[str], sizes: array[int], crcs: array[int], alignment: int) -> ZipLayout:
-    """Place records one after the other and return the bytes between them.
-
-    Args:
-        names: Name of each record.
-        sizes: Bytes of each record, an array of uint64 ("Q").
-        crcs: CRC-32 of each record, an array of uint64 ("Q").
-        alignment: The data of each record begin at a multiple of this many bytes.
-    """
-    return ZipLayout(*load_async_io().checkpoint.zip_layout(names, sizes, crcs, alignment))
-
-
-def _image(layout: ZipLayout, contents: list[bytes | torch.UntypedStorage | Sharded]) -> FileImage:
-    """Return the image of an archive with these records."""
-    image, at = FileImage(), 0
-    first = 0
+def _image(
+    text: bytes, headers: array[int], paddings: array[int], contents: list[bytes | torch.UntypedStorage | Sharded]
+) -> FileImage:
+    """Return the image of an archive with these records. The other arguments are what ``zip_layout`` returns."""
+    image, unused, first = FileImage(), io.BytesIO(text), 0
     for kind, run in itertools.groupby(contents, type):
         data: list[Any] = list(run)
-        headers, paddings = (column[first : first + len(data)] for column in (layout.headers, layout.paddings))
-        if kind is bytes or kind is Sharded:
-            for header, padding, content in zip(headers, paddings, data, strict=True):
-                image.add_text(layout.text[at : at + header])
-                image.add_padding(padding)
-                if kind is bytes:
-                    image.add_text(content)
-                else:
-                    image.add_part(content.local, content.offsets, content.lengths, content.nbytes())
-                at += header
-        else:
-            text = layout.text[at : at + sum(headers)]
-            image.add_each(data, text, headers, paddings)
-            at += len(text)
+        records = slice(first, first + len(data))
         first += len(data)
-    image.add_text(layout.text[at:])
+        if kind is not bytes and kind is not Sharded:
+            image.add_each(data, unused.read(sum(headers[records])), headers[records], paddings[records])
+            continue
+        for header, padding, content in zip(headers[records], paddings[records], data, strict=True):
+            image.add_text(unused.read(header))
+            image.add_padding(padding)
+            if kind is bytes:
+                image.add_text(content)
+            else:
+                image.add_part(content.local, content.runs, content.whole)
+    image.add_text(unused.read())
     return image
 
 

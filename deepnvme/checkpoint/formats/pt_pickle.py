@@ -69,7 +69,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
 
     def reference(known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
         """Return the persistent id of a storage that is used with this dtype and number of elements."""
-        storage = known if isinstance(known, UntypedStorage) else known.device_storage()
+        storage = known if isinstance(known, UntypedStorage) else known.local.untyped_storage()
         device = storage.device
         location = locations.get(device)
         if location is None:
@@ -86,7 +86,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
         kind = kinds.get(dtype)
         if kind is None:
-            kind = kinds[dtype] = _storage_type(storage, dtype)
+            typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+            kind = kinds[dtype] = getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
         return "storage", kind, key, location, numel
 
     def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
@@ -192,12 +193,6 @@ def _whole_elements(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
     torch.save writes that rest too, and torch.load then refuses the file.
     """
     return storage if storage.nbytes() == nbytes else storage[:nbytes]
-
-
-def _storage_type(storage: UntypedStorage, dtype: torch.dtype) -> Any:
-    """Return torch's storage class for this dtype."""
-    typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-    return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
 _NO_STORAGES = frozenset(

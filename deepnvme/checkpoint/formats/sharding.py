@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,28 +19,23 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Span = tuple[int, int]
-"""A range of indices: (begin, end)."""
+"""A range of indices or bytes: (begin, end)."""
 
 
+@dataclass(eq=False)
 class Sharded:
     """Stands for the storage of a whole tensor of which this rank writes some bytes."""
 
-    def __init__(self, local: torch.Tensor, nbytes: int, offsets: array[int], lengths: array[int]) -> None:
-        self.local = local
-        """The bytes that this rank writes, one run after the other."""
-        self.offsets = offsets
-        """Where each run begins in the whole tensor, in bytes."""
-        self.lengths = lengths
-        """Bytes of each run."""
-        self._nbytes = nbytes
+    local: torch.Tensor
+    """The bytes that this rank writes, one run after the other."""
+    runs: list[Span]
+    """Where each run is in the whole tensor, in bytes."""
+    whole: int
+    """Bytes of the whole tensor."""
 
     def nbytes(self) -> int:
-        """Return the bytes of the whole tensor."""
-        return self._nbytes
-
-    def device_storage(self) -> torch.UntypedStorage:
-        """Return a storage on the device of the shard."""
-        return self.local.untyped_storage()
+        """Return the bytes of the whole tensor, as a storage does."""
+        return self.whole
 
 
 class Across:
@@ -93,7 +88,7 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
     if coordinate is None or local.numel() == 0:
-        return Sharded(flat_bytes(local.new_empty(0)), nbytes, array("Q"), array("Q"))
+        return Sharded(flat_bytes(local.new_empty(0)), [], nbytes)
     held: list[list[Span]] = [[(0, size)] for size in tensor.shape]
     replica, replicas = 0, 1
     for index, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
@@ -110,12 +105,12 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
             f"a DTensor of {tuple(tensor.shape)} placed as {placements} has {tuple(local.shape)} of it here, where {shape} were"
             " expected: save its full_tensor()"
         )
-    offsets, lengths = byte_runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
+    runs = byte_runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
     data = flat_bytes(local.contiguous())
     if replicas > 1:
-        begin, end, offsets, lengths = equal_share(offsets, lengths, replica, replicas)
-        data = data[begin:end]
-    return Sharded(data, nbytes, offsets, lengths)
+        begin, end = equal_share(runs, replica, replicas)
+        data, runs = data[begin:end], taken(runs, begin, end)
+    return Sharded(data, runs, nbytes)
 
 
 def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
@@ -126,7 +121,7 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
     each = -(-total // (count * split))
     parts: list[Span] = []
     for piece in range(index, count * split, count):
-        for begin, end in _taken(spans, piece * each, (piece + 1) * each):
+        for begin, end in taken(spans, piece * each, (piece + 1) * each):
             if parts and parts[-1][1] == begin:
                 parts[-1] = (parts[-1][0], end)
             else:
@@ -134,66 +129,51 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
     return parts
 
 
-def _taken(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
     """Return elements [begin, end) of those that the spans hold together, as spans."""
-    taken, before = [], 0
+    parts, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)
         if low < high:
-            taken.append((low, high))
+            parts.append((low, high))
         before += last - first
-    return taken
+    return parts
 
 
-def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> tuple[array[int], array[int]]:
-    """Return (offsets, lengths), in bytes, of the runs that are contiguous in the whole, in the order of the shard."""
+def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> list[Span]:
+    """Return the runs of bytes that are contiguous in the whole, in the order of the shard."""
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     cut = max((dim for dim, spans in enumerate(held) if spans != [(0, shape[dim])]), default=0)
     rows = (itertools.chain.from_iterable(range(*span) for span in spans) for spans in held[:cut])
-    spans = held[cut] if held else [(0, 1)]
-    stride = strides[cut] if held else itemsize
-    offsets, lengths = array("Q"), array("Q")
+    spans, stride = (held[cut], strides[cut]) if held else ([(0, 1)], itemsize)
+    runs = []
     for indices in itertools.product(*rows):
         base = sum(index * width for index, width in zip(indices, strides, strict=False))
-        for begin, end in spans:
-            offsets.append(base + begin * stride)
-            lengths.append((end - begin) * stride)
-    return offsets, lengths
+        runs += [(base + begin * stride, base + end * stride) for begin, end in spans]
+    return runs
 
 
-def equal_share(
-    offsets: array[int], lengths: array[int], share: int, shares: int
-) -> tuple[int, int, array[int], array[int]]:
-    """Return one of several equal shares of runs of bytes.
+def equal_share(runs: Sequence[Span], share: int, shares: int) -> Span:
+    """Return one of several equal shares of runs of bytes, as a range within the concatenated runs; see :func:`taken`.
 
     The shares are equal except that their borders are moved to page boundaries of the whole. A border belongs to the page that
     it is in, so that neighbouring shares agree on it.
 
     Args:
-        offsets: Where each run begins in the whole, in bytes.
-        lengths: Bytes of each run.
+        runs: Where each run is in the whole, in bytes.
         share: Number of the share, from 0.
         shares: Number of shares.
-
-    Returns:
-        (begin, end, offsets, lengths): the share's range within the concatenated runs, and its runs.
     """
-    ends = list(itertools.accumulate(lengths))
-    total = sum(lengths)
+    ends = list(itertools.accumulate(end - begin for begin, end in runs))
+    total = ends[-1] if ends else 0
 
     def border(number: int) -> int:
         at = total * number // shares
         run = bisect.bisect_right(ends, at)
         if run == len(ends):
             return total
-        start = ends[run] - lengths[run]
-        return max(start, at - (offsets[run] + at - start) % PAGE)
+        first, last = runs[run]
+        offset = last - (ends[run] - at)  # in the whole
+        return at - min(offset % PAGE, offset - first)
 
-    begin, end = border(share), border(share + 1)
-    own_offsets, own_lengths = array("Q"), array("Q")
-    for offset, length, last in zip(offsets, lengths, ends, strict=True):
-        low, high = max(begin, last - length), min(end, last)
-        if low < high:
-            own_offsets.append(offset + low - (last - length))
-            own_lengths.append(high - low)
-    return begin, end, own_offsets, own_lengths
+    return border(share), border(share + 1)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from array import array
 
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.sharding import byte_runs, equal_share, part_of_spans
+from deepnvme.checkpoint.formats.sharding import Span, byte_runs, equal_share, part_of_spans, taken
 
 PAGE = 4096
 
 
-def offsets_of(offsets: array[int], lengths: array[int]) -> list[int]:
+def offsets_of(runs: list[Span]) -> list[int]:
     """Of every byte, in the order of the shard."""
-    return [offset + byte for offset, length in zip(offsets, lengths, strict=True) for byte in range(length)]
+    return [offset for run in runs for offset in range(*run)]
 
 
 @pytest.mark.parametrize(("total", "count", "split"), [(10, 3, 2), (8, 3, 2)])
@@ -55,26 +54,27 @@ def test_runs_are_where_the_elements_lie(shape: tuple[int, ...], held: list[list
     for dim, spans in enumerate(held):
         index = index.index_select(dim, torch.tensor([each for span in spans for each in range(*span)], dtype=torch.int64))
     expected = [element * itemsize + byte for element in index.reshape(-1).tolist() for byte in range(itemsize)]
-    offsets, lengths = byte_runs(shape, held, itemsize)
-    assert offsets_of(offsets, lengths) == expected
+    runs = byte_runs(shape, held, itemsize)
+    assert offsets_of(runs) == expected
     if held[:1] == [[(1, 3)]]:
-        assert len(offsets) == 1
+        assert len(runs) == 1
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
 @pytest.mark.parametrize("runs", [[(0, 10 * PAGE + 5)], [(100, 20_000)], [(0, 3)], [(7 * PAGE + 1, PAGE), (20 * PAGE, 3 * PAGE)],
                                   [(at * 1000, 500) for at in range(60)]])  # fmt: skip
 def test_replicas_share_runs_page_by_page(runs: list[tuple[int, int]], shares: int) -> None:
-    offsets, lengths = (array("Q", column) for column in zip(*runs, strict=True))
+    spans = [(offset, offset + length) for offset, length in runs]
     covered: list[int] = []
     position = 0
     for share in range(shares):
-        begin, end, own_offsets, own_lengths = equal_share(offsets, lengths, share, shares)
+        begin, end = equal_share(spans, share, shares)
+        own = taken(spans, begin, end)
         assert begin == position
-        assert end - begin == sum(own_lengths)
-        assert end - begin <= sum(lengths) // shares + PAGE
-        for offset in own_offsets:
-            assert offset % PAGE == 0 or offset in offsets
-        covered += offsets_of(own_offsets, own_lengths)
+        assert end - begin == len(offsets_of(own))
+        assert end - begin <= sum(length for _, length in runs) // shares + PAGE
+        for offset, _ in own:
+            assert offset % PAGE == 0 or offset in dict(runs)
+        covered += offsets_of(own)
         position = end
-    assert covered == offsets_of(offsets, lengths)
+    assert covered == offsets_of(spans)

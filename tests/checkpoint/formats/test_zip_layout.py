@@ -13,25 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.checkpoint.formats.pt_image import ZipLayout, lay_out
 from deepnvme.checkpoint.formats.zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
+from deepnvme.ops import load_async_io
 
 GIB = 1 << 30
 records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,
                    unique_by=lambda record: record[0])  # fmt: skip
 
 
-def laid_out(names: list[str], sizes: list[int], crcs: list[int], alignment: int) -> ZipLayout:
-    return lay_out(names, array("Q", sizes), array("Q", crcs), alignment)
+def laid_out(names: list[str], sizes: list[int], crcs: list[int], alignment: int) -> tuple[bytes, array[int], array[int]]:
+    return load_async_io().checkpoint.zip_layout(names, array("Q", sizes), array("Q", crcs), alignment)
 
 
 def archive(contents: list[tuple[str, bytes]], alignment: int = 64) -> bytes:
     names, data = [name for name, _ in contents], [data for _, data in contents]
-    layout, written, at = laid_out(names, [*map(len, data)], [*map(zlib.crc32, data)], alignment), io.BytesIO(), 0
-    for content, header, padding in zip(data, layout.headers, layout.paddings, strict=True):
-        written.write(layout.text[at : at + header] + bytes(padding) + content)
+    text, headers, paddings = laid_out(names, [*map(len, data)], [*map(zlib.crc32, data)], alignment)
+    written, at = io.BytesIO(), 0
+    for content, header, padding in zip(data, headers, paddings, strict=True):
+        written.write(text[at : at + header] + bytes(padding) + content)
         at += header
-    written.write(layout.text[at:])
+    written.write(text[at:])
     return written.getvalue()
 
 
@@ -46,9 +47,9 @@ def test_the_standard_librarys_reader_finds_every_record(contents: list[tuple[st
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 6 * GIB), max_size=6), st.sampled_from([64, 4096]))
 def test_data_begin_at_multiples_of_the_alignment_and_do_not_overlap(sizes: list[int], alignment: int) -> None:
-    layout = laid_out([f"data/{index}" for index in range(len(sizes))], sizes, [0] * len(sizes), alignment)
+    _, headers, paddings = laid_out([f"data/{index}" for index in range(len(sizes))], sizes, [0] * len(sizes), alignment)
     end = 0
-    for size, header, padding in zip(sizes, layout.headers, layout.paddings, strict=True):
+    for size, header, padding in zip(sizes, headers, paddings, strict=True):
         assert (end + header + padding) % alignment == 0
         assert padding < alignment
         end += header + padding + size

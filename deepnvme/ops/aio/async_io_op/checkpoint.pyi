@@ -25,4 +25,15 @@ def pickle_walk(
     """
 
 def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
-    """What :func:`deepnvme.checkpoint.formats.pt_image.lay_out` documents."""
+    """Place the records of a zip archive one after the other, and return all bytes besides their data.
+
+    Args:
+        names: Name of each record.
+        sizes: Bytes of each record, an array of uint64 ("Q").
+        crcs: CRC-32 of each record, an array of uint64 ("Q").
+        alignment: The data of each record begin at a multiple of this many bytes.
+
+    Returns:
+        (text, headers, paddings): the bytes before the data of each record, in order, and then those after the last record;
+        bytes of the text before the data of each record; and meaningless bytes between these and the data of each record.
+    """
