@@ -114,10 +114,10 @@ def _safetensors(path: str) -> Report:
     problems = []
     try:
         for shard, names in safetensors_header.shards_of(path).items():
-            header = safetensors_header.read_header(shard)
-            tensors += len(header.tensors)
-            nbytes += sum(entry.nbytes for entry in header.tensors)
-            missing = set(names or ()) - {entry.name for entry in header.tensors}
+            entries = safetensors_header.read_header(shard)
+            tensors += len(entries)
+            nbytes += sum(entry.nbytes for entry in entries)
+            missing = set(names or ()) - {entry.name for entry in entries}
             problems += [f"tensor {name!r}: expected in {shard}, found nowhere in it" for name in sorted(missing)]
     except CorruptCheckpoint as error:
         problems.append(error.why if error.filename == path else f"{error.filename}: {error.why}")

@@ -24,7 +24,6 @@ from .formats.safetensors_header import (
     extent,
     indexed,
     make_header,
-    not_a_directory,
     overlapping,
     read_header,
     shards_of,
@@ -125,7 +124,6 @@ def load_entries(
     Args:
         choose: Returns the entries to load, by name, of all those of a file.
     """
-    not_a_directory(filename)
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
@@ -227,7 +225,7 @@ def _load(
     progress: Progress | None,
 ) -> dict[str, torch.Tensor]:
     direct = device if device.type == "cuda" else torch.device("cpu")
-    entries = choose({entry.name: entry for entry in read_header(path).tensors})
+    entries = choose({entry.name: entry for entry in read_header(path)})
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([PlacedStorage(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, shared_engine(), pool, progress)  # fmt: skip

@@ -419,7 +419,7 @@ def elements_of_safetensors(path: Path, begin: int = 0) -> dict[str, Elements]:
     """
     return {
         entry.name: Elements(entry.offset, entry.dtype, entry.shape, contiguous_strides(entry.shape))
-        for entry in read_header(path, begin).tensors
+        for entry in read_header(path, begin)
     }
 
 

@@ -285,13 +285,13 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
         begin = image.nbytes
         image.add_text(stream.getvalue())
         return begin, image.nbytes - begin
-    around = frame(memory.dtype, memory.shape, memory.stride())
+    head, tail = frame(memory.dtype, memory.shape, memory.stride())
     if memory.nbytes >= DIRECT_FROM:
-        image.add_padding(-(image.nbytes + len(around.head)) % PAGE)  # direct I/O then needs no copy of page-aligned memory
+        image.add_padding(-(image.nbytes + len(head)) % PAGE)  # direct I/O then needs no copy of page-aligned memory
     begin = image.nbytes
-    image.add_text(around.head)
+    image.add_text(head)
     image.add(flat(memory))
-    image.add_text(around.tail)
+    image.add_text(tail)
     return begin, image.nbytes - begin
 
 

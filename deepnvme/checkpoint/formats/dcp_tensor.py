@@ -29,13 +29,6 @@ A large tensor is page-aligned by choosing where its archive begins.
 """
 
 
-class Frame(NamedTuple):
-    """The bytes of an archive before and after the bytes of its tensor."""
-
-    head: bytes
-    tail: bytes
-
-
 def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor with the same elements whose memory has no gaps: with the same strides and memory if possible, else a copy.
 
@@ -58,8 +51,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Frame:
-    """Return the frame of the archive of a tensor whose memory has no gaps."""
+def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the bytes before and after those of the tensor in the archive of one whose memory has no gaps."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = pt_image(like, pickle, 2, False, alignment=_ALIGNMENT)
@@ -73,7 +66,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
         image.copy(first, last, copied)
         return memory_of(copied).tobytes()
 
-    return Frame(text(0, begin), text(end, image.nbytes))
+    return text(0, begin), text(end, image.nbytes)
 
 
 class Elements(NamedTuple):
@@ -94,12 +87,8 @@ class Elements(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """Whether the elements follow each other without gaps in row-major order."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
+        steps = zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
+        return all(size == 1 or stride == step for size, stride, step in steps)
 
     def narrow(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Elements:
         """Return the part that begins at ``offsets`` and has the shape ``lengths``.

@@ -7,6 +7,8 @@ import pickle
 from collections.abc import Callable
 from typing import IO, Any, ClassVar
 
+import torch
+
 from deepnvme.ops import load_async_io
 
 _PLAIN = {
@@ -41,8 +43,6 @@ def names_only_plain(stream: bytes) -> bool:
 
 def _is_plain_name(module: str, name: str) -> bool:
     """Return whether the name is in ``_PLAIN``, a storage class or a dtype of torch."""
-    import torch
-
     if _is_storage(module, name) or (module, name) in _PLAIN:
         return True
     return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -167,7 +167,5 @@ class _StorageKind:
     """Stands for a storage class of torch, of which only the element size is known."""
 
     def __init__(self, name: str) -> None:
-        import torch
-
         kind = getattr(torch, name, None)
         self.itemsize: int = 1 if kind is None or name == "UntypedStorage" else kind._dtype.itemsize

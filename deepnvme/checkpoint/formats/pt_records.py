@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
@@ -49,11 +48,8 @@ class WrongChecksum(CorruptCheckpoint):
     """
 
     def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
-        super().__init__(
-            path,
-            f"{record}, {record.nbytes} bytes from byte {offset} on:"
-            f" expected CRC-32 {record.crc32:08x}, found {crc32:08x}",
-        )
+        where = f"{record}, {record.nbytes} bytes from byte {offset} on"
+        super().__init__(path, f"{where}: expected CRC-32 {record.crc32:08x}, found {crc32:08x}")
 
 
 @dataclass(frozen=True)
@@ -351,27 +347,20 @@ def _what_is_missing(path: str | os.PathLike[str]) -> str | None:
         except Exception:  # not a pickle of torch.save, or no pickle at all: these can raise anything
             return None
         missing, at = referred.nbytes, file.tell()
-        header: int | None = at
         for _ in range(len(missing) + _OTHER_RECORDS):
-            header = _find(file, at) if missing else None
-            if header is None:
+            file.seek(at)
+            before, signature, rest = file.read(_NEAR).partition(b"PK\3\4")
+            header, head = at + len(before), signature + rest
+            if len(head) < LOCAL_HEADER.size:
+                at = size
                 break
-            file.seek(header)
-            head = file.read(LOCAL_HEADER.size)
-            at = data_of(head, header) if len(head) == LOCAL_HEADER.size else size
-            name = file.read(max(0, at - header - LOCAL_HEADER.size))
+            at = data_of(head, header)
+            name = head[LOCAL_HEADER.size : at - header]
             key = name.split(b"/data/")[-1].split(b"FB")[0].decode(errors="replace")
             if at + missing.get(key, 0) > size:
                 break
             at += missing.pop(key, 0)
         for key, expected in missing.items():
-            found = max(0, size - at) if header is not None else 0
+            found = max(0, size - at)
             return f"storage {key} is cut off: expected {expected} bytes, found {found}; the file ends at byte {size}"
     return None
-
-
-def _find(file: BinaryIO, begin: int) -> int | None:
-    """Return the offset of the next record's header after ``begin``, or None."""
-    file.seek(begin)
-    found = file.read(_NEAR).find(b"PK\3\4")
-    return None if found < 0 else begin + found

@@ -6,7 +6,7 @@ strictest alignment first, then by name; the header padded with spaces to a mult
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import math
 import operator
@@ -63,13 +63,6 @@ class UnknownDtype(KeyError, ValueError):
         return str(self.args[0])
 
 
-class Header(NamedTuple):
-    """The header of a safetensors file."""
-
-    tensors: list[TensorEntry]
-    """The tensors in the order of the file."""
-
-
 def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
     """Return the header of a file, and the names of the tensors in the order of the file.
 
@@ -111,8 +104,8 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     return _LENGTH.pack(len(text)) + text, names
 
 
-def read_header(path: str | os.PathLike[str], begin: int = 0) -> Header:
-    """Read the header of a safetensors file. Blocks.
+def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntry]:
+    """Read the header of a safetensors file and return its tensors in the order of the file. Blocks.
 
     Args:
         path: The file.
@@ -175,12 +168,7 @@ class JsonText:
         self._text = text
         self._at = 0
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of an object's members in order. The caller must read the value before the next name."""
-        for name, _ in self.members(_NEVER):
-            yield name
-
-    def members(self, usual: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str] | None]]:
+    def members(self, usual: re.Pattern[str] = _NEVER) -> Iterator[tuple[str, re.Match[str] | None]]:
         """Yield the names of an object's members in order, each with its match of ``usual`` or None.
 
         If there is a match, the value is already passed. Otherwise the caller must read the value before the next name.
@@ -189,15 +177,15 @@ class JsonText:
         if _CLOSE.match(self._text, self._at):
             self._at += 1
             return
-        last = None
-        while last is None:
+        closed = None
+        while closed is None:
             while (found := usual.match(self._text, self._at)) is not None:
                 self._at = found.end()
                 yield found[1], found
             name = self.string()
             self._take(_COLON)
             yield name, None
-            last = self._take(_NEXT)[1]
+            closed = self._take(_NEXT)[1]
 
     def string(self) -> str:
         """Return the JSON string that comes next, and pass it."""
@@ -252,8 +240,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def parse_header(text: bytes, data: int, size: int) -> Header:
-    """Parse a header, and check that its tensors cover the file's data without gaps.
+def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
+    """Parse a header, and check that its tensors cover the file's data without gaps. Return them in the order of the file.
 
     Args:
         text: The header, without its length.
@@ -280,7 +268,7 @@ def parse_header(text: bytes, data: int, size: int) -> Header:
             raise WrongHeader(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
     if end != size:
         raise WrongHeader(f"it should end with its last tensor at byte {end}, and has {size}")
-    return Header(tensors)
+    return tensors
 
 
 def tensor_entries(header: JsonText, data: int) -> dict[str, TensorEntry]:
@@ -294,25 +282,28 @@ def tensor_entries(header: JsonText, data: int) -> dict[str, TensorEntry]:
         WrongHeader: If the header is malformed.
     """
     entries: dict[str, TensorEntry] = {}
-    metadata: set[str] | None = None
+    has_metadata = False
     for name, usual in header.members(_USUAL):
-        if name in entries or (name == _METADATA and metadata is not None):
+        if name in entries or (name == _METADATA and has_metadata):
             raise WrongHeader(f"its header has {name!r} twice")
         if usual is not None:
             _, kind, shape, begin, end = usual.groups()
             entries[name] = _entry(name, kind, list(map(int, shape.split(","))) if shape else [], int(begin), int(end), data)
         elif name == _METADATA:
-            metadata = set() if header.null() else _metadata(header)
+            has_metadata = True
+            _pass_metadata(header)
         else:
             entries[name] = _entry(name, *_fields(name, header.value()), data)
     header.end()
     return entries
 
 
-def _metadata(header: JsonText) -> set[str]:
-    """Read the metadata and return their names. Their values are not needed."""
+def _pass_metadata(header: JsonText) -> None:
+    """Check the metadata, which are not needed: null, or strings by name."""
+    if header.null():
+        return
     names: set[str] = set()
-    for name in header.names():
+    for name, _ in header.members():
         if name in names or len(names) == _MOST_METADATA:
             raise WrongHeader(f"its metadata have {name!r} twice, or more than {_MOST_METADATA} names")
         names.add(name)
@@ -320,7 +311,6 @@ def _metadata(header: JsonText) -> set[str]:
             header.string()
         except WrongHeader:
             raise WrongHeader(f"its metadata are not strings: {name!r}") from None
-    return names
 
 
 def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
@@ -368,27 +358,17 @@ _USUAL_SHARD = re.compile(
 )
 
 
-def _weight_map(index: JsonText) -> dict[str, str]:
-    """Return the shard of each tensor of an index, by the tensor's name."""
-    shards: dict[str, str] | None = None
-    others = 0
-    for name in index.names():
-        if name == "weight_map" and shards is None:
-            shards = {}
-            for tensor, usual in index.members(_USUAL_SHARD):
-                shard = index.string() if usual is None else usual[2]
-                if tensor in shards or len(shards) == _MOST_INDEXED:
-                    raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
-                shards[tensor] = sys.intern(shard)
-        elif others == _MOST_OTHERS:
-            raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
-        else:
-            others += 1
-            index.value(_LONGEST_OTHER)
-    index.end()
-    if shards is None:
-        raise WrongHeader("it has no weight_map")
-    return shards
+@contextlib.contextmanager
+def _index_in(path: str | os.PathLike[str], expected: str) -> Iterator[JsonText]:
+    """Read an index, and raise CorruptCheckpoint if the block or what follows finds that it is not what was expected."""
+    try:
+        index = JsonText(read_regular(path, LONGEST_HEADER).decode())
+        yield index
+        index.end()
+    except UnfitFile as error:
+        raise CorruptCheckpoint(path, str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(path, expected.format(error=error)) from None
 
 
 def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -401,19 +381,13 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
         CorruptCheckpoint: If the file is anything else, or larger than 100 MB.
         OSError: If the file cannot be read. Names the file.
     """
-    try:
-        index = JsonText(read_regular(path, LONGEST_HEADER).decode())
-        found: dict[str, dict[str, Any]] = {}
-        for name in index.names():
+    found: dict[str, dict[str, Any]] = {}
+    with _index_in(path, "it is no index of offloaded weights: {error}") as index:
+        for name, _ in index.members():
             entry = index.value()
             if len(found) == _MOST_INDEXED or not isinstance(entry, dict) or not all(map(_is_offloaded_field, entry.values())):
                 raise WrongHeader(f"{name!r} has no dtype and shape")
             found[name] = entry
-        index.end()
-    except UnfitFile as error:
-        raise CorruptCheckpoint(path, str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(path, f"it is no index of offloaded weights: {error}") from None
     return found
 
 
@@ -421,7 +395,7 @@ def _is_offloaded_field(field: Any) -> bool:
     return isinstance(field, str) or (isinstance(field, list) and all(type(size) is int and size >= 0 for size in field))
 
 
-def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
+def shards_of(path: str | os.PathLike[str]) -> Mapping[str, list[str] | None]:
     """Return the files of an index with the names of the tensors in each.
 
     Args:
@@ -436,20 +410,36 @@ def shards_of(path: str | os.PathLike[str]) -> dict[str, list[str] | None]:
     name = os.fspath(path)
     if not name.endswith(".json"):
         return {name: None}
-    try:
-        shards = _weight_map(JsonText(read_regular(name, LONGEST_HEADER).decode()))
-    except UnfitFile as error:
-        raise CorruptCheckpoint(path, str(error)) from None
-    except (ValueError, RecursionError):
-        raise CorruptCheckpoint(path, 'it is no index: expected a JSON object with "weight_map"') from None
-    found: dict[str, list[str] | None] = {}
+    with _index_in(path, 'it is no index: expected a JSON object with "weight_map"') as index:
+        shards = _weight_map(index)
+    found: dict[str, list[str]] = {}
     for tensor, shard in shards.items():
         if os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
             raise CorruptCheckpoint(path, f"shard {shard!r} of tensor {tensor!r} is no name of a file beside the index")
-        names = found.setdefault(os.path.join(os.path.dirname(name), shard), [])
-        assert names is not None
-        names.append(tensor)
+        found.setdefault(os.path.join(os.path.dirname(name), shard), []).append(tensor)
     return found
+
+
+def _weight_map(index: JsonText) -> dict[str, str]:
+    """Return the shard of each tensor of an index, by the tensor's name."""
+    shards: dict[str, str] | None = None
+    others = 0
+    for name, _ in index.members():
+        if name == "weight_map" and shards is None:
+            shards = {}
+            for tensor, usual in index.members(_USUAL_SHARD):
+                shard = index.string() if usual is None else usual[2]
+                if tensor in shards or len(shards) == _MOST_INDEXED:
+                    raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
+                shards[tensor] = sys.intern(shard)
+        elif others == _MOST_OTHERS:
+            raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
+        else:
+            others += 1
+            index.value(_LONGEST_OTHER)
+    if shards is None:
+        raise WrongHeader("it has no weight_map")
+    return shards
 
 
 def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | None, found: Mapping[str, T]) -> dict[str, T]:
@@ -540,9 +530,3 @@ def extent(tensor: torch.Tensor) -> int:
     """Return the bytes from the tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.dtype.itemsize
-
-
-def not_a_directory(path: str | os.PathLike[str]) -> None:
-    """Raise IsADirectoryError if the path is a directory."""
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))

@@ -256,7 +256,7 @@ def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
 
 def _in_safetensors(path: str) -> dict[str, Location]:
     """Return where the weights of a safetensors file lie."""
-    return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path).tensors}
+    return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path)}
 
 
 def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
