@@ -14,6 +14,7 @@ import torch
 
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.tensor_bytes import span_nbytes
 
 from .formats.file_image import FileImage
 from .formats.safetensors_header import (
@@ -21,7 +22,6 @@ from .formats.safetensors_header import (
     TensorEntry,
     check_contiguous,
     check_savable,
-    extent,
     indexed,
     make_header,
     overlapping,
@@ -347,7 +347,7 @@ def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = 
         if storage.nbytes():
             place = storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), len(storages))
             begin = tensor.data_ptr()
-            spans.append((place, begin, begin + (extent(tensor) if tensor.numel() else 0), name))
+            spans.append((place, begin, begin + span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize), name))
     kept_for = {}
     for names in overlapping(spans):
         whole = sorted(name for name in names if _is_whole(tensors[name]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deepnvme.ops import load_async_io
@@ -109,6 +109,12 @@ def flat_bytes(source: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
     if isinstance(source, torch.Tensor):
         return source.detach().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
+
+
+def span_nbytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from the first element to the end of the last; 0 if there are no elements."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return 0 if 0 in shape else (last + 1) * itemsize
 
 
 def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

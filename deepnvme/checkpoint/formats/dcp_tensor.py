@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import memory_of, span_nbytes
 
 from .pickle_scan import why_wasteful
 from .pt_image import pt_image
@@ -40,7 +40,7 @@ def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.cpu()
     if type(tensor) is not torch.Tensor or not is_plain(tensor):
         return None
-    if tensor.is_contiguous() or _span(tensor.shape, tensor.stride()) == tensor.numel():
+    if tensor.is_contiguous() or span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize) == tensor.nbytes:
         return tensor
     return tensor.clone()
 
@@ -56,17 +56,14 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = pt_image(like, pickle, 2, False, alignment=_ALIGNMENT)
-    begin = end = image.nbytes
-    if storage.nbytes():
-        begin = image.begin_of(storage)
-        end = begin + storage.nbytes()
+    begin = image.begin_of(storage)
 
     def text(first: int, last: int) -> bytes:
         copied = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         image.copy(first, last, copied)
         return memory_of(copied).tobytes()
 
-    return text(0, begin), text(end, image.nbytes)
+    return text(0, begin), text(begin + storage.nbytes(), image.nbytes)
 
 
 class Elements(NamedTuple):
@@ -82,7 +79,7 @@ class Elements(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes from the first element to the last, which is what has to be read."""
-        return _span(self.shape, self.stride) * self.dtype.itemsize
+        return span_nbytes(self.shape, self.stride, self.dtype.itemsize)
 
     @property
     def contiguous(self) -> bool:
@@ -110,13 +107,6 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(shape[dim], 1)
     return tuple(strides)
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last in memory, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 HEAD = 4 << 10

@@ -116,8 +116,7 @@ class FileImage:
         self._large += [piece for piece, size in zip(pieces, nbytes, strict=True) if size >= DIRECT_FROM]
 
     def begin_of(self, source: Source) -> int:
-        """Return the offset in the file of a tensor or storage that was added, not an empty one. Raises ValueError for any other.
-        """
+        """Return the offset in the file of a tensor or storage that was added. Raises ValueError for any other."""
         piece = next((piece for piece, added in self._sources.items() if added is source), None)
         if piece is None:
             raise ValueError("nothing of this tensor or storage was added")

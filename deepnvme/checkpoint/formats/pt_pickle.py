@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import math
@@ -64,7 +65,6 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
     dtypes: dict[int, torch.dtype] = {}
     """By address of the storage: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
     locations: dict[torch.device, str] = {}
-    kinds: dict[torch.dtype, Any] = {}
     location_of = location_tag if across is None else across.location
 
     def reference(known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
@@ -84,11 +84,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         if key is None:
             key = keys[identity] = str(len(storages))
             storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
-        kind = kinds.get(dtype)
-        if kind is None:
-            typed = TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-            kind = kinds[dtype] = getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
-        return "storage", kind, key, location, numel
+        return "storage", _storage_class(dtype), key, location, numel
 
     def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
         if tensor.dtype not in _ITEMSIZES:
@@ -193,6 +189,13 @@ def _whole_elements(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
     torch.save writes that rest too, and torch.load then refuses the file.
     """
     return storage if storage.nbytes() == nbytes else storage[:nbytes]
+
+
+@functools.cache
+def _storage_class(dtype: torch.dtype) -> Any:
+    """Return torch's storage class for this dtype."""
+    typed = TypedStorage(wrap_storage=UntypedStorage(0), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
 _NO_STORAGES = frozenset(

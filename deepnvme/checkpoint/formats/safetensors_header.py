@@ -22,6 +22,7 @@ import torch
 
 from deepnvme._files import UnfitFile, read_regular
 from deepnvme._public_names import listed
+from deepnvme.memory.tensor_bytes import span_nbytes
 
 from .pt_records import CorruptCheckpoint
 
@@ -133,7 +134,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
         raise CorruptCheckpoint(path, str(error)) from None
 
 
-class WrongHeader(ValueError):
+class WrongHeader(Exception):
     """A header or an index that is malformed or contradicts itself. The message does not name the file."""
 
 
@@ -151,8 +152,6 @@ _USUAL = re.compile(
 Matching it takes a fifth of the time of reading JSON, which is used for all other entries.
 """
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
-_NEVER = re.compile(r"(?!)")  # matches nothing
-_CLOSE = re.compile(r"\}")
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*(?=\")|(\}))")
 _END = re.compile(r"[ \t\n\r]*\Z")
@@ -168,18 +167,18 @@ class JsonText:
         self._text = text
         self._at = 0
 
-    def members(self, usual: re.Pattern[str] = _NEVER) -> Iterator[tuple[str, re.Match[str] | None]]:
+    def members(self, usual: re.Pattern[str] | None = None) -> Iterator[tuple[str, re.Match[str] | None]]:
         """Yield the names of an object's members in order, each with its match of ``usual`` or None.
 
         If there is a match, the value is already passed. Otherwise the caller must read the value before the next name.
         """
         self._take(_OPEN, "is no JSON object")
-        if _CLOSE.match(self._text, self._at):
+        if self._text.startswith("}", self._at):
             self._at += 1
             return
         closed = None
         while closed is None:
-            while (found := usual.match(self._text, self._at)) is not None:
+            while usual is not None and (found := usual.match(self._text, self._at)):
                 self._at = found.end()
                 yield found[1], found
             name = self.string()
@@ -253,8 +252,6 @@ def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
     """
     try:
         tensors = sorted(tensor_entries(JsonText(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
-    except WrongHeader:
-        raise
     except (ValueError, RecursionError) as error:
         raise WrongHeader(f"its header is no JSON: {error}") from None
     end = data
@@ -367,7 +364,7 @@ def _index_in(path: str | os.PathLike[str], expected: str) -> Iterator[JsonText]
         index.end()
     except UnfitFile as error:
         raise CorruptCheckpoint(path, str(error)) from None
-    except (ValueError, RecursionError) as error:
+    except (WrongHeader, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(path, expected.format(error=error)) from None
 
 
@@ -423,8 +420,7 @@ def shards_of(path: str | os.PathLike[str]) -> Mapping[str, list[str] | None]:
 def _weight_map(index: JsonText) -> dict[str, str]:
     """Return the shard of each tensor of an index, by the tensor's name."""
     shards: dict[str, str] | None = None
-    others = 0
-    for name, _ in index.members():
+    for number, (name, _) in enumerate(index.members()):
         if name == "weight_map" and shards is None:
             shards = {}
             for tensor, usual in index.members(_USUAL_SHARD):
@@ -432,10 +428,9 @@ def _weight_map(index: JsonText) -> dict[str, str]:
                 if tensor in shards or len(shards) == _MOST_INDEXED:
                     raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
                 shards[tensor] = sys.intern(shard)
-        elif others == _MOST_OTHERS:
+        elif number > _MOST_OTHERS:
             raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
         else:
-            others += 1
             index.value(_LONGEST_OTHER)
     if shards is None:
         raise WrongHeader("it has no weight_map")
@@ -488,9 +483,9 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
         if tensor.device.type == "meta":
             raise NotImplementedError(f"tensor {name!r} is on the meta device, and has no bytes to save")
     spans = [
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
+        (str(each.device), begin := each.data_ptr(), begin + span_nbytes(each.shape, each.stride(), each.itemsize), name)
+        for name, each in tensors.items()
+        if each.numel()
     ]
     for names in [names for names in overlapping(spans) if len(names) > 1]:
         raise RuntimeError(
@@ -524,9 +519,3 @@ def overlapping(spans: Iterable[tuple[Any, int, int, str]]) -> list[list[str]]:
             groups.append([name])
         last = place, end
     return groups
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from the tensor's first element to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.dtype.itemsize

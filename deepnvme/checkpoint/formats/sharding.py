@@ -42,8 +42,8 @@ class Across:
     """Makes every rank pickle the same object alike: one for each save and rank."""
 
     def __init__(self) -> None:
-        self._shards: dict[Any, Sharded] = {}
-        self._kept: list[torch.Tensor] = []
+        self._shards: dict[Any, tuple[Sharded, torch.Tensor]] = {}
+        """With each, the tensor whose storage is in its key: kept alive, so that no other gets the same key."""
         self._locations: dict[str, str] = {}
 
     def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
@@ -63,11 +63,9 @@ class Across:
             local.untyped_storage()._cdata, local.storage_offset(), local.dtype, tuple(local.shape), local.stride(),
             tuple(tensor.shape), tensor.placements, tensor.device_mesh,
         )  # fmt: skip
-        shard = self._shards.get(key)
-        if shard is None:
-            shard = self._shards[key] = _shard_of(tensor, local)
-            self._kept.append(local)  # keeps its storage alive, so that no other tensor can get the same key
-        return shard
+        if key not in self._shards:
+            self._shards[key] = _shard_of(tensor, local), local
+        return self._shards[key][0]
 
     def location(self, storage: torch.UntypedStorage) -> str:
         """Return the location tag of a storage, with its device renumbered.
