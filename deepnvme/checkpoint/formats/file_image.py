@@ -96,9 +96,7 @@ class FileImage:
         nothing = array("Q", bytes(8 * len(sources)))
         headers, paddings = headers or nothing, paddings or nothing
         pieces = range(len(self._lengths) + 2, len(self._lengths) + 3 * len(sources), 3)
-        devices = [source.device for source in sources]
-        distant = {device for device in set(devices) if device.type != "cpu"}
-        if distant:
+        if any(device.type != "cpu" for device in {source.device for source in sources}):
             sources = [_reachable(source) for source in sources]
             self._on_devices.update(piece for piece, source in zip(pieces, sources, strict=True) if source.device.type != "cpu")
         nbytes = array("Q", [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in sources])

@@ -90,6 +90,7 @@ def _image(
                 image.add_text(content)
             else:
                 image.add_part(content.local, content.runs, content.whole)
+                content.runs = []  # the image has them now, and there can be millions
     image.add_text(unused.read())
     return image
 
