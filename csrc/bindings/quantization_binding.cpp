@@ -26,16 +26,12 @@ Matrix matrix_of(const py::tuple& facts) {
     return matrix;
 }
 
-// in_turn: none is begun before the one before has ended.
-void dequantize_all(const py::list& matrices, unsigned threads, bool in_turn) {
+// None is begun before the one before has ended: its values may overwrite the codes of that one.
+void dequantize_in_turn(const py::list& matrices, unsigned threads) {
     std::vector<Matrix> all;
     for (const py::handle facts : matrices) all.push_back(matrix_of(py::cast<py::tuple>(facts)));
     py::gil_scoped_release release;
-    if (in_turn) {
-        for (const Matrix& matrix : all) dequantize({&matrix, 1}, threads);
-    } else {
-        dequantize(all, threads);
-    }
+    for (const Matrix& matrix : all) dequantize({&matrix, 1}, threads);
 }
 
 // The row that was refused, or None.
@@ -54,7 +50,7 @@ py::object quantize_one(const py::tuple& facts, unsigned threads) {
 void bind_quantization(py::module_& module) {
     using namespace pybind11::literals;
     auto quantization = module.def_submodule("quantization");
-    quantization.def("dequantize", &dequantize_all, "matrices"_a, "threads"_a, "in_turn"_a = false);
+    quantization.def("dequantize", &dequantize_in_turn, "matrices"_a, "threads"_a);
     quantization.def("quantize", &quantize_one, "matrix"_a, "threads"_a);
 }
 

@@ -12,7 +12,7 @@ import torch
 from deepnvme.memory.alignment import padded
 
 from .weights.manifest import Extent, Weight, laid_out
-from .weights.quantization import QuantizedLayout, dequantize_over
+from .weights.quantization import QuantizedLayout, dequantize
 
 if TYPE_CHECKING:
     from deepnvme.store.futures import StoreFuture
@@ -77,7 +77,7 @@ class ExtentReads:
             if stored.scheme is None:
                 ready.stored(memory).copy_(stored.stored(memory[start:]))
             else:
-                dequantize_over(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
+                dequantize(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
 
 
 def _dequantized(extent: Extent) -> Extent:

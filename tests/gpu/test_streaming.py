@@ -69,7 +69,7 @@ def test_quantised_weights_are_dequantised_on_the_device(device: torch.device, d
     with WeightStore.build(model, drive / "store", quantize=scheme) as store, torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
-                dequantize([(scheme, quantize(weight, scheme), weight)])
+                dequantize(scheme, quantize(weight, scheme), weight)
         model.to(device)
         x = torch.randn(3, WIDTH, device=device)
         with stream(streamed, store, device=device):

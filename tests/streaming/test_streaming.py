@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reads, stream
-from deepnvme.streaming.weights.quantization import dequantize, dequantize_over, quantize
+from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..support.engines import transfers_through
 from ..support.files import flip
@@ -582,7 +582,7 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.dim() == 2:
-                    dequantize([(scheme, quantize(weight, scheme), weight)])
+                    dequantize(scheme, quantize(weight, scheme), weight)
         with stream(streamed, store, memory_budget=budget) as streaming, torch.no_grad():
             for _ in range(3):
                 assert torch.equal(streamed(x, [0, 1, 2, 3, 1]), model(x, [0, 1, 2, 3, 1]))
@@ -601,9 +601,9 @@ def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path,
 
     def noted(*weight: Any, threads: int | None = None) -> None:
         asked.append(threads)
-        dequantize_over(*weight, threads=threads)
+        dequantize(*weight, threads=threads)
 
-    monkeypatch.setattr(extent_reads, "dequantize_over", noted)
+    monkeypatch.setattr(extent_reads, "dequantize", noted)
     for processors, half in ((8, 4), (1, 1)):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
         model = nn.Linear(128, 96)

@@ -115,14 +115,12 @@ class Extent:
             Views of ``memory``; for quantised weights new tensors on the same device.
         """
         found: dict[str, torch.Tensor] = {}
-        quantized: list[tuple[Scheme, torch.Tensor, torch.Tensor]] = []
         for weight in self.weights:
             if weight.scheme is None:
                 found[weight.name] = weight.view(memory)
-                continue
-            found[weight.name] = torch.empty(weight.info.shape, dtype=weight.info.dtype, device=memory.device)
-            quantized.append((weight.scheme, weight.stored(memory), found[weight.name]))
-        dequantize(quantized)
+            else:
+                found[weight.name] = torch.empty(weight.info.shape, dtype=weight.info.dtype, device=memory.device)
+                dequantize(weight.scheme, weight.stored(memory), found[weight.name])
         return found
 
 

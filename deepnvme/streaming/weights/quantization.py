@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -109,12 +109,12 @@ class QuantizedLayout:
         return self.codes_at + self.rows * self.row_of_codes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Return the ranges of rows, as (begin, end), that :func:`dequantize_over` dequantises one after the other."""
+        """Return the ranges of rows, as (begin, end), that :func:`dequantize` dequantises one after the other."""
         step = max(1, VALUES_AT_A_TIME // max(1, self.columns))
         return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
 
     def distance(self, itemsize: int) -> int:
-        """Return by how many bytes, at least, the output of :func:`dequantize_over` has to begin before its input.
+        """Return by how many bytes, at least, the output of :func:`dequantize` has to begin before its input.
 
         Args:
             itemsize: Bytes of an output value.
@@ -165,21 +165,25 @@ def quantize(
     _check_bytes(layout, out, on_host=True)
     values = weight.detach().to("cpu").contiguous()
     out[layout.scales_nbytes : layout.codes_at].zero_()
-    refused = load_async_io().quantization.quantize(_described(layout, values, out, out), _processors(threads))
+    described = _described(layout, values, out, out, (0, layout.rows))
+    refused = load_async_io().quantization.quantize(described, _processors(threads))
     if refused is not None:
         raise ValueError(_refusal(name, values, layout, refused))
     return out
 
 
-def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, threads: int | None = None) -> None:
-    """Dequantise weights into float32, float16 or bfloat16 tensors.
+def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
+    """Dequantise a weight into a float32, float16 or bfloat16 tensor, whose memory may overlap that of the quantised bytes.
 
-    In host memory, blocks until all are done, with the GIL released. On a device, enqueues torch operations on the current stream
+    In host memory, blocks until it is done, with the GIL released. On a device, enqueues torch operations on the current stream
     without waiting for them.
 
     Args:
-        weights: (scheme, source, out) for each weight. ``source``: contiguous uint8 as :func:`quantize` returns it, at any
-            address. ``out``: contiguous, of the weight's shape, float32, float16 or bfloat16, on the device of ``source``.
+        scheme: "int8" or "int4".
+        source: Contiguous uint8 as :func:`quantize` returns it, at any address.
+        out: The values: contiguous, of the weight's shape, on the device of ``source``. If it overlaps ``source``, which is then
+            partly overwritten, it has to begin at least ``QuantizedLayout.distance`` bytes before it. That is not checked. It may
+            end where ``source`` ends.
         threads: Number of threads at most that share the work in host memory, fewer if there is little to do; None for as many
             as there are processors.
 
@@ -187,37 +191,21 @@ def dequantize(weights: Iterable[tuple[Scheme, torch.Tensor, torch.Tensor]], *, 
         TypeError: If a dtype is wrong.
         ValueError: If a shape, size or device is wrong. Both are raised before anything is written.
     """
-    checked = [(_checked(scheme, source, out), source, out) for scheme, source, out in weights]
-    on_host = [_described(layout, out, source, source) for layout, source, out in checked if out.device.type == "cpu"]
-    if on_host:
-        load_async_io().quantization.dequantize(on_host, _processors(threads))
-    for layout, source, out in checked:
-        if out.device.type != "cpu":
-            dequantize_with_torch(layout, source, out)
-
-
-def dequantize_over(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
-    """Dequantise one weight into memory that overlaps its quantised bytes; otherwise as :func:`dequantize`.
-
-    ``source`` is partly overwritten.
-
-    Args:
-        scheme: "int8" or "int4".
-        source: The quantised bytes.
-        out: The values. Has to begin at least ``QuantizedLayout.distance`` bytes before ``source``, which is not checked, and may
-            end where ``source`` ends.
-        threads: As for :func:`dequantize`.
-    """
-    layout = _checked(scheme, source, out)
+    layout = QuantizedLayout.of(scheme, out.shape)
+    if out.dtype not in _TYPES:
+        raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
+    if source.device != out.device or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
+    _check_bytes(layout, source)
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
     scales = source[: layout.scales_nbytes].clone()
     pieces = [_described(layout, out, source, scales, rows) for rows in layout.pieces()]
-    load_async_io().quantization.dequantize(pieces, _processors(threads), in_turn=True)
+    load_async_io().quantization.dequantize(pieces, _processors(threads))
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
-    """Dequantise one weight by torch operations, on any device; memory may overlap as for :func:`dequantize_over`."""
+    """Dequantise one weight by torch operations, on any device; memory may overlap as for :func:`dequantize`."""
     scales = source[: layout.scales_nbytes].clone()  # copied: a view in another dtype requires an aligned address
     codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
     for begin, end in layout.pieces():
@@ -240,17 +228,6 @@ def _unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat(tuple(parts), dim=1)[:, :columns]
 
 
-def _checked(scheme: Scheme, source: torch.Tensor, out: torch.Tensor) -> QuantizedLayout:
-    """Return the layout of a weight to dequantise. Raises TypeError or ValueError if the tensors do not fit."""
-    layout = QuantizedLayout.of(scheme, out.shape)
-    if out.dtype not in _TYPES:
-        raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
-    if source.device != out.device or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
-    _check_bytes(layout, source)
-    return layout
-
-
 def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = False) -> None:
     """Raise TypeError or ValueError if a tensor cannot hold a weight quantised with this layout."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
@@ -267,7 +244,7 @@ def _described(
     values: torch.Tensor,
     quantized: torch.Tensor,
     scales: torch.Tensor,
-    rows: tuple[int, int] | None = None,
+    rows: tuple[int, int],
 ) -> tuple[str | int, ...]:
     """Return rows of a weight as the native kernels take them: scheme, dtype, rows, columns, addresses of values, scales, codes.
 
@@ -276,9 +253,9 @@ def _described(
         values: The weight's values.
         quantized: The quantised bytes, of which the codes are used.
         scales: Begins with the scales.
-        rows: First row and the one after the last; None for all.
+        rows: First row and the one after the last.
     """
-    begin, end = rows or (0, layout.rows)
+    begin, end = rows
     where = (
         values.data_ptr() + begin * layout.columns * values.element_size(),
         scales.data_ptr() + begin * (layout.scales_nbytes // max(1, layout.rows)),

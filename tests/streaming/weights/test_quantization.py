@@ -16,7 +16,6 @@ from deepnvme.streaming.weights.quantization import (
     QuantizedLayout,
     Scheme,
     dequantize,
-    dequantize_over,
     dequantize_with_torch,
     is_worth_quantizing,
     quantize,
@@ -93,7 +92,7 @@ def check(scheme: Scheme, weight: torch.Tensor) -> None:
     assert torch.equal(found, expected_bytes(scheme, weight))
     for dtype in TYPES:
         out, expected = torch.empty(weight.shape, dtype=dtype), torch.empty(weight.shape, dtype=dtype)
-        dequantize([(scheme, found, out)])
+        dequantize(scheme, found, out)
         dequantize_with_torch(QuantizedLayout.of(scheme, weight.shape), found, expected)
         assert torch.equal(bits(out), bits(expected))
 
@@ -156,9 +155,7 @@ def test_bytes_and_weights_that_do_not_fit_each_other_are_refused(scheme: Scheme
         ((found, weight.double()), TypeError, "out is torch.float64"),
     ):
         with pytest.raises(error, match=text):
-            dequantize([(scheme, *wrong)])
-        with pytest.raises(error, match=text):
-            dequantize_over(scheme, *wrong)
+            dequantize(scheme, *wrong)
     with pytest.raises(ValueError, match=rf"take {found.nbytes} bytes, got 3"):
         quantize(weight, scheme, found[:3])
     with pytest.raises(ValueError, match="quantised in host memory, got meta"):
@@ -195,7 +192,7 @@ def test_rows_of_nothing_but_zeros_stay_that(scheme: Scheme) -> None:
     weight[::2] = 0
     check(scheme, weight)
     out = torch.full_like(weight, math.nan)
-    dequantize([(scheme, quantize(weight, scheme), out)])
+    dequantize(scheme, quantize(weight, scheme), out)
     assert torch.equal(out[::2], weight[::2])
 
 
@@ -203,7 +200,7 @@ def test_a_group_of_one_value_keeps_it() -> None:
     weight = torch.full((2, 300), -0.3, dtype=torch.bfloat16)
     check("int4", weight)
     out = torch.empty_like(weight)
-    dequantize([("int4", quantize(weight, "int4"), out)])
+    dequantize("int4", quantize(weight, "int4"), out)
     assert torch.equal(out, weight)
 
 
@@ -217,7 +214,7 @@ def test_values_between_two_codes_go_to_the_even_one() -> None:
 def test_no_value_is_further_off_than_half_a_step(scheme: Scheme, dtype: torch.dtype) -> None:
     weight = made(64, 512, dtype=dtype)
     out = torch.empty_like(weight)
-    dequantize([(scheme, quantize(weight, scheme), out)])
+    dequantize(scheme, quantize(weight, scheme), out)
     off = (out.float() - weight.float()).abs().view(64, 4, GROUP)
     magnitude = weight.float().abs()
     if scheme == "int8":
@@ -250,13 +247,13 @@ def test_no_byte_beyond_is_touched_at_any_address(scheme: Scheme, shape: tuple[i
     assert (around[:GUARD] == 0xA5).all()
     assert (around[GUARD + nbytes :] == 0xA5).all()
     values = torch.full((weight.numel() + 2 * GUARD,), 7.0, dtype=dtype)
-    dequantize([(scheme, around[GUARD : GUARD + nbytes], values[GUARD : GUARD + weight.numel()].view(shape))])
+    dequantize(scheme, around[GUARD : GUARD + nbytes], values[GUARD : GUARD + weight.numel()].view(shape))
     assert (values[:GUARD] == 7).all()
     assert (values[GUARD + weight.numel() :] == 7).all()
     assert torch.equal(around[GUARD : GUARD + nbytes], quantize(weight, scheme))
 
 
-@pytest.mark.parametrize("by", [dequantize_over, with_torch_over])
+@pytest.mark.parametrize("by", [dequantize, with_torch_over])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_values_may_overwrite_the_bytes_that_they_are_of(
@@ -265,7 +262,7 @@ def test_values_may_overwrite_the_bytes_that_they_are_of(
     monkeypatch.setattr(quantization, "VALUES_AT_A_TIME", 500)  # values: several pieces of most
     expected = torch.empty(shape, dtype=dtype)
     source = quantize(made(*shape), scheme)
-    dequantize([(scheme, source, expected)])
+    dequantize(scheme, source, expected)
     distance = -(-QuantizedLayout.of(scheme, shape).distance(dtype.itemsize) // 8) * 8
     memory = torch.empty(max(distance + source.nbytes, expected.nbytes) // 8 * 8 + 8, dtype=torch.uint8)
     memory[distance : distance + source.nbytes] = source
@@ -279,10 +276,11 @@ def test_many_weights_of_many_threads_are_those_of_one(scheme: Scheme, threads: 
     weights = [made(*shape, seed=seed) for seed, shape in enumerate([(700, 999), (3, 64), (5, 100_000), (0, 64), (64, 4096)])]
     found = [quantize(weight, scheme, threads=threads) for weight in weights]
     outs = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-    dequantize(((scheme, each, out) for each, out in zip(found, outs, strict=True)), threads=threads)
+    for each, out in zip(found, outs, strict=True):
+        dequantize(scheme, each, out, threads=threads)
     for weight, each, out in zip(weights, found, outs, strict=True):
         alone = torch.empty_like(out)
-        dequantize([(scheme, quantize(weight, scheme, threads=1), alone)], threads=1)
+        dequantize(scheme, quantize(weight, scheme, threads=1), alone, threads=1)
         assert torch.equal(quantize(weight, scheme, threads=1), each)
         assert torch.equal(out, alone)
 
@@ -295,9 +293,9 @@ def test_the_bad_value_is_found_by_whichever_thread(scheme: Scheme) -> None:
 
 
 def test_other_threads_run_meanwhile(scheme: Scheme) -> None:
-    out = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    out = torch.zeros(16384, 4096, dtype=torch.bfloat16)
     found = quantize(out, scheme)
-    assert others_run_during(lambda: dequantize([(scheme, found, out)] * 8, threads=1))
+    assert others_run_during(lambda: dequantize(scheme, found, out, threads=1))
 
 
 # -- which weights

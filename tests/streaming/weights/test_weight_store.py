@@ -156,7 +156,7 @@ class TestWhatIsBuilt:
                 expected = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
                 if name in ("embed.weight", "head.weight", "layers.1.0.weight"):
                     worked_out = torch.empty_like(expected)
-                    dequantize([(scheme, quantize(expected, scheme), worked_out)])
+                    dequantize(scheme, quantize(expected, scheme), worked_out)
                     expected = worked_out
                 assert torch.equal(found[name], expected), name
             assert store.compare(model if dtype is None else model.bfloat16()) == []
