@@ -33,7 +33,7 @@ from .formats.pt_records import (
     refuse_damaged_beginning,
     wrong_size,
 )
-from .storage_placement import MapLocation, PlacedStorage, memory_for, placing, unread, watching
+from .storage_placement import MapLocation, Placed, Refusals, StoragePlacement, memory_for, unread
 from .transfers import read, read_consistently, shared_engine
 
 
@@ -194,9 +194,9 @@ def _load(
         plain = None if found is None or found.stored else refuse_compressed(path, found)
         if checksum and found is not None:
             verify_records(path)
-        with watching() as now:
+        with Refusals() as now:
             try:
-                return torch_load(path, mmap=mmap, **{**options, "map_location": now.asking(locate) if asks else locate})
+                return torch_load(path, mmap=mmap, **{**options, "map_location": now.located_by(locate) if asks else locate})
             except Exception as error:
                 if error is not now.refused and found is not None:
                     refuse_damaged(path, found, error, plain)
@@ -209,24 +209,24 @@ def _load(
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()
 
-    def fill(placed: Sequence[PlacedStorage], progress: Progress | None = None) -> None:
+    def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
         read(placed, path, shared_engine(), pool, progress)
         if checksum:
             _verify(path, found, placed)
 
     plain = is_plain(path, found)
     wanted = _any if keys is None or not plain else _offsets_of(path, found, keys, options).__contains__
-    with placing(path, found, wanted, fill) as now:
-        read_before: list[PlacedStorage] = []
+    with StoragePlacement(path, found, wanted, fill) as now:
+        read_before: list[Placed] = []
         if asks or not plain:
             offsets = data_offsets(path, found.storages)
-            read_before = [
-                PlacedStorage(offset, memory_for(record.nbytes, offset))
+            now.filled = {
+                offset: memory_for(record.nbytes, offset)
                 for offset, record in zip(offsets, found.storages, strict=True)
                 if record.nbytes and wanted(offset)
-            ]
+            }
+            read_before = [Placed(*item) for item in now.filled.items()]
             fill(read_before, progress)
-            now.filled = dict(read_before)
         whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
         if not now.blind:
             _check_sizes(path, found, [*now.placed, *read_before])  # torch grows a storage that is smaller than its tensor
@@ -263,19 +263,19 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _check_sizes(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[PlacedStorage]) -> None:
+def _check_sizes(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[Placed]) -> None:
     """Raise CorruptCheckpoint if a storage's size in the pickle and in its record differ."""
-    for offset, storage in placed:
-        record = found.holding(offset)
-        if record is None or record.nbytes != storage.nbytes():
-            raise wrong_size(path, found, offset, storage.nbytes())
+    for each in placed:
+        record = found.holding(each.offset)
+        if record is None or record.nbytes != each.nbytes:
+            raise wrong_size(path, found, each.offset, each.nbytes)
 
 
-def _verify(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[PlacedStorage]) -> None:
+def _verify(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[Placed]) -> None:
     """Raise WrongChecksum if the bytes of a storage do not match the checksum of its record."""
-    for offset, storage in placed:
+    for offset, memory in placed:
         record = found.holding(offset)
         if record is not None and record.crc32:
-            crc = crc32_of(storage)
+            crc = crc32_of(memory)
             if crc != record.crc32:
                 raise WrongChecksum(path, record, offset, crc)

@@ -30,7 +30,7 @@ from .formats.safetensors_header import (
 )
 from .publication import Destination
 from .saving import save_to
-from .storage_placement import PlacedStorage, memory_for
+from .storage_placement import Placed, memory_for
 from .transfers import read, read_consistently, shared_engine
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -227,7 +227,7 @@ def _load(
     direct = device if device.type == "cuda" else torch.device("cpu")
     entries = choose({entry.name: entry for entry in read_header(path)})
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
-    read([PlacedStorage(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
+    read([Placed(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, shared_engine(), pool, progress)  # fmt: skip
     return {
         name: torch.empty(0, dtype=entry.dtype, device=direct)

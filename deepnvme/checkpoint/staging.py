@@ -14,7 +14,7 @@ from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
-from deepnvme.transfer.gather import CHUNK
+from deepnvme.transfer.gather import CHUNK, Transfers
 
 from .formats.file_image import FileImage
 from .transfers import clearing_frames
@@ -151,20 +151,17 @@ class Snapshot:
             OutOfBuffers: If the pool's budget does not allow a chunk.
             OSError: The first error of a transfer, after all started transfers have ended.
         """
-        under_way: deque[Future] = deque()
+        under_way = Transfers()
         try:
             for chunk in self._all():
-                under_way.append(chunk.write(file, engine))
-                while under_way and under_way[0].done():
-                    under_way.popleft().result()
+                under_way.start(chunk.write, file, engine)
+                under_way.take_ended()
             self._let_go()
             if self._cancelled:
                 raise Cancelled
-            while under_way:
-                under_way.popleft().result()
+            under_way.result()
         finally:
-            for future in under_way:
-                future.exception()
+            under_way.exception()
 
     def close(self) -> None:
         """Release the image and all chunks, whether or not they were written. Waits for a thread in :meth:`stage` to stop."""

@@ -18,6 +18,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,11 +29,13 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import address_range
 from deepnvme.transfer.gather import DIRECT_FROM
 
+from .formats.file_image import Source
 from .formats.pt_records import CorruptCheckpoint, PtRecords, read_at, refuse_damaged, wrong_size
 from .formats.zip_directory import LOCAL_HEADER, data_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from typing_extensions import Self
 
 MapLocation = Any
 """A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
@@ -40,28 +43,45 @@ _BEFORE_CPU = 5
 """Priority in torch's registry, where the lowest is asked first. torch's own CPU function has 10."""
 
 
-class PlacedStorage(NamedTuple):
-    """A storage, and the offset in the file of the bytes to fill it with."""
+class Placed(NamedTuple):
+    """Memory, and the offset in the file of the bytes to fill it with."""
 
     offset: int
     """Bytes from the start of the file."""
-    storage: torch.UntypedStorage
+    memory: Source
+    """A storage, or a contiguous tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the storage in bytes."""
-        return self.storage.nbytes()
+        """Size of the memory in bytes."""
+        return self.memory.nbytes() if isinstance(self.memory, torch.UntypedStorage) else self.memory.nbytes
+
+
+_loading = threading.local()
+"""``observer``: the :class:`Refusals` that this thread is unpickling with."""
 
 
 class Refusals:
-    """Records exceptions that are not the file's fault: from the caller's ``map_location``, or for a missing device."""
+    """Records exceptions that are not the file's fault: from the caller's ``map_location``, or for a missing device.
+
+    As a context manager, it does so while this thread unpickles in the block.
+    """
 
     def __init__(self) -> None:
         self.refused: Exception | None = None
         """The last such exception, or None."""
         self._inside = False
+        self._outer: Refusals | None = None
 
-    def asking(self, function: MapLocation) -> MapLocation:
+    def __enter__(self) -> Self:
+        self._outer = getattr(_loading, "observer", None)
+        _loading.observer = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _loading.observer = self._outer
+
+    def located_by(self, function: MapLocation) -> MapLocation:
         """Wrap the caller's ``map_location`` function so that its exceptions are recorded."""
 
         def locate(storage: torch.UntypedStorage, location: str) -> Any:
@@ -108,8 +128,10 @@ def _is_device(location: str) -> bool:
     return True
 
 
-class StoragePlacement(io.RawIOBase):
+class StoragePlacement(Refusals, io.RawIOBase):
     """A file object for torch.load that does not read the bytes of storages, and decides where each storage goes.
+
+    A context manager: :meth:`load` is called in its block.
 
     Args:
         path: The file.
@@ -124,8 +146,9 @@ class StoragePlacement(io.RawIOBase):
         path: str | os.PathLike[str],
         found: PtRecords,
         wanted: Callable[[int], bool],
-        fill: Callable[[Sequence[PlacedStorage]], None],
+        fill: Callable[[Sequence[Placed]], None],
     ) -> None:
+        super().__init__()
         self._path = path
         self._found = found
         self._wanted = wanted
@@ -144,10 +167,9 @@ class StoragePlacement(io.RawIOBase):
         """A range of addresses as long as the file, for the storages that are not wanted."""
         self.failed: OSError | None = None
         """The first error of a read. Kept because torch's reader would turn it into a RuntimeError."""
-        self._refusals = Refusals()
         self._unclaimed = 0
         """Number of storages that were not read and that torch has not asked to place."""
-        self.placed: list[PlacedStorage] = []
+        self.placed: list[Placed] = []
         """Storages that are still to be filled, with their offsets."""
         self.filled: dict[int, torch.UntypedStorage] | None = None
         """Storages read in advance, by offset, for code that looks at them while the file is unpickled; or None."""
@@ -175,7 +197,7 @@ class StoragePlacement(io.RawIOBase):
                 raise self.failed from error
             if "resize storage that is not resizable" in str(error):
                 raise CorruptCheckpoint(self._path, "a tensor is larger than its storage") from error
-            if error is not self._refusals.refused:
+            if error is not self.refused:
                 ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # other options may be the fault
                 refuse_damaged(self._path, self._found, error, None if ours else False)
             raise
@@ -189,10 +211,6 @@ class StoragePlacement(io.RawIOBase):
     def seekable(self) -> bool:
         """Return True: the file can be positioned with :meth:`seek`."""
         return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position and return it, in bytes."""
@@ -221,6 +239,10 @@ class StoragePlacement(io.RawIOBase):
         self._next = self._data_behind(view) if count == LOCAL_HEADER.size else None
         self._position += count
         return count
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        self.close()
 
     def close(self) -> None:
         """Close the file and drop the last storage. Idempotent."""
@@ -255,34 +277,33 @@ class StoragePlacement(io.RawIOBase):
             return self._unread(offset, nbytes)
         if self.filled is not None:
             found = self._read_before(offset, nbytes)
-            return found if location == "cpu" else self._refusals.moved(found, location)
+            return found if location == "cpu" else self.moved(found, location)
         if location.startswith("cuda"):
             # An empty storage is moved by torch, to get torch's errors for devices that do not exist.
-            device = self._refusals.moved(_empty(0), location).device
-            with self._refusals.noting():
+            device = self.moved(_empty(0), location).device
+            with self.noting():
                 made = _empty(nbytes, device)
         else:
             own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has allocated is good enough
             made = storage if own else memory_for(nbytes, offset)
             if location != "cpu":
-                self._fill([PlacedStorage(offset, made)])
-                return self._refusals.moved(made, location)
-        self.placed.append(PlacedStorage(offset, made))
+                self._fill([Placed(offset, made)])
+                return self.moved(made, location)
+        self.placed.append(Placed(offset, made))
         return made
 
     def located_by(self, function: MapLocation) -> MapLocation:
         """Wrap the caller's ``map_location`` function so that it gets storages with their bytes, read in advance.
 
-        It is not called for storages that are not wanted.
+        It is not called for storages that are not wanted. Its exceptions are recorded.
         """
+        recorded = super().located_by(function)
 
         def locate(storage: torch.UntypedStorage, location: str) -> Any:
             offset = self._offset_of_unread(storage)
             if offset is not None and not self._wanted(offset):
                 return self._unread(offset, storage.nbytes())
-            given = storage if offset is None else self._read_before(offset, storage.nbytes())
-            with self._refusals.noting():
-                return function(given, location)
+            return recorded(storage if offset is None else self._read_before(offset, storage.nbytes()), location)
 
         return locate
 
@@ -329,46 +350,12 @@ class StoragePlacement(io.RawIOBase):
         return found
 
 
-_asked = threading.local()
+def unread(path: str | os.PathLike[str], found: PtRecords) -> StoragePlacement:
+    """Return what unpickles the file without reading any storage: each gets addresses only.
 
-
-@contextlib.contextmanager
-def placing(
-    path: str | os.PathLike[str],
-    found: PtRecords,
-    wanted: Callable[[int], bool],
-    fill: Callable[[Sequence[PlacedStorage]], None],
-) -> Iterator[StoragePlacement]:
-    """Use a :class:`StoragePlacement` for what this thread unpickles in the block. Its arguments are those of the class."""
-    with StoragePlacement(path, found, wanted, fill) as now, _asking(now):
-        yield now
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[Refusals]:
-    """Record refusals while torch loads a file in its own way in the block, in this thread."""
-    now = Refusals()
-    with _asking(now):
-        yield now
-
-
-@contextlib.contextmanager
-def _asking(now: StoragePlacement | Refusals) -> Iterator[None]:
-    before = getattr(_asked, "placing", None)
-    _asked.placing = now
-    try:
-        yield
-    finally:
-        _asked.placing = before
-
-
-def unread(path: str | os.PathLike[str], found: PtRecords) -> contextlib.AbstractContextManager[StoragePlacement]:
-    """Unpickle the file without reading any storage: each gets addresses only.
-
-    Returns:
-        A context manager like :func:`placing`. :meth:`StoragePlacement.offset_of` tells where in the file each storage is.
+    :meth:`StoragePlacement.offset_of` tells where in the file each storage is.
     """
-    return placing(path, found, lambda offset: False, lambda placed: None)
+    return StoragePlacement(path, found, lambda offset: False, lambda placed: None)
 
 
 def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
@@ -398,8 +385,8 @@ def _nobody(storage: Any) -> None:
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
     """Place a storage with what this thread is loading with, or return None if that is plain torch."""
-    now: StoragePlacement | Refusals | None = getattr(_asked, "placing", None)
-    return None if now is None else now.place(storage, location)
+    observer: Refusals | None = getattr(_loading, "observer", None)
+    return None if observer is None else observer.place(storage, location)
 
 
 torch.serialization.register_package(_BEFORE_CPU, _nobody, _place)

@@ -6,9 +6,8 @@ import contextlib
 import errno
 import functools
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -19,11 +18,12 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
-from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
+from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
-from .formats.file_image import FileImage, Source
+from .formats.file_image import FileImage
 from .formats.pt_records import CorruptCheckpoint
+from .storage_placement import Placed
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -113,17 +113,9 @@ def write(
     """
     if parts is None:
         parts = [(0, image.nbytes)]
-    ended = counting(progress, sum(end - begin for begin, end in parts))
     start = without_python(engine.write)
-    under_way: deque[tuple[int, Future]] = deque()
+    under_way = Transfers(ended=counting(progress, sum(end - begin for begin, end in parts)))
     ring = ChunkRing(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)), wait=True)
-
-    def end_first() -> None:
-        nbytes, future = under_way[0]
-        future.result()
-        under_way.popleft()
-        ended(nbytes)
-
     try:
         for begin, end in parts:
             for part in image.ranges(begin, end):
@@ -132,47 +124,17 @@ def write(
                     tensor = ring.memory(part.begin, part.end)
                     assert tensor is not None  # because the ring waits for the pool
                     image.copy(part.begin, part.end, tensor)
-                # One call starts the write and keeps its future: Ctrl-C cannot come between the two.
-                under_way.extend(zip([part.end - part.begin], map(start, [tensor], [file], [part.begin]), strict=True))
+                future = under_way.start(start, tensor, file, part.begin)
                 if part.tensor is None:
-                    ring.sent([under_way[-1][1]])
-                while under_way and under_way[0][1].done():
-                    end_first()
-        while under_way:
-            end_first()
+                    ring.sent([future])
+                under_way.take_ended()
+        under_way.result()
     finally:
-        for _, future in under_way:
-            future.exception()  # the caller may change the memory after this returns
+        under_way.exception()  # the caller may change the memory after this returns
         ring.release()
 
 
 # Reading.
-
-
-class ByteRange(Protocol):
-    """A range of bytes of a file."""
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the file."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes in the range."""
-        ...
-
-
-Piece = TypeVar("Piece", bound=ByteRange)
-
-
-class Placed(ByteRange, Protocol):
-    """Memory to fill, and the range of the file that it is filled from. It may have any number of bytes."""
-
-    @property
-    def storage(self) -> Source:
-        """The memory: a storage, or a contiguous tensor."""
-        ...
 
 
 @clearing_frames
@@ -198,28 +160,26 @@ def read(
     """
     ended = counting(progress, sum(each.nbytes for each in placed))
     start = without_python(engine.read)
+    alone = Transfers(ended=ended)
     together: list[Placed] = []
     with engine.open(os.fspath(path), "r") as file:
-        alone: list[Future] = []
         try:
             for each in placed:
-                if each.storage.device.type == "cpu" and each.nbytes < DIRECT_FROM:
+                on_cpu = each.memory.device.type == "cpu"
+                if on_cpu and each.nbytes < DIRECT_FROM:
                     together.append(each)
                     continue
-                if each.storage.device.type == "cpu":
-                    give_pages(each.storage.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier pieces
+                if on_cpu:
+                    give_pages(each.memory.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier pieces
                 with _cut_off_is_damage(file, each.offset, each.nbytes):
-                    # One call starts the read and keeps its future: Ctrl-C cannot come between the two.
-                    alone.extend(map(start, [flat_bytes(each.storage)], [file], [each.offset]))
-            for run, chunk, begin in in_chunks(together, file, engine, pool):
-                scatter([each.storage.data_ptr() for each in run], [(each.offset, each.nbytes) for each in run], chunk, begin)
-                ended(sum(each.nbytes for each in run))
-            for future in alone:
-                future.result()
-                ended(future.nbytes)
+                    alone.start(start, flat_bytes(each.memory), file, each.offset)
+            places = [(each.offset, each.nbytes) for each in together]
+            for run, chunk, begin in in_chunks(places, file, engine, pool):
+                scatter([together[index].memory.data_ptr() for index in run], [places[index] for index in run], chunk, begin)
+                ended(sum(places[index][1] for index in run))
+            alone.result()
         finally:
-            for future in alone:
-                future.exception()  # nothing may be read into the memory after this returns
+            alone.exception()  # nothing may be read into the memory after this returns
 
 
 def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
@@ -250,37 +210,35 @@ def _cut_off_is_damage(file: File, offset: int, nbytes: int) -> Iterator[None]:
 
 
 def in_chunks(
-    pieces: Iterable[Piece], file: File, engine: Engine, pool: BufferPool
-) -> Iterator[tuple[list[Piece], torch.Tensor, int]]:
+    places: Sequence[tuple[int, int]], file: File, engine: Engine, pool: BufferPool
+) -> Iterator[tuple[list[int], torch.Tensor, int]]:
     """Read pieces of a file, neighbours together, and yield groups of them in the order of the file.
 
     At most 16 MiB are leased at a time.
 
     Args:
-        pieces: The ranges to read, in any order, each of less than CHUNK - PAGE bytes. They may overlap.
+        places: (offset, bytes) of each piece, in any order, each of less than CHUNK - PAGE bytes. They may overlap.
         file: File to read.
         engine: Engine that does the transfers.
         pool: Pool of the chunks.
 
     Yields:
-        (pieces, chunk, begin): a group of pieces, the bytes of the file that they are in, and the offset of these bytes in the
-        file. The chunk's memory is reused when the next group is requested.
+        (indices, chunk, begin): the indices of a group of pieces, the bytes of the file that they are in, and the offset of
+        these bytes in the file. The chunk's memory is reused when the next group is requested.
 
     Raises:
         CorruptCheckpoint: If the file ends before the last byte of a piece.
         OSError: The first error, after all started transfers have ended.
     """
-    pieces = list(pieces)
     size = file.size()
-    if any(each.offset + each.nbytes > size for each in pieces):
+    if any(offset + nbytes > size for offset, nbytes in places):
         raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
 
     def start(run: Run, chunk: torch.Tensor) -> Future:
         return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
 
-    found = runs([(0, each.offset, each.nbytes) for each in pieces], CHUNK, PAGE, _GAP)
-    for run, chunk in read_ahead(found, start, pool):
-        yield [pieces[index] for index in run.members], chunk, run.begin
+    for run, chunk in read_ahead(runs([(0, *place) for place in places], CHUNK, PAGE, _GAP), start, pool):
+        yield run.members, chunk, run.begin
 
 
 # Files that are replaced while they are read: loading opens a path more than once, and what is loaded must come from one file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from deepnvme.engine import Future
@@ -22,14 +22,26 @@ _CHUNKS = 4
 
 
 class Transfers:
-    """Several futures as one, for releasing a lease after all of them."""
+    """Several transfers as one, in the order in which they were started. A lease can be released after all of them.
 
-    def __init__(self, futures: Iterable[Future] = ()) -> None:
-        self._futures = list(futures)
+    Args:
+        futures: Transfers that were started already.
+        ended: Called with the bytes of each transfer that :meth:`result` or :meth:`take_ended` has found complete.
+    """
+
+    def __init__(self, futures: Iterable[Future] = (), ended: Callable[[int], object] = lambda nbytes: None) -> None:
+        self._futures = deque(futures)
+        self._ended = ended
 
     def add(self, futures: Iterable[Future]) -> None:
         """Add futures to wait for."""
         self._futures += futures
+
+    def start(self, function: Callable[..., Future], *arguments: object) -> Future:
+        """Call ``function``, which starts a transfer, and return its future."""
+        # One call starts the transfer and keeps its future: with engine.without_python, Ctrl-C cannot come between the two.
+        self._futures.extend(map(function, *([each] for each in arguments)))
+        return self._futures[-1]
 
     def done(self) -> bool:
         """Return whether all have ended. Never blocks."""
@@ -39,6 +51,21 @@ class Transfers:
         """Wait until all have ended. Return the first error, or None."""
         errors = [future.exception(timeout) for future in self._futures]
         return next((error for error in errors if error is not None), None)
+
+    def take_ended(self) -> None:
+        """Drop the transfers at the front that have ended. Never blocks. Raises the first error among them."""
+        while self._futures and self._futures[0].done():
+            self._end_first()
+
+    def result(self) -> None:
+        """Wait until all have ended, and drop them. Raises the first error at once, while later ones may be under way."""
+        while self._futures:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        nbytes = self._futures[0].result()
+        self._futures.popleft()
+        self._ended(nbytes)
 
 
 class Chunk:

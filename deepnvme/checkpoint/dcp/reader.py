@@ -22,6 +22,7 @@ from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.checkpoint.loading import resolve_weights_only
+from deepnvme.checkpoint.storage_placement import Placed
 from deepnvme.checkpoint.transfers import (
     Version,
     clearing_frames,
@@ -62,17 +63,6 @@ class Wanted(NamedTuple):
     def nbytes(self) -> int:
         """Bytes from the first element to the last."""
         return self.elements.nbytes
-
-
-class _Placed(NamedTuple):
-    """Bytes of memory to fill, and their offset in the file."""
-
-    offset: int
-    storage: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.storage.nbytes
 
 
 class _Item(NamedTuple):
@@ -224,9 +214,9 @@ class NVMeReader(FileSystemReader):
         engine, pool = shared_engine(), buffer_pool()
         items = self._items(path, os.fstat(file.fileno()).st_size, requests)
         with engine.open(os.fspath(path), "r") as source:
-            for run, chunk, begin in in_chunks(items, source, engine, pool):
+            for run, chunk, begin in in_chunks([(item.offset, item.nbytes) for item in items], source, engine, pool):
                 inside: list[Wanted] = []
-                for item in run:
+                for item in map(items.__getitem__, run):
                     request = item.requests[0]
                     head = memory_of(chunk, item.offset - begin, item.nbytes)
                     if request.type == LoadItemType.BYTE_IO:
@@ -288,7 +278,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     to_copy = 0
 
     def end() -> None:
-        memory = [_Placed(each.offset, flat_bytes(target) if buffer is None else buffer) for each, target, buffer in pending]
+        memory = [Placed(each.offset, flat_bytes(target) if buffer is None else buffer) for each, target, buffer in pending]
         read([each for each in memory if each.nbytes], path, shared_engine(), buffer_pool())
         for each, target, buffer in pending:
             if buffer is not None:
