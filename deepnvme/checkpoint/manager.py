@@ -7,7 +7,6 @@ import operator
 import os
 import pickle
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -18,9 +17,8 @@ from deepnvme.memory.pool import BufferPool
 from .background import SaveFuture, start
 from .formats.pt_image import pt_image
 from .loading import load
-from .publication import Destination, Publication
+from .publication import Destination
 from .saving import save_to
-from .transfers import shared_engine
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +123,8 @@ class CheckpointManager:
         """
         if lazy and not asynchronous:
             raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
-        destination = _Step(self.path(step), fsync, self, step)
+        recycle, end = partial(self._given_up, step), partial(self._remove_surplus, step)
+        destination = Destination(self.path(step), fsync, recycle=recycle, end=end)
         make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
             return start(destination, make, pool, lazy, _IN_FLIGHT, group)
@@ -168,18 +167,3 @@ class CheckpointManager:
             except OSError as error:
                 what = f"{self.path(step).name} is saved, but one that is too many cannot be removed: {error.strerror}"
                 raise OSError(error.errno, what, error.filename) from error
-
-
-@dataclass(frozen=True)
-class _Step(Destination):
-    """The file of one step, which recycles a surplus checkpoint and removes the others."""
-
-    manager: CheckpointManager
-    step: int
-
-    def begin(self, nbytes: int) -> Publication:
-        recycle = self.manager._given_up(self.step)
-        return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync, recycle=recycle)
-
-    def end(self) -> None:
-        self.manager._remove_surplus(self.step)

@@ -184,13 +184,18 @@ class Destination:
     """Path of the file."""
     fsync: bool
     """Whether the file is flushed to stable storage before it gets its name."""
+    one_of_many: bool = False
+    """As for :class:`Publication`."""
+    recycle: Callable[[], Path | None] = lambda: None
+    """Returns what :class:`Publication` recycles. Called when the file is about to be written."""
+    end: Callable[[], object] = lambda: None
+    """Called after publication. An error of this step says that the file is saved."""
 
     def begin(self, nbytes: int) -> Publication:
         """Return the publication that a file of ``nbytes`` bytes is written through."""
-        return Publication(self.path, nbytes, shared_engine(), fsync=self.fsync)
-
-    def end(self) -> None:
-        """Do what follows publication; here nothing. An error of this step says that the file is saved."""
+        return Publication(
+            self.path, nbytes, shared_engine(), fsync=self.fsync, recycle=self.recycle(), one_of_many=self.one_of_many
+        )
 
     def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
         """Write a file and give it its name when it is whole. Blocks.

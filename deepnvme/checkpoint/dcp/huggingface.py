@@ -14,8 +14,8 @@ from torch.futures import Future
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.transfers import read_consistently
 
-from .reader import Wanted, done, elements_of_safetensors, fill, opened, part
-from .writer import PlannedFile, write_files
+from .reader import Wanted, elements_of_safetensors, fill, opened, part
+from .writer import PlannedFile, done, write_files
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     raise ImportError(f"Hugging Face checkpoints need torch 2.9 or newer, and this is {torch.__version__}: use NVMeWriter")
@@ -76,7 +76,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
             path = Path(self.path) / name
             with opened(path, requests[0]):
                 read_consistently(path, partial(_read, path, requests, planner))
-        return done()
+        return done(None)
 
 
 def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> None:

@@ -23,16 +23,22 @@ class Damaged(ValueError):
     """The bytes of an item are not, or not completely, what ``torch.save`` wrote."""
 
 
-class WeightsOnlyPlanner:
-    """Wraps a load planner so that it gets only objects that ``torch.load(weights_only=True)`` accepts.
+class CheckingPlanner:
+    """Wraps a load planner. Records whether it was used, and checks objects before it gets them. All other calls pass through.
 
-    All calls but ``load_bytes`` pass through.
+    Args:
+        planner: The planner to wrap.
+        weights_only: Whether it gets only objects that ``torch.load(weights_only=True)`` accepts.
     """
 
-    def __init__(self, planner: LoadPlanner) -> None:
+    def __init__(self, planner: LoadPlanner, weights_only: bool) -> None:
         self._planner = planner
+        self._weights_only = weights_only
+        self.used = False
+        """Whether anything of the planner was used since this was last set to False."""
 
     def __getattr__(self, name: str) -> Any:
+        self.used = True
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -46,11 +52,13 @@ class WeightsOnlyPlanner:
             UnpicklingError: If ``weights_only`` does not allow the item. Names what was refused.
             Damaged: If the bytes are not what ``torch.save`` wrote.
         """
-        with _told_apart():
-            _check_pickle(value)
+        self.used = True
+        if self._weights_only:
+            with _told_apart():
+                _check_pickle(value)
+                value.seek(0)
+                torch_load(value, map_location="cpu", weights_only=True)
             value.seek(0)
-            torch_load(value, map_location="cpu", weights_only=True)
-        value.seek(0)
         self._planner.load_bytes(read_item, value)
 
 

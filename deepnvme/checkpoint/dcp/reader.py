@@ -39,7 +39,8 @@ from deepnvme.transfer.gather import DIRECT_FROM
 from deepnvme.transfer.scatter import scatter
 
 from .metadata import load_metadata
-from .objects import Damaged, WeightsOnlyPlanner, check_tensor
+from .objects import CheckingPlanner, Damaged, check_tensor
+from .writer import done
 
 _COPIED = 64 << 20
 """Most bytes read at a time into separate memory, to be copied into tensors from there."""
@@ -166,12 +167,12 @@ class NVMeReader(FileSystemReader):
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
             with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
                 versions[Path(self.path) / name] = version_of(Path(self.path) / name)
-        guarded = cast(LoadPlanner, WeightsOnlyPlanner(planner)) if self._weights_only else planner
         with unless_replaced(versions, "the checkpoint"):
-            self._read_items(plan, guarded)
-        return done()
+            self._read_items(plan, CheckingPlanner(planner, self._weights_only))
+        return done(None)
 
-    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read_items(self, plan: LoadPlan, checking: CheckingPlanner) -> None:
+        planner = cast(LoadPlanner, checking)
         by_file: dict[str, list[ReadItem]] = {}
         others = []
         for request in plan.items:
@@ -186,13 +187,15 @@ class NVMeReader(FileSystemReader):
                 others += self._read(file, path, requests, planner)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
-            watched = _Watched(planner)
+            checking.used = False
             try:
                 with _naming_item(path, request):
                     self._check_before_torch(path, request)
-                    super().read_data(dataclasses.replace(plan, items=[request]), cast(LoadPlanner, watched))
+                    super().read_data(dataclasses.replace(plan, items=[request]), planner)
             except Exception as error:
-                if not is_damage(error) or (watched.used and not isinstance(error, (AssertionError, RuntimeError))):
+                # Once torch has made a tensor of the item's bytes, a damaged item can only have the wrong size or fail to be
+                # copied.
+                if not is_damage(error) or (checking.used and not isinstance(error, (AssertionError, RuntimeError))):
                     raise
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
 
@@ -310,21 +313,6 @@ def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
         yield file
 
 
-class _Watched:
-    """Wraps a planner and records whether it was used: by then torch has made a tensor of the item's bytes.
-
-    After that, a damaged item can only have the wrong size or fail to be copied.
-    """
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-        self.used = False
-
-    def __getattr__(self, name: str) -> Any:
-        self.used = True
-        return getattr(self._planner, name)
-
-
 @contextlib.contextmanager
 def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
     """Make the errors of unpickling an item name the file and the item."""
@@ -334,13 +322,6 @@ def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
         raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
     except pickle.UnpicklingError as error:  # refused, or damaged
         raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
-
-
-def done() -> Future[None]:
-    """Return an already completed future."""
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
 
 
 def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:

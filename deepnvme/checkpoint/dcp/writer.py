@@ -26,8 +26,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
-from deepnvme.checkpoint.publication import Publication, remove_leftovers
-from deepnvme.checkpoint.staging import Latch
+from deepnvme.checkpoint.publication import Destination, remove_leftovers
 from deepnvme.checkpoint.transfers import shared_engine, write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
@@ -169,9 +168,14 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
         written = _in_threads(write_one, files, writer.thread_count)
         if writer.sync_files:
             sync_directory(directory)
-    done: Future[list[WriteResult]] = Future()
-    done.set_result([result for results in written for result in results])
-    return done
+    return done([result for results in written for result in results])
+
+
+def done(result: Result) -> Future[Result]:
+    """Return an already completed future."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
 
 
 def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
@@ -180,11 +184,11 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
     After an error no further item is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
-    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread. A Latch does not.
+    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread. Thread.join does not.
     left = deque(enumerate(items))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
-    ends: list[Latch] = []
+    helpers: list[threading.Thread] = []
 
     def work() -> None:
         while left and not errors:
@@ -195,25 +199,19 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
                 except BaseException as error:
                     errors[number] = error
 
-    def help_out(end: Latch) -> None:
-        try:
-            work()
-        finally:
-            end.set()
-
     try:
-        while len(ends) < min(threads, len(items)) - 1:
-            end = Latch()
+        while len(helpers) < min(threads, len(items)) - 1:
+            helper = threading.Thread(target=work, name="deepnvme-dcp")
             with defer_interrupts():  # Ctrl-C must not leave a half-started thread
-                threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
-                ends.append(end)
+                helper.start()
+                helpers.append(helper)
         work()
-        for end in ends:
-            end.wait()
+        for helper in helpers:
+            helper.join()
     except BaseException:
         left.clear()
-        for end in ends:
-            end.wait()
+        for helper in helpers:
+            helper.join()
         raise
     if errors:
         raise errors[min(errors)]
@@ -297,10 +295,8 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
 
 def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) -> None:
     """Write an image to a file that appears whole."""
-    engine = shared_engine()
-    with Publication(path, image.nbytes, engine, fsync=fsync, one_of_many=one_of_many) as new:
-        write(image, new.file, engine, buffer_pool())
-        new.publish()
+    destination = Destination(path, fsync, one_of_many)
+    destination.publish(image.nbytes, lambda file: write(image, file, shared_engine(), buffer_pool()))
 
 
 def _named_in(file: Path, names: set[str]) -> set[str]:
