@@ -9,7 +9,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,30 +131,24 @@ def _safetensors(path: str) -> Report:
 def _compressed_problems(path: str | os.PathLike[str], found: PtRecords) -> list[str]:
     """Return messages for records of an archive with deflated records that are damaged."""
     with zipfile.ZipFile(path) as archive:
-        infos = _infos(archive)
-        problems = _compressed_pickle(archive, infos, found)[0]
-        for name, entry in infos.items() if not problems else ():
+        problems = _compressed_pickle(archive, found)[0]
+        for entry in archive.infolist() if not problems else ():
             try:
                 _read_through(archive, entry)
             except _DAMAGED as error:
+                name = entry.filename.partition("/")[2]
                 problems.append(f"{f'storage {name[5:]}' if name.startswith('data/') else f'record {name}'}: {error}")
     return problems
 
 
-def _infos(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the records by name, without the folder that all of them are in."""
-    return {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-
-
-def _compressed_pickle(
-    archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo], found: PtRecords
-) -> tuple[list[str], bool]:
+def _compressed_pickle(archive: zipfile.ZipFile, found: PtRecords) -> tuple[list[str], bool]:
     """Check the pickle of a compressed archive before anything else of it is inflated.
 
     Returns:
         What is wrong with the pickle itself or between it and the directory, and whether the pickle is plain.
     """
-    entry = infos["data.pkl"]
+    folder = archive.namelist()[0].partition("/")[0]  # that of all records
+    entry = archive.getinfo(f"{folder}/data.pkl")
     if entry.file_size > max(_LARGEST_INFLATED, _MOST_INFLATED * entry.compress_size):
         why = f"the pickle has {entry.file_size} bytes, deflated to {entry.compress_size}: no pickle of tensors is like that"
         return [why], False
@@ -185,7 +179,7 @@ def refuse_compressed(path: str | os.PathLike[str], found: PtRecords) -> bool:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            problems, plain = _compressed_pickle(archive, _infos(archive), found)
+            problems, plain = _compressed_pickle(archive, found)
     except _DAMAGED as error:
         raise CorruptCheckpoint(path, str(error)) from error
     if problems:

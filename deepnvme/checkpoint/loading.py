@@ -215,14 +215,17 @@ def _load(
             _verify(path, found, placed)
 
     plain = is_plain(path, found)
-    wanted = _any if keys is None or not plain else _offsets_of(path, found, keys, options).__contains__
+    offsets = None if keys is None or not plain else _offsets_of(path, found, keys, options)
+
+    def wanted(offset: int) -> bool:
+        return offsets is None or offset in offsets
+
     with StoragePlacement(path, found, wanted, fill) as now:
         read_before: list[Placed] = []
         if asks or not plain:
-            offsets = data_offsets(path, found.storages)
             now.filled = {
                 offset: memory_for(record.nbytes, offset)
-                for offset, record in zip(offsets, found.storages, strict=True)
+                for offset, record in zip(data_offsets(path, found.storages), found.storages, strict=True)
                 if record.nbytes and wanted(offset)
             }
             read_before = [Placed(*item) for item in now.filled.items()]
@@ -235,10 +238,6 @@ def _load(
             return whole
     del whole
     return by_torch()
-
-
-def _any(offset: int) -> bool:
-    return True
 
 
 def _offsets_of(path: str | os.PathLike[str], found: PtRecords, keys: list[Any], options: Mapping[str, Any]) -> set[int]:

@@ -25,7 +25,7 @@ Part = tuple[int, int]
 Result = TypeVar("Result")
 
 
-class _Description(NamedTuple):
+class Description(NamedTuple):
     """What one rank tells the others about its image."""
 
     digest: str
@@ -117,16 +117,16 @@ def save_together(
     ranks = CollectiveSteps(group, f"saving '{path}'")
     mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
-    def prepare() -> _Description:
+    def prepare() -> Description:
         raise_unseen()
         image = make()
         mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
-        return _Description(image.digest().hex(), image.nbytes, _held(image))
+        return Description(image.digest().hex(), image.nbytes, bytes_held(image))
 
     described = ranks.all(prepare)
     image, engine, memory = mine[0]
-    _check(path, image, described)
-    parts = sorted([*image.held, *_share(image, ranks.rank, ranks.size)])
+    check_descriptions(path, image, described)
+    parts = sorted([*image.held, *own_share(image, ranks.rank, ranks.size)])
     new = destination.begin(image.nbytes) if ranks.rank == 0 else None
     temporary = ""
 
@@ -164,7 +164,7 @@ def save_together(
         discard()  # does nothing after success; after an interrupt it removes the temporary file
 
 
-def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
+def check_descriptions(path: Path, image: FileImage, described: list[Description]) -> None:
     """Raise ValueError unless all ranks have images of the same object and together hold every byte of its DTensors once."""
     holders: dict[tuple[str, int], list[int]] = {}
     for rank, (digest, nbytes, _) in enumerate(described):
@@ -183,7 +183,7 @@ def _check(path: Path, image: FileImage, described: list[_Description]) -> None:
             )
 
 
-def _held(image: FileImage) -> list[int]:
+def bytes_held(image: FileImage) -> list[int]:
     """Return the bytes that this rank has of each DTensor."""
     ends = [last for _, last in image.spread]
     held = [0] * len(ends)
@@ -192,7 +192,7 @@ def _held(image: FileImage) -> list[int]:
     return held
 
 
-def _share(image: FileImage, rank: int, size: int) -> list[Part]:
+def own_share(image: FileImage, rank: int, size: int) -> list[Part]:
     """Return the ranges that this rank writes of what all ranks hold."""
     common: list[Part] = []
     at = 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from torch.serialization import default_restore_location
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.host import address_range
+from deepnvme.memory.host import address_range, huge_pages
 from deepnvme.transfer.gather import DIRECT_FROM
 
 from .formats.file_image import Source
@@ -365,14 +364,7 @@ def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
         nbytes: Size in bytes. From DIRECT_FROM on the memory is mapped anonymously, with huge pages where the kernel has them.
         offset: Bytes from the start of the file. The memory begins equally far behind a page boundary.
     """
-    if nbytes < DIRECT_FROM:
-        return _empty(nbytes)
-    inside = offset % PAGE
-    pages = mmap.mmap(-1, inside + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8, offset=inside, count=nbytes).untyped_storage()
+    return _empty(nbytes) if nbytes < DIRECT_FROM else huge_pages(nbytes, offset % PAGE).untyped_storage()
 
 
 def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:

@@ -50,7 +50,7 @@ def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type
         way = kind(directory, Random(number))
         way.shapes = [100, 200_000]
         way.save(way.tensors(1))
-        interrupts_save._settled(way)
+        interrupts_save.settled(way)
         return way
 
     for way in [world(0)]:
@@ -160,7 +160,7 @@ class TestLatch:
         for number in range(1, points + 1):
             latch = Latch()
             interrupted(number, lambda latch=latch: latch.wait(0.001))
-            interrupts_save._in_another_thread(latch.set)
+            interrupts_save.in_another_thread(latch.set)
             assert latch.wait(0)
 
     def test_one_who_waits_goes_on_when_it_is_set(self) -> None:

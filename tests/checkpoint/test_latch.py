@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 from deepnvme.checkpoint.staging import Latch
 
@@ -22,6 +23,12 @@ def test_all_who_wait_go_on() -> None:
 
 def test_polling_leaves_nothing_behind() -> None:
     latch = Latch()
-    for _ in range(100):
+    tracemalloc.start()
+    try:
         assert not latch.wait(0)
-    assert not latch._waiting
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(1000):
+            assert not latch.wait(0)
+        assert tracemalloc.get_traced_memory()[0] - before < 1000  # bytes: less than one for each
+    finally:
+        tracemalloc.stop()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.parallel import _check, _Description, _held, _share
+from deepnvme.checkpoint.parallel import Description, bytes_held, check_descriptions, own_share
 from deepnvme.memory.alignment import PAGE
 
 from ..support.interpreters import Interpreters
@@ -384,10 +384,10 @@ def held(first: int, second: int) -> FileImage:
 ])  # fmt: skip
 def test_each_tensor_is_held_once(shares: list[tuple[int, int]], missing: str | None) -> None:
     images = [held(*share) for share in shares]
-    assert [_held(image) for image in images] == [list(share) for share in shares]
-    described = [_Description("digest", image.nbytes, _held(image)) for image in images]
+    assert [bytes_held(image) for image in images] == [list(share) for share in shares]
+    described = [Description("digest", image.nbytes, bytes_held(image)) for image in images]
     with contextlib.nullcontext() if missing is None else pytest.raises(ValueError, match=missing):
-        _check(Path("a.pt"), images[0], described)
+        check_descriptions(Path("a.pt"), images[0], described)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -397,7 +397,7 @@ def test_what_all_hold_is_shared_evenly(nbytes: int, spread: list[tuple[int, int
     image = FileImage()
     image.add_text(bytes(nbytes))
     image.spread = spread
-    shares = [_share(image, rank, size) for rank in range(size)]
+    shares = [own_share(image, rank, size) for rank in range(size)]
     covered = [False] * nbytes
     borders = {0, nbytes, *(border for part in spread for border in part)}
     for share in shares:

@@ -114,35 +114,39 @@ def test_its_old_name_is_durably_gone_before_it_is_written_to(
 
 def test_a_child_forked_while_a_file_was_written_does_not_keep_it_from_being_recycled(drive: Path, engine: Engine) -> None:
     with Publication(drive / "first", len(NEW), engine) as new:
-        child = os.dup(new._locked.fileno())  # as a fork has it: the same lock
+        names = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+        child = [os.dup(int(number)) for number, name in names.items() if name == str(new.temporary)]
+        assert child  # as a fork has them: with the same lock
         new.publish()
     other = os.open(drive / "first", os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)
     assert publish(drive / "second", drive / "first", engine)
-    os.close(child)
+    for descriptor in child:
+        os.close(descriptor)
 
 
 def test_who_opens_it_while_that_is_found_out_does_no_harm(old: Path, interpreters: Interpreters) -> None:
     """As whoever looks for leftovers does: the kernel tells the holder of a lease by a signal that ends a process."""
     interpreters.run(f"""
-        import fcntl
-        from deepnvme.checkpoint import publication
+        import fcntl, pathlib, deepnvme
+        from deepnvme.checkpoint.publication import Publication
 
-        path, control, refused = {str(old)!r}, fcntl.fcntl, []
+        old, control, refused = pathlib.Path({str(old)!r}), fcntl.fcntl, []
 
         def opened_by_another(descriptor, command, argument):
             result = control(descriptor, command, argument)
             if command == fcntl.F_SETLEASE and argument == fcntl.F_WRLCK:
                 try:
-                    os.open(path, os.O_RDWR | os.O_NONBLOCK)
+                    os.open(f"/proc/self/fd/{{descriptor}}", os.O_RDWR | os.O_NONBLOCK)
                 except BlockingIOError as error:
                     refused.append(error)
             return result
 
-        fcntl.fcntl = opened_by_another
-        descriptor = os.open(path, os.O_RDWR)
-        assert publication._is_ours_alone(descriptor)
+        fcntl.fcntl, inode, path = opened_by_another, old.stat().st_ino, old.parent / "new"
+        with Publication(path, 5, deepnvme.Engine(), recycle=old) as new:
+            new.publish()
         assert len(refused) == 1
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nothing is left of it
+        assert path.stat().st_ino == inode  # nobody else had it
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nothing is left of the lease
     """).check()

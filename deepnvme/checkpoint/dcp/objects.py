@@ -54,27 +54,12 @@ class CheckingPlanner:
         """
         self.used = True
         if self._weights_only:
+            check_archive(value)
+            value.seek(0)
             with _told_apart():
-                _check_pickle(value)
-                value.seek(0)
                 torch_load(value, map_location="cpu", weights_only=True)
             value.seek(0)
         self._planner.load_bytes(read_item, value)
-
-
-def check_tensor(value: io.BytesIO) -> None:
-    """Check the bytes of a tensor before torch unpickles them.
-
-    Args:
-        value: Bytes that ``torch.save`` should have written.
-
-    Raises:
-        UnpicklingError: If they are no archive of ``torch.save``.
-        Damaged: If the archive or its pickle is damaged, or the pickle could end the process: torch's ``weights_only``
-            unpickles tuples nested to any depth, and hashing these recurses in C.
-    """
-    with _told_apart():
-        _check_pickle(value)
 
 
 _TRUSTING = "If you trust who wrote the checkpoint, NVMeReader(path, weights_only=False) unpickles whatever there is."
@@ -94,7 +79,18 @@ def _told_apart() -> Iterator[None]:
         raise Damaged(str(error)) from error
 
 
-def _check_pickle(value: io.BytesIO) -> None:
+@_told_apart()
+def check_archive(value: io.BytesIO) -> None:
+    """Check the bytes of an object or a tensor before torch unpickles them.
+
+    Args:
+        value: Bytes that ``torch.save`` should have written.
+
+    Raises:
+        UnpicklingError: If they are no archive of ``torch.save``.
+        Damaged: If the archive or its pickle is damaged, or the pickle could end the process: torch's ``weights_only``
+            unpickles tuples nested to any depth, and hashing these recurses in C.
+    """
     data = value.getbuffer()
     if bytes(data[:4]) != b"PK\3\4":
         raise pickle.UnpicklingError("it is no archive of torch.save.")

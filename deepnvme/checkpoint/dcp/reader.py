@@ -39,7 +39,7 @@ from deepnvme.transfer.gather import DIRECT_FROM
 from deepnvme.transfer.scatter import scatter
 
 from .metadata import load_metadata
-from .objects import CheckingPlanner, Damaged, check_tensor
+from .objects import CheckingPlanner, Damaged, check_archive
 from .writer import done
 
 _COPIED = 64 << 20
@@ -205,7 +205,7 @@ class NVMeReader(FileSystemReader):
         if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
             with opened(path, request) as file:
                 file.seek(info.offset)
-                check_tensor(io.BytesIO(file.read(info.length)))
+                check_archive(io.BytesIO(file.read(info.length)))
 
     @clearing_frames
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:

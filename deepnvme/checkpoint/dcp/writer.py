@@ -270,8 +270,7 @@ def _add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.
         shards[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets) if item.tensor_data else []}
     header, names = make_header(sources, {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"})
     image.add_text(header)
-    for name in names:
-        image.add(sources[name].view(-1))
+    image.add_each([sources[name] for name in names])
 
 
 def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp import reader as dcp_reader
@@ -160,10 +160,17 @@ class Replaced(NVMeReader):
             self.saves()
         return super().prepare_global_plan(plans)
 
-    def _read_items(self, plan: LoadPlan, planner: Any) -> None:
-        super()._read_items(plan, planner)
-        if self.late:
-            self.saves()
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        left, commit = [request for request in plan.items if request.type == LoadItemType.TENSOR], planner.commit_tensor
+
+        def committed(request: Any, tensor: torch.Tensor) -> None:
+            commit(request, tensor)
+            left.remove(request)
+            if self.late and not left:
+                self.saves()
+
+        planner.commit_tensor = committed
+        return super().read_data(plan, planner)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -193,7 +193,7 @@ def attack(random: Random, directory: Path) -> None:
             (own := directory / kind.__name__).mkdir()
             way = kind(own, Random(0))
             way.save({"t": torch.ones(1 << 20)})
-            _in_another_thread(lambda way=way: _settled(way))
+            in_another_thread(lambda way=way: settled(way))
         # and each of the engine's workers has pinned what it copies memory through that is not aligned
         unaligned = torch.zeros((1 << 20) + 1, dtype=torch.uint8)[1:]
         for future in [shared_engine().write(unaligned, directory / "unaligned", number << 20) for number in range(64)]:
@@ -207,7 +207,7 @@ def attack_one(kind: type[Saves], random: Random, directory: Path) -> None:
     """Save with an interrupt, and see what is left."""
     way = kind(directory, random)
     way.save(way.tensors(1))
-    _in_another_thread(lambda: _settled(way))
+    in_another_thread(lambda: settled(way))
     kept: list[BaseException] = []
     new = way.tensors(2)
 
@@ -234,8 +234,8 @@ def check(way: Saves, what: str) -> None:
     try:
         if not isinstance(way, Streamed) and way.value() not in (1, 2):
             raise Torn("neither the old nor the new")
-        _in_another_thread(lambda: way.save(way.tensors(3)))
-        _in_another_thread(lambda: _settled(way))
+        in_another_thread(lambda: way.save(way.tensors(3)))
+        in_another_thread(lambda: settled(way))
         if way.value() != 3:
             raise Wrong(f"the next save left {way.value()}")
         if way.leftovers():
@@ -244,7 +244,7 @@ def check(way: Saves, what: str) -> None:
         raise type(error)(f"{what}: {error}") from error
 
 
-def _settled(way: Saves) -> None:
+def settled(way: Saves) -> None:
     """Wait for what goes on behind. Raises Leaked for what does not end."""
     pools = [buffer_pool(), *([way.pool] if isinstance(way, Background) else [])]
     deadline = time.monotonic() + _SETTLE_SECONDS
@@ -267,7 +267,7 @@ def _open_files(directory: Path) -> list[str]:
     return [path for path in found if path.startswith(f"{directory}/")]
 
 
-def _in_another_thread(work: Callable[[], object]) -> None:
+def in_another_thread(work: Callable[[], object]) -> None:
     """Raises Wrong if it hangs, and what it raises."""
     errors: list[BaseException] = []
 
