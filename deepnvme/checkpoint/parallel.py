@@ -15,7 +15,7 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from .background import raise_unseen, wait_for_saves
 from .formats.file_image import FileImage
 from .formats.sharding import equal_share, taken
-from .publication import Destination, name_the_final_file
+from .publication import Destination, Publication, name_the_final_file
 from .transfers import shared_engine, write
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def save_together(
     image, engine, memory = mine[0]
     check_descriptions(path, image, described)
     parts = sorted([*image.held, *own_share(image, ranks.rank, ranks.size)])
-    new = destination.begin(image.nbytes) if ranks.rank == 0 else None
+    new = Publication(destination, image.nbytes, engine) if ranks.rank == 0 else None
     temporary = ""
 
     def start() -> str:

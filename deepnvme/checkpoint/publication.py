@@ -27,54 +27,74 @@ _LONGEST_NAME = 255 - len(SUFFIX) - 10
 """Bytes of the final name that the temporary name repeats: a name may have 255 bytes."""
 
 
-class Publication:
-    """A preallocated temporary file in the directory of ``path``, which :meth:`publish` renames to ``path``.
+@dataclass(frozen=True)
+class Destination:
+    """Where and how a file is published, with the steps before it is written and after it has its name."""
 
-    >>> with Publication(path, nbytes, engine) as new:
+    path: Path
+    """Final path. If it is a symbolic link, the link stays and its target is replaced."""
+    fsync: bool = True
+    """Whether the file is flushed to stable storage before the rename, and the directory after it."""
+    one_of_many: bool = False
+    """For callers that publish many files into a directory: they call :func:`remove_leftovers` before the first and
+    ``sync_directory`` after the last, because each of these handles the whole directory."""
+    recycle: Callable[[], Path | None] = lambda: None
+    """Called before the file is written. Returns a file in the same directory that becomes the temporary file, so that its blocks
+    are written over, or None.
+
+    It loses its name then. It is removed instead, and a new file made, if it has another name, if any process has it open or
+    mapped, if that cannot be determined, or if it may not be written to. It is left alone if it is no regular file or may not be
+    renamed.
+    """
+    end: Callable[[], object] = lambda: None
+    """Called after publication. An error of it says that the file is saved."""
+
+    def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
+        """Write a file and give it its name when it is whole. Blocks.
+
+        Args:
+            nbytes: Size of the file in bytes.
+            write: Writes the whole file.
+
+        Raises:
+            OSError: As for :class:`Publication`.
+        """
+        with Publication(self, nbytes, shared_engine()) as new:
+            write(new.file)
+            new.publish()
+        self.end()
+
+
+class Publication:
+    """A preallocated temporary file beside its destination, which :meth:`publish` renames to the destination's path.
+
+    >>> with Publication(Destination(path), nbytes, engine) as new:
     ...     engine.write(tensor, new.file).result()
     ...     new.publish()
 
     Nothing is created before ``with`` is entered. Leaving ``with`` without :meth:`publish` removes the temporary file. Entering
     it also removes the temporary files that dead processes have left in the directory.
 
-    Entering ``with`` raises OSError naming ``path``: IsADirectoryError; FileNotFoundError or PermissionError from the
-    directory; or ENOSPC with the bytes needed and the bytes free. An OSError that names the temporary file names ``path`` when
+    Entering ``with`` raises OSError naming the path: IsADirectoryError; FileNotFoundError or PermissionError from the
+    directory; or ENOSPC with the bytes needed and the bytes free. An OSError that names the temporary file names the path when
     it leaves ``with``.
 
     Args:
-        path: Final path. If it is a symbolic link, the link stays and its target is replaced.
+        destination: Where and how the file is published.
         nbytes: Size of the file in bytes.
         engine: Engine that opens and flushes the file.
-        fsync: Flush the file before the rename, and the directory after it.
-        recycle: A file in the same directory that becomes the temporary file, so that its blocks are written over. It loses its
-            name when ``with`` is entered. It is removed instead, and a new file made, if it has another name, if any process
-            has it open or mapped, if that cannot be determined, or if it may not be written to. It is left alone if it is no
-            regular file or may not be renamed.
-        one_of_many: For callers that publish many files into a directory: they call :func:`remove_leftovers` before the first
-            and ``sync_directory`` after the last, because each of these handles the whole directory.
     """
 
     # Ctrl-C may come after any call and at the beginning of any function. So descriptors belong, from the call that opens them,
     # to objects that close them when they are dropped. And they are opened in __enter__, not in __init__: the interpreter checks
     # for signals after __init__, but not between __enter__ and the block of `with`.
 
-    def __init__(
-        self,
-        path: Path,
-        nbytes: int,
-        engine: Engine,
-        *,
-        fsync: bool = True,
-        recycle: Path | None = None,
-        one_of_many: bool = False,
-    ) -> None:
-        self.path = Path(os.path.realpath(path))
-        self._name = str(path)
+    def __init__(self, destination: Destination, nbytes: int, engine: Engine) -> None:
+        self.path = Path(os.path.realpath(destination.path))
+        self._destination = destination
+        self._name = str(destination.path)
         self._nbytes = nbytes
         self._engine = engine
-        self._fsync = fsync
-        self._recycle = recycle
-        self._one_of_many = one_of_many
         self._locked: io.FileIO | None = None
         self._file: File | None = None
 
@@ -98,11 +118,12 @@ class Publication:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         if self.path.exists() and not self.path.is_file():
             raise OSError(errno.EINVAL, "neither a regular file nor the name of a new one", self._name)
+        recycle = self._destination.recycle()
         try:
-            if not self._one_of_many:
+            if not self._destination.one_of_many:
                 remove_leftovers(self.path.parent)
-            if self._recycle is not None:
-                self._locked = _recycled(self.path, self._recycle, durably=self._fsync)
+            if recycle is not None:
+                self._locked = _recycled(self.path, recycle, durably=self._destination.fsync)
             if self._locked is None:
                 self._locked = _start(self.path)
             self._set_size(self._locked.fileno())
@@ -125,7 +146,7 @@ class Publication:
                 bring the old file back, or the new file could not be unlocked and closed.
         """
         try:
-            if self._fsync:
+            if self._destination.fsync:
                 self._engine.fsync(self.file).result()
             self.file.close()  # some file systems report failed writes only here
             os.replace(self.temporary, self.path)
@@ -136,7 +157,7 @@ class Publication:
         try:
             self._close()
             what = "the directory was flushed: the new file is in place, but a power cut may undo that"
-            if self._fsync and not self._one_of_many:
+            if self._destination.fsync and not self._destination.one_of_many:
                 sync_directory(self.path.parent)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}, when {what}", self._name) from error
@@ -174,43 +195,6 @@ class Publication:
         if size > self._nbytes:
             os.ftruncate(descriptor, self._nbytes)
         preallocate(descriptor, size, self._nbytes, str(self.path), "make room, or save to another disk")
-
-
-@dataclass(frozen=True)
-class Destination:
-    """The path that a file is saved to, with the steps before it is written and after it is published."""
-
-    path: Path
-    """Path of the file."""
-    fsync: bool
-    """Whether the file is flushed to stable storage before it gets its name."""
-    one_of_many: bool = False
-    """As for :class:`Publication`."""
-    recycle: Callable[[], Path | None] = lambda: None
-    """Returns what :class:`Publication` recycles. Called when the file is about to be written."""
-    end: Callable[[], object] = lambda: None
-    """Called after publication. An error of this step says that the file is saved."""
-
-    def begin(self, nbytes: int) -> Publication:
-        """Return the publication that a file of ``nbytes`` bytes is written through."""
-        return Publication(
-            self.path, nbytes, shared_engine(), fsync=self.fsync, recycle=self.recycle(), one_of_many=self.one_of_many
-        )
-
-    def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
-        """Write a file and give it its name when it is whole. Blocks.
-
-        Args:
-            nbytes: Size of the file in bytes.
-            write: Writes the whole file.
-
-        Raises:
-            OSError: As for :class:`Publication`.
-        """
-        with self.begin(nbytes) as new:
-            write(new.file)
-            new.publish()
-        self.end()
 
 
 def name_the_final_file(error: OSError, temporary: str, path: str) -> None:

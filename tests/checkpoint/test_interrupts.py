@@ -14,7 +14,7 @@ import torch
 import deepnvme
 from deepnvme.checkpoint import background
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.publication import Publication
+from deepnvme.checkpoint.publication import Destination, Publication
 from deepnvme.checkpoint.staging import Latch
 from deepnvme.checkpoint.transfers import write
 from deepnvme.memory.pool import BufferPool
@@ -107,7 +107,7 @@ def test_an_interrupted_write_ends_what_it_has_begun(drive: Path, faulty: Any, g
 
 def test_a_failed_publication_that_is_interrupted_once_more_is_given_up_with_its_traceback(drive: Path, engine: Any) -> None:
     def operation() -> None:
-        with Publication(drive / "file", 5, engine):
+        with Publication(Destination(drive / "file"), 5, engine):
             raise OSError
 
     where = "the first"

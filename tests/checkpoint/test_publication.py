@@ -16,7 +16,7 @@ import torch
 import deepnvme
 from deepnvme import Engine
 from deepnvme.checkpoint import publication, saving
-from deepnvme.checkpoint.publication import SUFFIX, Publication
+from deepnvme.checkpoint.publication import SUFFIX, Destination, Publication
 
 from ..support.disks import MIB, Disk
 from ..support.interpreters import Interpreters
@@ -113,8 +113,8 @@ class TestKills:
         assert left > 20, "hardly a child was killed while it wrote"
 
     def test_what_is_being_written_is_not_taken_for_a_leftover(self, path: Path, engine: Engine) -> None:
-        with Publication(path, 5, engine) as one:
-            with Publication(path, 5, engine) as other:
+        with Publication(Destination(path), 5, engine) as one:
+            with Publication(Destination(path), 5, engine) as other:
                 assert one.temporary.exists()
                 engine.write(torch.full((5,), 1, dtype=torch.uint8), other.file).result()
                 other.publish()
@@ -308,7 +308,7 @@ class TestFaults:
     def test_a_directory_that_vanishes(self, drive: Path, engine: Engine) -> None:
         directory = drive / "directory"
         directory.mkdir()
-        with Publication(directory / "file.pt", 5, engine) as new:
+        with Publication(Destination(directory / "file.pt"), 5, engine) as new:
             new.temporary.unlink()
             directory.rmdir()
             with pytest.raises(FileNotFoundError):

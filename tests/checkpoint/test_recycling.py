@@ -14,7 +14,7 @@ import torch
 
 from deepnvme import Engine
 from deepnvme.checkpoint import publication
-from deepnvme.checkpoint.publication import Publication
+from deepnvme.checkpoint.publication import Destination, Publication
 
 from ..support.interpreters import Interpreters
 
@@ -30,7 +30,7 @@ def old(drive: Path) -> Path:
 
 def publish(path: Path, recycle: Path, engine: Engine) -> int:
     """NEW; the inode of the file."""
-    with Publication(path, len(NEW), engine, recycle=recycle) as new:
+    with Publication(Destination(path, recycle=lambda: recycle), len(NEW), engine) as new:
         assert not recycle.exists()
         engine.write(torch.frombuffer(bytearray(NEW), dtype=torch.uint8), new.file, 0).result()
         new.publish()
@@ -76,7 +76,7 @@ def test_what_is_no_regular_file_is_left_alone(old: Path, engine: Engine, kind: 
         other.mkdir()
     else:
         other.symlink_to(old)
-    with Publication(old.parent / "new", 5, engine, recycle=other) as new:
+    with Publication(Destination(old.parent / "new", recycle=lambda: other), 5, engine) as new:
         new.publish()
     assert sorted(entry.name for entry in old.parent.iterdir()) == ["new", "old", "other"]
     assert old.read_bytes() == b"old" * 10_000
@@ -87,11 +87,11 @@ def test_one_that_may_not_be_written_to_is_removed(old: Path, interpreters: Inte
     old.parent.chmod(0o777)
     program = f"""
         import pathlib, deepnvme
-        from deepnvme.checkpoint.publication import Publication
+        from deepnvme.checkpoint.publication import Destination, Publication
         if os.geteuid() == 0:
             os.setgid(65534); os.setuid(65534)
         old = pathlib.Path({str(old)!r})
-        with Publication(old.parent / "new", 5, deepnvme.Engine(), recycle=old) as new:
+        with Publication(Destination(old.parent / "new", recycle=lambda: old), 5, deepnvme.Engine()) as new:
             new.publish()
     """
     interpreters.run(program).check()
@@ -108,12 +108,12 @@ def test_its_old_name_is_durably_gone_before_it_is_written_to(
     """Or a power cut could leave that name to a file half overwritten."""
     synced = []
     monkeypatch.setattr(publication, "sync_directory", lambda directory: synced.append(sorted(os.listdir(directory))))
-    with Publication(old.parent / "new", len(NEW), engine, recycle=old) as new:
+    with Publication(Destination(old.parent / "new", recycle=lambda: old), len(NEW), engine) as new:
         assert synced == [[new.temporary.name]]
 
 
 def test_a_child_forked_while_a_file_was_written_does_not_keep_it_from_being_recycled(drive: Path, engine: Engine) -> None:
-    with Publication(drive / "first", len(NEW), engine) as new:
+    with Publication(Destination(drive / "first"), len(NEW), engine) as new:
         names = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
         child = [os.dup(int(number)) for number, name in names.items() if name == str(new.temporary)]
         assert child  # as a fork has them: with the same lock
@@ -130,7 +130,7 @@ def test_who_opens_it_while_that_is_found_out_does_no_harm(old: Path, interprete
     """As whoever looks for leftovers does: the kernel tells the holder of a lease by a signal that ends a process."""
     interpreters.run(f"""
         import fcntl, pathlib, deepnvme
-        from deepnvme.checkpoint.publication import Publication
+        from deepnvme.checkpoint.publication import Destination, Publication
 
         old, control, refused = pathlib.Path({str(old)!r}), fcntl.fcntl, []
 
@@ -144,7 +144,7 @@ def test_who_opens_it_while_that_is_found_out_does_no_harm(old: Path, interprete
             return result
 
         fcntl.fcntl, inode, path = opened_by_another, old.stat().st_ino, old.parent / "new"
-        with Publication(path, 5, deepnvme.Engine(), recycle=old) as new:
+        with Publication(Destination(path, recycle=lambda: old), 5, deepnvme.Engine()) as new:
             new.publish()
         assert len(refused) == 1
         assert path.stat().st_ino == inode  # nobody else had it
