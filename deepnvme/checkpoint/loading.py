@@ -22,6 +22,7 @@ from .formats.pt_pickle import pickled
 from .formats.pt_records import (
     CorruptCheckpoint,
     PtRecords,
+    Record,
     WrongChecksum,
     check_pickle,
     data_offsets,
@@ -210,9 +211,11 @@ def _load(
         return by_torch()
 
     def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
+        records = [_record_of(path, found, each) for each in placed]
         read(placed, path, shared_engine(), pool, progress)
-        if checksum:
-            _verify(path, found, placed)
+        for each, record in zip(placed, records, strict=True) if checksum else ():
+            if record.crc32 and (crc := crc32_of(each.memory)) != record.crc32:
+                raise WrongChecksum(path, record, each.offset, crc)
 
     plain = is_plain(path, found)
     offsets = None if keys is None or not plain else _offsets_of(path, found, keys, options)
@@ -221,18 +224,17 @@ def _load(
         return offsets is None or offset in offsets
 
     with StoragePlacement(path, found, wanted, fill) as now:
-        read_before: list[Placed] = []
         if asks or not plain:
             now.filled = {
                 offset: memory_for(record.nbytes, offset)
                 for offset, record in zip(data_offsets(path, found.storages), found.storages, strict=True)
                 if record.nbytes and wanted(offset)
             }
-            read_before = [Placed(*item) for item in now.filled.items()]
-            fill(read_before, progress)
+            fill([Placed(*item) for item in now.filled.items()], progress)
         whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
         if not now.blind:
-            _check_sizes(path, found, [*now.placed, *read_before])  # torch grows a storage that is smaller than its tensor
+            for item in (now.filled or {}).items():
+                _record_of(path, found, Placed(*item))  # again: a class of the object may have made torch grow it
             if now.placed:
                 fill(now.placed, progress)
             return whole
@@ -262,19 +264,12 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     return {key: whole[key] for key in keys}
 
 
-def _check_sizes(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[Placed]) -> None:
-    """Raise CorruptCheckpoint if a storage's size in the pickle and in its record differ."""
-    for each in placed:
-        record = found.holding(each.offset)
-        if record is None or record.nbytes != each.nbytes:
-            raise wrong_size(path, found, each.offset, each.nbytes)
+def _record_of(path: str | os.PathLike[str], found: PtRecords, placed: Placed) -> Record:
+    """Return the record that memory is filled from. Raises CorruptCheckpoint if it has another size than the memory.
 
-
-def _verify(path: str | os.PathLike[str], found: PtRecords, placed: Iterable[Placed]) -> None:
-    """Raise WrongChecksum if the bytes of a storage do not match the checksum of its record."""
-    for offset, memory in placed:
-        record = found.holding(offset)
-        if record is not None and record.crc32:
-            crc = crc32_of(memory)
-            if crc != record.crc32:
-                raise WrongChecksum(path, record, offset, crc)
+    torch grows a storage that is smaller than its tensor.
+    """
+    record = found.holding(placed.offset)
+    if record is None or record.nbytes != placed.nbytes:
+        raise wrong_size(path, found, placed.offset, placed.nbytes)
+    return record

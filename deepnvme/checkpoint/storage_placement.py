@@ -57,7 +57,7 @@ class Placed(NamedTuple):
 
 
 _loading = threading.local()
-"""``observer``: the :class:`Refusals` that this thread is unpickling with."""
+"""``observer``: the :class:`Refusals` that this thread is unpickling with, or None."""
 
 
 class Refusals:
@@ -69,7 +69,6 @@ class Refusals:
     def __init__(self) -> None:
         self.refused: Exception | None = None
         """The last such exception, or None."""
-        self._inside = False
         self._outer: Refusals | None = None
 
     def __enter__(self) -> Self:
@@ -90,23 +89,20 @@ class Refusals:
         return locate
 
     def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-        """Move a storage to its device as torch would, recording a refusal. Return None when called from within itself."""
-        if self._inside:
-            return None
-        self._inside = True
-        try:
-            return self.moved(storage, location)
-        finally:
-            self._inside = False
+        """Return the storage to use in place of one that torch has just made, or None if torch should place it itself."""
+        return self.moved(storage, location)
 
     def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         """Return the storage moved to where torch places this location. Records the error if there is no such device."""
+        _loading.observer = None  # torch asks all functions in its registry again
         try:
             return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
         except Exception as error:
             if _is_device(location):
                 self.refused = error
             raise
+        finally:
+            _loading.observer = self
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -245,18 +245,16 @@ class NVMeReader(FileSystemReader):
 
     def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
         """Return the items that are requested from one file. Raises CorruptCheckpoint if one is not wholly in the file."""
-        items: dict[object, _Item] = {}
+        by_item: dict[MetadataIndex, list[ReadItem]] = {}
         for request in requests:
-            item = items.get(request.storage_index)
-            if item is not None:
-                item.requests.append(request)
-                continue
-            info = self.storage_data[request.storage_index]
-            offset, length = info.offset, info.length
-            if offset + length > size:
-                raise _cut_off(path, request, offset, length, size)
-            items[request.storage_index] = _Item(offset, length if length < DIRECT_FROM else HEAD, length, [request])
-        return list(items.values())
+            by_item.setdefault(request.storage_index, []).append(request)
+        items = []
+        for index, of_item in by_item.items():
+            info = self.storage_data[index]
+            if info.offset + info.length > size:
+                raise _cut_off(path, of_item[0], info.offset, info.length, size)
+            items.append(_Item(info.offset, info.length if info.length < DIRECT_FROM else HEAD, info.length, of_item))
+        return items
 
 
 @clearing_frames

@@ -221,30 +221,26 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
     """Return the image of a file and the place of each item in it. As in torch's files, objects come before tensors."""
     image = FileImage()
-    results = []
-
-    def wrote(item: WriteItem, begin: int, nbytes: int) -> None:
-        results.append(WriteResult(item.index, nbytes, _StorageInfo(file.name, begin, nbytes)))
-
+    places: list[tuple[WriteItem, int, int]] = []
     tensors: list[tuple[WriteItem, torch.Tensor]] = []
     for item in file.items:
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensors.append((item, data))
         else:
-            begin = image.nbytes
-            image.add_text(data.getvalue())
-            wrote(item, begin, image.nbytes - begin)
+            places.append((item, *_add_text(image, data.getvalue())))
     if safetensors and tensors:
-        begin = image.nbytes
+        places += [(item, image.nbytes, tensor.nbytes) for item, tensor in tensors]  # found by name, from where the format begins
         _add_safetensors(image, tensors)
-        for item, tensor in tensors:
-            wrote(item, begin, tensor.nbytes)
     else:
-        for item, tensor in tensors:
-            begin, nbytes = _add(image, tensor)
-            wrote(item, begin, nbytes)
-    return image, results
+        places += [(item, *_add(image, tensor)) for item, tensor in tensors]
+    return image, [WriteResult(item.index, nbytes, _StorageInfo(file.name, begin, nbytes)) for item, begin, nbytes in places]
+
+
+def _add_text(image: FileImage, text: bytes) -> tuple[int, int]:
+    """Append bytes. Returns their offset and length."""
+    image.add_text(text)
+    return image.nbytes - len(text), len(text)
 
 
 def _add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
@@ -279,9 +275,7 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
     if memory is None:
         stream = io.BytesIO()
         torch.save(tensor.detach().cpu(), stream)
-        begin = image.nbytes
-        image.add_text(stream.getvalue())
-        return begin, image.nbytes - begin
+        return _add_text(image, stream.getvalue())
     head, tail = frame(memory.dtype, memory.shape, memory.stride())
     if memory.nbytes >= DIRECT_FROM:
         image.add_padding(-(image.nbytes + len(head)) % PAGE)  # direct I/O then needs no copy of page-aligned memory
