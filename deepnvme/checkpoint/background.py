@@ -131,8 +131,7 @@ class _Saves:
         """Queue a save, starting the thread if needed. Waits until fewer than ``max_in_flight`` saves are queued or running."""
         while True:
             with self._lock:
-                first = self._under_way[0] if len(self._under_way) >= max_in_flight else None
-                if first is None:
+                if len(self._under_way) < max_in_flight:
                     with defer_interrupts():  # Ctrl-C must not leave a half-started thread
                         if self._thread is None:
                             thread = threading.Thread(target=self._work, name="deepnvme-saves")
@@ -140,6 +139,7 @@ class _Saves:
                             self._thread = thread
                         self._under_way.append(save)
                     return
+                first = self._under_way[0]
             first._ended.wait()
 
     def wait_for(self, wanted: Callable[[SaveFuture], bool]) -> None:

@@ -83,25 +83,21 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     Raises:
         OSError: If the file cannot be read. Names the file.
     """
-    with naming_file(path):
-        return _verified(path, buffer_pool() if pool is None else pool)
-
-
-def _verified(path: str | os.PathLike[str], pool: BufferPool) -> Report:
     name = os.fspath(path)
     problems: list[str] = []
     try:
-        if not is_zip(path):
-            refuse_damaged_beginning(path)
-            return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
-        found = records_of(path)
-        if found.stored:
-            with contextlib.suppress(WrongChecksum):  # reported below with the storages'; such a pickle's references mean nothing
-                check_pickle(path, found)
-                problems = _pickle_problems(scan_of(path, found), found)
-            problems += _checksum_problems(path, found, pool)
-        else:
-            problems = _compressed_problems(path, found)
+        with naming_file(path):
+            if not is_zip(path):
+                refuse_damaged_beginning(path)
+                return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
+            found = records_of(path)
+            if found.stored:
+                with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
+                    check_pickle(path, found)
+                    problems = _pickle_problems(scan_of(path, found), found)
+                problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+            else:
+                problems = _compressed_problems(path, found)
     except _DAMAGED as error:
         return Report(name, "pt", 0, 0, 0, (error.why if isinstance(error, CorruptCheckpoint) else str(error),))
     nbytes = sum(record.whole for record in found.storages)

@@ -38,9 +38,6 @@ Result = TypeVar("Result")
 _TAG = 8
 """Digits of a save's id in the names of its files, used when an earlier checkpoint is in the directory."""
 _NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
-_LONGEST_NAME = 255
-_BLOCK = 4 << 20
-"""Bytes of metadata that are searched at a time."""
 
 
 class PlannedFile(NamedTuple):
@@ -297,10 +294,8 @@ def _named_in(file: Path, names: set[str]) -> set[str]:
 
     An empty set if the file cannot be read, so that files that somebody may need are kept.
     """
-    named: set[str] = set()
-    with contextlib.suppress(OSError), file.open("rb") as stream:
-        end = b""
-        while names - named and (block := stream.read(_BLOCK)):
-            named |= {name for name in names - named if name.encode() in end + block}
-            end = block[-_LONGEST_NAME:]
-    return named
+    try:
+        text = file.read_bytes() if names else b""
+    except OSError:
+        return set()
+    return {name for name in names if name.encode() in text}
