@@ -225,21 +225,15 @@ def _remove_leftover(name: str) -> None:
 
 def _start(path: Path) -> io.FileIO:
     """Create and return a locked temporary file for ``path``."""
-    while True:
-        file = io.FileIO(_temporary_name(path), "x+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # Before it was locked, another process may have removed it as a leftover.
-            if _is(file.fileno(), file.name):
-                with contextlib.suppress(OSError):
-                    os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
-                return file
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            file.close()
-            raise
-        file.close()
+
+    def take_mode(file: io.FileIO) -> bool:
+        with contextlib.suppress(OSError):
+            os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
+        return True
+
+    while (file := _locked(io.FileIO(_temporary_name(path), "x+"), take_mode)) is None:
+        pass
+    return file
 
 
 def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
@@ -258,21 +252,31 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
     except PermissionError:
         os.unlink(temporary)
         return None
+
+    def is_unshared(file: io.FileIO) -> bool:
+        if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
+            sync_directory(path.parent)
+        return _is_ours_alone(file.fileno())
+
+    return _locked(file, is_unshared)
+
+
+def _locked(file: io.FileIO, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
+    """Lock a temporary file and return it. It is removed instead if it is not usable, and after an error.
+
+    Returns:
+        None if it was removed, here or before it was locked: by another process, as a leftover.
+    """
+    usable = False
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if _is(file.fileno(), temporary):
-            if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
-                sync_directory(path.parent)
-            if _is_ours_alone(file.fileno()):
-                return file
-            os.unlink(temporary)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        file.close()
-        raise
-    file.close()
-    return None
+        usable = _is(file.fileno(), file.name) and is_usable(file)
+    finally:
+        if not usable:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            file.close()
+    return file if usable else None
 
 
 def _temporary_name(path: Path) -> str:
