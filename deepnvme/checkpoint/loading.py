@@ -22,7 +22,6 @@ from .formats.pt_pickle import pickled
 from .formats.pt_records import (
     CorruptCheckpoint,
     PtRecords,
-    Record,
     WrongChecksum,
     check_pickle,
     data_offsets,
@@ -34,6 +33,7 @@ from .formats.pt_records import (
     refuse_damaged_beginning,
     wrong_size,
 )
+from .formats.zip_directory import Record
 from .storage_placement import MapLocation, Placed, Refusals, StoragePlacement, memory_for, unread
 from .transfers import read, read_consistently, shared_engine
 
