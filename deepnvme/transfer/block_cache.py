@@ -284,6 +284,7 @@ class BlockCache(Monitor):
                 block.resident = stays
                 self._drop_unless_kept(block)
                 self._write_soon(block)
+            self._go_on()
 
     def write(self, block: Block) -> None:
         """Write a dirty block soon, unless it is used or resident. Never blocks."""
