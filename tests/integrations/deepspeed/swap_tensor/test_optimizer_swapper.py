@@ -95,6 +95,14 @@ def test_weights_and_states_are_those_of_the_optimizer_in_memory(
     training.assert_same_as_in_memory()
 
 
+def test_the_record_of_a_sub_group_answers_as_deepspeeds_does(drive: Path) -> None:
+    training = Training(drive, dtype=torch.bfloat16, numels=(700_003, 600_000))
+    info = training.swapper.swap_params_info[training.parameters[0].ds_id]
+    assert (info.numel(), info.dtype(), info.device(), info.num_tensors()) == (700_003, torch.bfloat16, torch.device("cpu"), 1)
+    training.train(1)
+    assert info.num_tensors() == len(info.get_swap_paths()) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_master_weights_of_any_dtype(drive: Path, dtype: torch.dtype) -> None:
     training = Training(drive, dtype=dtype, numels=(700_003, 600_000, 550_001), buffer_count=5)
