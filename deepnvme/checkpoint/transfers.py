@@ -158,24 +158,26 @@ def read(
         CorruptCheckpoint: If the file ends before the last byte of a piece.
         OSError: The first error, after all started transfers have ended.
     """
-    ended = counting(progress, sum(each.nbytes for each in placed))
+    sizes = [each.nbytes for each in placed]  # once: there can be tens of thousands
+    ended = counting(progress, sum(sizes))
     start = without_python(engine.read)
     alone = Transfers(ended=ended)
-    together: list[Placed] = []
+    places: list[tuple[int, int]] = []
+    addresses: list[int] = []
     with engine.open(os.fspath(path), "r") as file:
         try:
-            for each in placed:
-                on_cpu = each.memory.device.type == "cpu"
-                if on_cpu and each.nbytes < DIRECT_FROM:
-                    together.append(each)
+            for (offset, memory), nbytes in zip(placed, sizes, strict=True):
+                on_cpu = memory.device.type == "cpu"
+                if on_cpu and nbytes < DIRECT_FROM:
+                    places.append((offset, nbytes))
+                    addresses.append(memory.data_ptr())
                     continue
                 if on_cpu:
-                    give_pages(each.memory.data_ptr(), each.nbytes)  # meanwhile the drive reads earlier pieces
-                with _cut_off_is_damage(file, each.offset, each.nbytes):
-                    alone.start(start, flat_bytes(each.memory), file, each.offset)
-            places = [(each.offset, each.nbytes) for each in together]
+                    give_pages(memory.data_ptr(), nbytes)  # meanwhile the drive reads earlier pieces
+                with _cut_off_is_damage(file, offset, nbytes):
+                    alone.start(start, flat_bytes(memory), file, offset)
             for run, chunk, begin in in_chunks(places, file, engine, pool):
-                scatter([together[index].memory.data_ptr() for index in run], [places[index] for index in run], chunk, begin)
+                scatter([addresses[index] for index in run], [places[index] for index in run], chunk, begin)
                 ended(sum(places[index][1] for index in run))
             alone.result()
         finally:
