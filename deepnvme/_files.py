@@ -25,7 +25,9 @@ def naming_file(path: str | os.PathLike[str], instead: bool = False) -> Iterator
         yield
     except OSError as error:
         if error.errno is not None and (instead or error.filename is None):
-            error.filename, error.filename2 = os.fspath(path), None
+            error.filename = os.fspath(path)
+            if error.filename2 is not None:
+                del error.filename2  # None would be printed as a second name
         raise
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme._files import UnfitFile, read_regular
+from deepnvme._files import UnfitFile, naming_file, read_regular
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 1 << 20])
@@ -61,3 +61,10 @@ def test_every_oserror_names_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match="Input/output error") as failed:
             read_regular(path, 1000)
     assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), OSError(errno.EIO, "broken", "a.tmp", None, "b")])
+def test_an_error_names_one_file(error: OSError) -> None:
+    with pytest.raises(OSError, match=r"^\[Errno 5\] broken: 'a'$") as raised, naming_file("a", instead=True):
+        raise error
+    assert (raised.value.filename, raised.value.filename2) == ("a", None)

@@ -16,6 +16,7 @@ import ctypes
 import io
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,7 +58,10 @@ class Placed(NamedTuple):
 
 
 _loading = threading.local()
-"""``observer``: the :class:`Refusals` that this thread is unpickling with, or None."""
+"""``observer``: a weak reference to the :class:`Refusals` that this thread is unpickling with, or None.
+
+It is weak because Ctrl-C may end the unpickling before it is removed: the storages and the file must not be kept by that.
+"""
 
 
 class Refusals:
@@ -69,11 +73,11 @@ class Refusals:
     def __init__(self) -> None:
         self.refused: Exception | None = None
         """The last such exception, or None."""
-        self._outer: Refusals | None = None
+        self._outer: weakref.ref[Refusals] | None = None
 
     def __enter__(self) -> Self:
         self._outer = getattr(_loading, "observer", None)
-        _loading.observer = self
+        _loading.observer = weakref.ref(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -102,7 +106,7 @@ class Refusals:
                 self.refused = error
             raise
         finally:
-            _loading.observer = self
+            _loading.observer = weakref.ref(self)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -373,7 +377,8 @@ def _nobody(storage: Any) -> None:
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
     """Place a storage with what this thread is loading with, or return None if that is plain torch."""
-    observer: Refusals | None = getattr(_loading, "observer", None)
+    reference: weakref.ref[Refusals] | None = getattr(_loading, "observer", None)
+    observer = None if reference is None else reference()
     return None if observer is None else observer.place(storage, location)
 
 

@@ -80,6 +80,10 @@ class ExtentCache:
         """Set what will be wanted next, in order, in place of what was expected. Never blocks."""
         self._cache.expect(self._with_room(keys, ()))
 
+    def go_on(self) -> None:
+        """Read more of what is expected, if there is room for it by now. Never blocks."""
+        self._cache.poll()
+
     def give_back(self, keys: Iterable[str], changed: bool = False) -> None:
         """End a use of each extent. Never blocks.
 

@@ -276,6 +276,7 @@ class StreamedForwards:
     def _take(self, block: str, extents: list[str]) -> dict[str, torch.Tensor]:
         """Return the memory of these extents when they have been read, and begin to read what will follow."""
         if not extents:  # weights that stay in the modules need no memory, so that what is expected remains the same
+            self._cache.go_on()
             return {}
         before = self._cache.seconds_waited
         try:

@@ -40,7 +40,7 @@ def test_pinned_memory_is_lent_again_only_when_the_copy_before_an_error_has_ende
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(device_ring, "Computed", lambda device: SimpleNamespace(event=None))
     monkeypatch.setattr(extent_memory, "PinnedSlot", Slot)
-    monkeypatch.setattr(extent_reads, "dequantize_over", failing)
+    monkeypatch.setattr(extent_reads, "dequantize", failing)
     model = nn.Sequential(nn.Linear(128, 128))
     with WeightStore.build(model.state_dict(), drive, model=model, blocks=["0"], quantize="int8") as store:
         reads = device_ring.DeviceArrivals(store, torch.device("cpu"), 1)

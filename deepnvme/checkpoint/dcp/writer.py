@@ -27,6 +27,7 @@ from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
 from deepnvme.checkpoint.publication import Destination, remove_leftovers
+from deepnvme.checkpoint.staging import Latch
 from deepnvme.checkpoint.transfers import shared_engine, write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
@@ -35,6 +36,8 @@ from deepnvme.transfer.gather import DIRECT_FROM
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_BLOCK = 4 << 20
+"""Bytes of an earlier checkpoint's metadata that are searched at a time."""
 _TAG = 8
 """Digits of a save's id in the names of its files, used when an earlier checkpoint is in the directory."""
 _NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
@@ -181,11 +184,12 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
     After an error no further item is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
-    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread. Thread.join does not.
+    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread, and Thread.join takes the thread for ended in
+    # some versions of Python. A Latch does neither.
     left = deque(enumerate(items))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
-    helpers: list[threading.Thread] = []
+    ends: list[Latch] = []
 
     def work() -> None:
         while left and not errors:
@@ -196,19 +200,25 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
                 except BaseException as error:
                     errors[number] = error
 
+    def help_out(end: Latch) -> None:
+        try:
+            work()
+        finally:
+            end.set()
+
     try:
-        while len(helpers) < min(threads, len(items)) - 1:
-            helper = threading.Thread(target=work, name="deepnvme-dcp")
+        while len(ends) < min(threads, len(items)) - 1:
+            end = Latch()
             with defer_interrupts():  # Ctrl-C must not leave a half-started thread
-                helper.start()
-                helpers.append(helper)
+                threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
+                ends.append(end)
         work()
-        for helper in helpers:
-            helper.join()
+        for end in ends:
+            end.wait()
     except BaseException:
         left.clear()
-        for helper in helpers:
-            helper.join()
+        for end in ends:
+            end.wait()
         raise
     if errors:
         raise errors[min(errors)]
@@ -294,8 +304,11 @@ def _named_in(file: Path, names: set[str]) -> set[str]:
 
     An empty set if the file cannot be read, so that files that somebody may need are kept.
     """
-    try:
-        text = file.read_bytes() if names else b""
-    except OSError:
-        return set()
-    return {name for name in names if name.encode() in text}
+    named: set[str] = set()
+    longest = max(map(len, names), default=0)
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        end = b""
+        while names - named and (block := stream.read(_BLOCK)):
+            named |= {name for name in names - named if name.encode() in end + block}
+            end = block[-longest:]
+    return named

@@ -428,7 +428,7 @@ def _weight_map(index: JsonText) -> dict[str, str]:
                 if tensor in shards or len(shards) == _MOST_INDEXED:
                     raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
                 shards[tensor] = sys.intern(shard)
-        elif number > _MOST_OTHERS:
+        elif number > _MOST_OTHERS - (shards is None):
             raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
         else:
             index.value(_LONGEST_OTHER)

@@ -142,7 +142,7 @@ def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
         with contextlib.suppress(FileExistsError):
             io.FileIO(path, "x").close()
         file = io.FileIO(path)  # read-only: the file may be another user's, and not writable
-        weakref.finalize(swapper, file.close)
+        weakref.finalize(swapper, file.close).atexit = False  # until the process has ended, others may still write there
         try:
             lock(file.fileno(), fcntl.LOCK_EX, Path(path))
         except BlockingIOError:

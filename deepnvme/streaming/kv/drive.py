@@ -102,6 +102,8 @@ class KVDrive:
             if self.shown is not None and self.shown[0] == layer:
                 self.let_go()
             yield
+        except GeneratorExit:  # the caller was interrupted before the change began, and dropped this later
+            raise
         except BaseException as error:
             self._broken = _without_traceback(error)
             raise

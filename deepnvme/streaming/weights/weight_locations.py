@@ -205,7 +205,8 @@ def weights_in_index(
         if key not in inside:
             raise CorruptCheckpoint(file, f"it is said to hold {key!r}, which is not there")
         location = inside[key]
-        dtype = dtype_named(entry["dtype"]) if "dtype" in entry else location.info.dtype
+        wanted = entry.get("dtype")
+        dtype = location.info.dtype if wanted is None else dtype_named(wanted)
         if dtype != location.info.dtype:
             elements = Elements(location.offset, *location.info, contiguous_strides(location.info.shape))
             location = location._replace(info=WeightInfo(dtype, location.info.shape), elements=elements)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,8 +72,9 @@ def natural(text: str, least: int = 0) -> int:
     return int(text)
 
 
-positive = functools.partial(natural, least=1)
-"""Return a whole number of at least 1."""
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    return natural(text, 1)
 
 
 def add_json_option(parser: argparse._ActionsContainer, purpose: str) -> None:

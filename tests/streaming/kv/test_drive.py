@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +167,14 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -
     there.let_go()
     assert there.chunks[0] == []
     assert there.pool.in_use == 0
+
+
+def test_a_change_that_was_interrupted_before_it_began_breaks_nothing_when_it_is_dropped(there: KVDrive) -> None:
+    dropped = there.changing(0)
+    dropped.__enter__()
+    with pytest.raises(RuntimeError, match="not whole any more"):
+        there.check()
+    there.mend()
+    del dropped
+    gc.collect()
+    there.check()

@@ -89,3 +89,9 @@ def test_what_is_in_memory_is_there_beside_them(opened: Open, drive: Path) -> No
     source = opened({"a": {"dtype": "float32", "shape": [3, 4]}}, b=WEIGHT)
     assert sorted(source.names()) == ["a", "b"]
     assert read(source, "b").equal(WEIGHT)
+
+
+def test_a_dtype_of_none_is_that_of_the_file(opened: Open, drive: Path) -> None:
+    save_file({"a": WEIGHT}, drive / "w.safetensors")
+    source = opened({"a": {"safetensors_file": str(drive / "w.safetensors"), "dtype": None}})
+    assert torch.equal(read(source, "a"), WEIGHT)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.pool import Lease, buffer_pool
@@ -390,10 +391,13 @@ class AsyncTensorSwapper:
             self._send(pool, len(used))
             with self._timers.measure(ASYNC_SWAPPER_WAIT_TIMER):
                 self.aio_handle.wait()
-        finally:
-            self._sent = 0  # after an error all are written again, because the handle does not say which of them failed
-        self.num_elements_swapped += sum(buffer.get_num_elem() for buffer in used)
-        pool.reset()
+        except BaseException:
+            self._sent = 0  # all are written again, because the handle does not say which of them failed
+            raise
+        with defer_interrupts():  # or a buffer would be written again later, over newer values
+            self.num_elements_swapped += sum(buffer.get_num_elem() for buffer in used)
+            pool.reset()
+            self._sent = 0
 
 
 class SwapBufferManager:

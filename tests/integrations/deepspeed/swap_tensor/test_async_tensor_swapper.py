@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from deepnvme.integrations.deepspeed.swap_tensor import AsyncTensorSwapper
+from deepnvme.integrations.deepspeed.swap_tensor import AsyncTensorSwapper, SwapBuffer
 
 ALIGNMENT = 256
 
@@ -131,3 +132,24 @@ def test_wrong_calls_say_what_to_do(handle: Any) -> None:
     swapper.add_buffers([handle.new_cpu_locked_tensor(256, torch.zeros(1))])
     with pytest.raises(ValueError, match="release_buffers first"):
         swapper.add_buffers([handle.new_cpu_locked_tensor(256, torch.zeros(1))])
+
+
+def test_nothing_old_is_written_again_after_ctrl_c_between_two_buffers(
+    handle: Any, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapper = swapper_of(handle, handle, 4096, 4096)
+    swapper.swap_out_tensors([torch.ones(4096), torch.ones(2048)], [str(drive / "a"), str(drive / "x")])
+    reset = SwapBuffer.reset
+
+    def interrupted(buffer: SwapBuffer) -> None:
+        reset(buffer)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SwapBuffer, "reset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swapper.swap_out_tensors([torch.ones(4096)], [str(drive / "b")])
+    for name, numel in (("x", 2048), ("e", 2048), ("f", 1024)):
+        swapper.swap_out_tensors([torch.full((numel,), 2.0)], [str(drive / name)])
+    swapper.release_buffers()
+    assert content(drive / "x", 2048).unique().tolist() == [2.0]
