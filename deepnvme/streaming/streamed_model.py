@@ -119,7 +119,7 @@ class Streaming:
         self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, memory_budget)
         self._restored: _Restored | None = None  # None until close()
         self._ended = False
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         own: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (among, dict(among)) for module in model.modules() for among in (module._parameters, module._buffers)
         ]
@@ -211,7 +211,7 @@ class Streaming:
                     self._weights.remove(name)
             self._cache.close()
             self._arrivals.close()
-            if self._owns_store:
+            if self.owns_store:
                 self._store.close()
             self._ended = True
             self._restored = None

@@ -59,11 +59,10 @@ def same(found: Tensors, expected: Tensors) -> bool:
 
 
 def held(store: TensorStore) -> Tensors:
-    while True:
-        try:
+    for _ in range(20):
+        with contextlib.suppress(KeyError):  # of an interrupted put, whose transfers have ended only now
             return store.get_many(store.names()).result()
-        except KeyError:
-            pass  # of an interrupted put, whose transfers have ended only now
+    raise AssertionError(f"listed, and cannot be read: {store.names()}")
 
 
 class World:
