@@ -231,7 +231,7 @@ def _start(path: Path) -> io.FileIO:
             os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
         return True
 
-    while (file := _locked(io.FileIO(_temporary_name(path), "x+"), take_mode)) is None:
+    while (file := _locked(_temporary_name(path), "x+", take_mode)) is None:
         pass
     return file
 
@@ -245,29 +245,30 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         os.rename(recycle, temporary)
     except (FileNotFoundError, PermissionError):
         return None
-    try:
-        file = io.FileIO(temporary, "r+")
-    except FileNotFoundError:  # another process has removed it as a leftover
-        return None
-    except PermissionError:
-        os.unlink(temporary)
-        return None
 
     def is_unshared(file: io.FileIO) -> bool:
         if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
             sync_directory(path.parent)
         return _is_ours_alone(file.fileno())
 
-    return _locked(file, is_unshared)
+    try:
+        return _locked(temporary, "r+", is_unshared)
+    except (FileNotFoundError, PermissionError) as error:  # a leftover that another process removed; or not ours to write
+        if error.filename != temporary:
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        return None
 
 
-def _locked(file: io.FileIO, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
-    """Lock a temporary file and return it. It is removed instead if it is not usable, and after an error.
+def _locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
+    """Open a temporary file, lock it and return it. It is removed instead if it is not usable, and after an error.
 
     Returns:
         None if it was removed, here or before it was locked: by another process, as a leftover.
     """
     usable = False
+    file = io.FileIO(name, mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         usable = _is(file.fileno(), file.name) and is_usable(file)
