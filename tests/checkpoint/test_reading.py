@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.storage_placement import Placed, memory_for
-from deepnvme.checkpoint.transfers import in_chunks, read
+from deepnvme.checkpoint.transfers import in_chunks, read, started
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
@@ -48,6 +48,23 @@ def assert_read(placed: list[Placed]) -> None:
 
 
 class TestFailures:
+    def test_a_file_that_was_cut_off_and_is_whole_again(
+        self, path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Somebody else is writing it anew."""
+        refuse = engine.read
+
+        def read_and_rewrite(*arguments: Any) -> Any:
+            try:
+                return refuse(*arguments)
+            finally:
+                path.write_bytes(CONTENT)
+
+        monkeypatch.setattr(engine, "read", read_and_rewrite)
+        os.truncate(path, 0)
+        with engine.open(path, "r") as file, pytest.raises(CorruptCheckpoint, match="past the end of"):
+            started(engine, torch.empty(100), file, 4096)
+
     def test_no_memory_to_copy_through(self, path: Path, engine: Engine) -> None:
         with pytest.raises(OutOfBuffers):
             read(placed_at((0, 100)), path, engine, BufferPool(0))
