@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     # A descriptor whose object was dropped between the call that opened it and the next instruction is closed with one.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 PACKAGE = Path(deepnvme.__file__).parent

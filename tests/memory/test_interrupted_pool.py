@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -17,18 +15,6 @@ from deepnvme.swap import BufferPool, Lease
 from ..faults.torture.interruption import Interruption
 
 PAGE = 4096
-
-
-@pytest.fixture(autouse=True)
-def interrupts_in_finalizers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cannot raise there, and reports them."""
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if unraisable.exc_type is not KeyboardInterrupt:
-            before(unraisable)
-
-    monkeypatch.setattr(sys, "unraisablehook", hook)
 
 
 def use(pool: BufferPool) -> None:

@@ -462,9 +462,7 @@ INTERRUPTED = [
 ]
 
 
-# One that comes in a callback of the garbage collector is Python's to report.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("precision", "options"), INTERRUPTED)
 def test_ctrl_c_at_any_line_leaves_one_step_or_the_other(drive: Path, precision: str, options: dict[str, Any]) -> None:
     pair = Pair(drive, precision, **options)

@@ -84,8 +84,6 @@ CASES = [  # and how many places at most: all of the short ones, some of the oth
 ]
 
 
-# One that comes in a callback of the garbage collector is Python's to report.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("kind", "operation", "most"), CASES)
 def test_ctrl_c_anywhere_leaves_the_state_before_or_the_one_after(drive: Path, kind: str, operation: str, most: int) -> None:
     world = World(drive, options={"fused": True}, **WORLDS[kind])
@@ -120,7 +118,6 @@ def test_a_group_is_added_whole_or_not_at_all(drive: Path, kind: str) -> None:
     assert number > 10
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_backward_that_is_interrupted_has_taken_each_gradient_once_or_not(drive: Path) -> None:
     world = World(drive, options={"fused": True}, **WORLDS["gradients"])
     world.round()

@@ -9,7 +9,6 @@ import itertools
 import mmap
 import random
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,22 +22,10 @@ from deepnvme.swap import BufferPool, TensorStore
 
 from ..faults.torture.interruption import Interruption
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 Tensors = dict[str, torch.Tensor]
 COUNT = 12
-
-
-@pytest.fixture(autouse=True)
-def interrupts_in_finalizers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cannot raise there, and reports them."""
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if unraisable.exc_type not in (KeyboardInterrupt, ResourceWarning):
-            before(unraisable)
-
-    monkeypatch.setattr(sys, "unraisablehook", hook)
 
 
 def tensors(seed: int, count: int = COUNT) -> Tensors:

@@ -19,9 +19,6 @@ TORCH = (str(Path(torch.__file__).parent),)
 POINTS = 25
 """Of each operation; the torture has them all in time."""
 
-# Python prints a Ctrl-C that comes in a finalizer, and goes on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 def made() -> nn.Module:
     torch.manual_seed(1)

@@ -6,9 +6,7 @@ import contextlib
 import copy
 import errno
 import gc
-import linecache
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,11 +24,13 @@ from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reads, stream
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 
+from ..faults.torture.interruption import interrupted
 from ..support.engines import transfers_through
 from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.models import WIDTH, Calls, blocks_of, entangled, stack
 
+TORCH = (str(Path(torch.__file__).parent),)
 INPUT = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 
 
@@ -199,35 +199,13 @@ def test_an_interrupt_while_the_drive_is_awaited(world: World, monkeypatch: pyte
 @pytest.mark.slow
 def test_interrupts_at_any_moment(world: World) -> None:
     """Wherever it comes, in bookkeeping too, the next call is right."""
-    import sys
-
     with world.stream(prefetch=1, memory_budget=8192):
         world.check(ORDER)
-        for moment in range(0, 2500, 13):
-            left = moment
-
-            def trace(frame: Any, event: str, arg: object) -> Any:
-                nonlocal left
-                if not any(part in frame.f_code.co_filename for part in ("deepnvme/streaming", "deepnvme/transfer")):
-                    return None
-                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-                # Python does not look for signals before these, nor between the end of a with block and its exit.
-                if line.startswith(("with ", "self._owner = 0")):
-                    return trace
-                left -= event == "line"
-                if left < 0 and event == "line":
-                    sys.settrace(None)
-                    signal.raise_signal(signal.SIGINT)
-                return trace
-
-            sys.settrace(trace)
-            try:
-                with torch.no_grad():
-                    world.streamed(INPUT, ORDER)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
+        points = interrupted(0, lambda: world.check(ORDER), TORCH).passed
+        assert points > 1000
+        for number in range(1, points, points // 150):
+            with torch.no_grad():
+                interrupted(number, lambda: world.streamed(INPUT, ORDER), TORCH)
             world.check(ORDER)
 
 

@@ -17,6 +17,8 @@ import torch
 
 import deepnvme
 
+from ...support.interrupts import lost_in_finalizers
+
 World = TypeVar("World")
 
 _TESTS = str(Path(__file__).resolve().parents[2])
@@ -42,6 +44,7 @@ class Interruption:
     def __init__(self, number: int, skip: tuple[str, ...] = (), by: tuple[signal.Signals, ...] = (signal.SIGINT,)) -> None:
         self._number, self._signals = number, by
         self._skip = (_TESTS, "<frozen importlib", *skip)
+        self._lost = lost_in_finalizers()
         self._before: dict[FrameType, int] = {}  # the offset of the instruction executed last
         self._traced = self._trace  # CPython 3.11 only borrows it, and a finalizer in the midst of an event may end the tracing
         self.passed = 0
@@ -49,11 +52,13 @@ class Interruption:
         """The point at which the signal was sent; empty if the block ended first."""
 
     def __enter__(self) -> Interruption:
+        self._lost.__enter__()
         sys.settrace(self._traced)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._lost.__exit__(None, None, None)
         self._before.clear()
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:

@@ -265,9 +265,7 @@ def test_a_change_that_reaches_some_layers_only_is_not_gone_on_with(
             llama(prompt(positions=1), past_key_values=cache)
 
 
-# Python prints one that comes in a finalizer, of a lease say, and goes on.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_point_of_generating_leaves_a_cache_that_works_or_says_what_to_do(
     llama: Any, cache: OffloadedCache
 ) -> None:

@@ -48,9 +48,7 @@ def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVDrive) -> No
         pass
 
 
-# Python prints one that comes in a finalizer, of a lease say, and goes on.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_mended(there: KVDrive) -> None:
     def change() -> None:
         with there.changing(0):

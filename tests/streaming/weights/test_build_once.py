@@ -22,9 +22,6 @@ from tests.faults.torture.interruption import Interruption, all_but, interrupted
 
 from ...support.interpreters import Interpreters
 
-# Python prints a Ctrl-C that comes in a finalizer, and goes on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 ORIGIN = {"checkpoint": "a"}
 
 
