@@ -216,7 +216,8 @@ class Engine:
         Raises:
             TypeError: If ``tensor`` is no dense tensor.
             ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the end
-                of the file, or the engine or the file is closed.
+                of the file, or the engine or the file is closed. Only past the end of the file the error has an attribute
+                ``file_size``: the bytes that the file had.
             RuntimeError: For a CUDA tensor without libcuda.
             OSError: If the file cannot be opened: FileNotFoundError and so on. Later errors are raised by ``Future.result``.
         """

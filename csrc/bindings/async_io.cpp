@@ -39,7 +39,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     using namespace deepnvme;
     using namespace deepnvme::bindings;
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
-    bind_io_error(module);
+    bind_errors(module);
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_handle(module);

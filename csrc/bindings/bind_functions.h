@@ -7,8 +7,9 @@ namespace deepnvme::bindings {
 
 namespace py = pybind11;
 
-// Has functions of this module that throw IoError raise what to_python makes of it (conversions.h).
-void bind_io_error(py::module_& module);
+// Has functions of this module raise, for IoError, what to_python makes of it (conversions.h), and for PastEndError a ValueError that
+// has the file's size.
+void bind_errors(py::module_& module);
 
 void bind_pinned_buffer(py::module_& module);
 void bind_engine(py::module_& module);

@@ -58,6 +58,11 @@ DeviceMemory current_stream(const py::object& tensor) {
     return {device, reinterpret_cast<CudaStreamHandle>(stream)};
 }
 
+// A path, or a text with one in it, as Python has it: bytes that are no UTF-8 become surrogates.
+py::object decoded(const std::string& text) {
+    return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+}
+
 }  // namespace
 
 void require_tensor(py::handle object) {
@@ -125,18 +130,20 @@ std::string path_of(py::handle path) {
 py::object to_python(const IoError& error) {
     const std::string text = describe_errno(error.error()) + ": " + error.operation();
     if (error.path().empty()) return py::handle(PyExc_OSError)(error.error(), text);
-    const auto path = py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeFSDefaultAndSize(error.path().data(), static_cast<Py_ssize_t>(error.path().size())));
-    return py::handle(PyExc_OSError)(error.error(), text, path);
+    return py::handle(PyExc_OSError)(error.error(), text, decoded(error.path()));
 }
 
-void bind_io_error(py::module_&) {
+void bind_errors(py::module_&) {
     py::register_local_exception_translator([](std::exception_ptr thrown) {
         try {
             if (thrown) std::rethrow_exception(thrown);
         } catch (const IoError& error) {
             const py::object converted = to_python(error);
             PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(converted.ptr())), converted.ptr());
+        } catch (const PastEndError& error) {
+            const py::object converted = py::handle(PyExc_ValueError)(decoded(error.what()));
+            converted.attr("file_size") = error.file_size();
+            PyErr_SetObject(PyExc_ValueError, converted.ptr());
         }
     });
 }

@@ -92,7 +92,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     using namespace deepnvme::bindings;
     using namespace pybind11::literals;
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
-    bind_io_error(module);
+    bind_errors(module);
     bind_pinned_buffer(module);
     define_handle(module, "gds_handle")
         .def(py::init(&make_handle), "block_size"_a = kHandleBlockSize, "queue_depth"_a = kHandleQueueDepth, "single_submit"_a = false,

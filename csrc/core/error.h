@@ -23,6 +23,18 @@ private:
     std::string path_;
 };
 
+// A read of a range that ends past the end of the file. The bindings turn it into a ValueError with an attribute `file_size`.
+class PastEndError : public std::invalid_argument {
+public:
+    PastEndError(const std::string& what, std::uint64_t file_size) : std::invalid_argument(what), file_size_(file_size) {}
+
+    // Bytes that the file had when the read was refused.
+    std::uint64_t file_size() const noexcept { return file_size_; }
+
+private:
+    std::uint64_t file_size_;
+};
+
 // "No space left on device", without strerror's shared buffer.
 std::string describe_errno(int error);
 

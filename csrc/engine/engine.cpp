@@ -249,9 +249,12 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
-    if (kind == Request::Kind::read && !file->covers(begin + length))
-        throw std::invalid_argument("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
-                                    file->path() + "', which has " + std::to_string(file->size()) + " bytes");
+    if (kind == Request::Kind::read && !file->covers(begin + length)) {
+        const std::uint64_t size = file->size();
+        throw PastEndError("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
+                               file->path() + "', which has " + std::to_string(size) + " bytes",
+                           size);
+    }
     const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
     auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:

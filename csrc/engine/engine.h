@@ -51,8 +51,8 @@ public:
     // The memory must stay valid, and a read's be left alone, until the request is done. With `device` it is a device's: a write
     // sees what the stream had been given before, and what is read is there when the request is done.
     //
-    // All throw std::invalid_argument for a range that cannot be (negative, past the end of the file on a read, past 2^63) and a
-    // closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
+    // All throw std::invalid_argument for a range that cannot be (negative, past 2^63; PastEndError on a read past the end of the
+    // file) and a closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
     // transferred then. std::runtime_error also where there is no CUDA for device memory.
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});

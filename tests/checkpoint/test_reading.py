@@ -65,6 +65,14 @@ class TestFailures:
         with engine.open(path, "r") as file, pytest.raises(CorruptCheckpoint, match="past the end of"):
             started(engine, torch.empty(100), file, 4096)
 
+    def test_only_the_end_of_the_file_is_damage_whatever_its_name_says(self, drive: Path, engine: Engine) -> None:
+        path = drive / "past the end of"
+        path.write_bytes(CONTENT)
+        with engine.open(path, "r") as file, pytest.raises(ValueError, match="negative"):
+            started(engine, torch.empty(100), file, -1)
+        with engine.open(path, "w") as file, pytest.raises(ValueError, match="not opened for reading"):
+            started(engine, torch.empty(100), file, 0)
+
     def test_no_memory_to_copy_through(self, path: Path, engine: Engine) -> None:
         with pytest.raises(OutOfBuffers):
             read(placed_at((0, 100)), path, engine, BufferPool(0))

@@ -176,9 +176,27 @@ def test_an_offset_that_is_no_whole_number_is_a_type_error(
 def test_a_file_shorter_than_asked_is_said_with_both_lengths(
     engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, offset: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"bytes .{offset}, {offset + 8192}. is past the end of '{file}', which has 10000 bytes"):
+    match = f"bytes .{offset}, {offset + 8192}. is past the end of '{file}', which has 10000 bytes"
+    with pytest.raises(ValueError, match=match) as caught:
         engine.read(tensor, file, offset)
+    assert vars(caught.value) == {"file_size": 10_000}
     assert tensor.eq(ord("y")).all()
+
+
+@pytest.mark.parametrize("offset", [-1, 2**63 - 1])
+def test_only_the_end_of_the_file_is_told_by_its_size(
+    engine: deepnvme.Engine, tensor: torch.Tensor, file: Path, offset: int
+) -> None:
+    with pytest.raises(ValueError, match="offset") as caught:
+        engine.read(tensor, file, offset)
+    assert not hasattr(caught.value, "file_size")
+
+
+def test_a_short_file_may_have_a_name_that_is_no_text(engine: deepnvme.Engine, tensor: torch.Tensor, file: Path) -> None:
+    name = os.fsencode(file) + b"\xff"
+    os.rename(file, name)
+    with pytest.raises(ValueError, match="\udcff', which has 10000 bytes"):
+        engine.read(tensor, name, 10_000)
 
 
 # Paths

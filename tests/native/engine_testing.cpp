@@ -114,7 +114,7 @@ std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_siz
 
 PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
-    bind_io_error(module);
+    bind_errors(module);
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_quantization(module);
