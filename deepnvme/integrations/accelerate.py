@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import checksums, dtype_named
 
 from .allocator import Parts, StoreAllocator, TensorPart

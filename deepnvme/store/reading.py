@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.engine import Engine, File, without_python
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned

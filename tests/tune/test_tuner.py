@@ -14,7 +14,7 @@ from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.search import tuner
 from deepnvme.tune.search.successive_halving import search
-from deepnvme.tune.search.trials import TrialBench
+from deepnvme.tune.search.trial_bench import TrialBench
 from deepnvme.tune.search.tuner import Order, tune
 
 from ..support.disks import MIB, Disk, loop_disk

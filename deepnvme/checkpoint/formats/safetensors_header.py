@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deepnvme._files import UnfitFile, read_regular
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import span_nbytes
 
 from .pt_records import CorruptCheckpoint

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 
 from .manifest import WeightInfo
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
 from deepnvme.checkpoint.formats.pt_records import (
     CorruptCheckpoint,

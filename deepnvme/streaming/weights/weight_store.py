@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepnvme._progress import Wanted, following
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool

@@ -14,7 +14,7 @@ from deepnvme.config import AioConfig
 from deepnvme.report.directory_probes import IN_MEMORY
 from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, examine
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.search.trials import Shares, TrialBench
+from deepnvme.tune.search.trial_bench import Shares, TrialBench
 
 from .results import Figures, Result, Search, Striping, Tuning
 from .space import default_space

@@ -20,8 +20,8 @@ from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.integrations import deepspeed as integration
 from deepnvme.integrations.deepspeed import enabling, launching
 from deepnvme.integrations.deepspeed import swap_tensor as zero
-from deepnvme.integrations.deepspeed.failures import RankFailures
 from deepnvme.integrations.deepspeed.ops import PinHandle
+from deepnvme.integrations.deepspeed.rank_failures import RankFailures
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
 from . import stand_in as deepspeed_stand_in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepnvme._public_names import listed
+from deepnvme._shortened_lists import listed
 
 
 def test_as_many_as_wanted_and_the_number_of_the_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.folder import Unsuitable
-from deepnvme.tune.search.trials import TrialBench
+from deepnvme.tune.search.trial_bench import TrialBench
 
 MIB = 1 << 20
 ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}

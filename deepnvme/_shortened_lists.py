@@ -1,4 +1,4 @@
-"""Lists in messages, shortened to a readable length."""
+"""Shortens lists of names in messages to a readable length."""
 
 from __future__ import annotations
 
