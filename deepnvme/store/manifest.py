@@ -174,10 +174,13 @@ def membership(directory: Path) -> StoreMembership | None:
     path = directory / MEMBERSHIP_NAME
     try:
         fields = _parsed(_read_at_most(path, _LONGEST_LINE))
-        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(path, str(error)) from error
+    try:
+        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -209,7 +210,16 @@ class TestRecognise:
         (directories[0] / MANIFEST_NAME).unlink()
         assert find_store(directories) == (None, [0, 1, 2])
 
-    def test_a_membership_that_is_not_whole(self, directories):
-        (directories[1] / manifest.MEMBERSHIP_NAME).write_text('{"store": 1}')
-        with pytest.raises(CorruptManifest):
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            ('{"store": 1}', "KeyError: 'index'"),
+            ('{"store": 1, "index": "one", "first": ""}', "ValueError: invalid literal for int() with base 10: 'one'"),
+            ("[1]", "expected an object"),
+            ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ],
+    )
+    def test_a_membership_that_is_not_whole(self, directories, text, why):
+        (directories[1] / manifest.MEMBERSHIP_NAME).write_text(text)
+        with pytest.raises(CorruptManifest, match=re.escape(f"manifest of a tensor store: {why}; restore it")):
             find_store(directories)
