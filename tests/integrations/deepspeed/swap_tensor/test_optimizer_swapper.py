@@ -568,6 +568,14 @@ def test_timers_run_as_deepspeeds_do(drive: Path) -> None:
     assert timers.logged == ["swap_in_state", "swap_out_gradient", "swap_out_state"]
     assert timers["swap_in_state"].runs == GROUPS
     assert not any(timer.running for timer in timers.values())
+    training.swapper.init_timers()
+    unknown = torch.empty(0)
+    unknown.ds_id = "of another optimizer"  # type: ignore[attr-defined]
+    training.swapper.swap_in_optimizer_state(unknown)
+    training.swapper.swap_out_optimizer_state(unknown)
+    with pytest.raises(RuntimeError, match="is not swapped in"):
+        training.swapper.swap_out_optimizer_state(training.parameters[0])
+    assert training.swapper.timer_names == set()
 
 
 @pytest.mark.slow
