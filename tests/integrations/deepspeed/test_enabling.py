@@ -24,6 +24,7 @@ from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.integrations.deepspeed.rank_failures import RankFailures
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
+from ...support.interpreters import Interpreters
 from . import stand_in as deepspeed_stand_in
 
 Modules = dict[str, ModuleType]
@@ -277,6 +278,31 @@ def test_each_of_two_jobs_has_a_folder_of_its_own(swap: Callable[[Path], Any], t
     del second
     gc.collect()
     assert Path(swap(tmp_path).base_folder) == tmp_path / "job-2" / "zero_stage_3"
+
+
+def test_a_folder_belongs_to_a_job_until_its_process_has_ended(interpreters: Interpreters, tmp_path: Path) -> None:
+    """Functions that run at the interpreter's exit, and threads, may still write there."""
+    program = f"""
+    import atexit, sys
+
+    def another():
+        swappers.append(kind(base_folder={str(tmp_path)!r} + "/zero_stage_3", **rest))
+        print(swappers[-1].base_folder)
+
+    atexit.register(another)  # before anybody else's, so it runs after theirs
+    from deepnvme.integrations import deepspeed as integration
+    from tests.integrations.deepspeed import stand_in
+
+    modules = stand_in.modules()
+    sys.modules.update(modules)
+    integration.enable()
+    kind = modules["deepspeed.runtime.zero.stage3"].PipelinedOptimizerSwapper
+    names = ("swap_config", "aio_config", "optimizer", "largest_numel", "device", "dtype", "timers")
+    rest, swappers = dict.fromkeys(names), []
+    another()
+    """
+    folders = interpreters.run(program).check().split()
+    assert folders == [str(tmp_path / "zero_stage_3"), str(tmp_path / "job-2" / "zero_stage_3")]
 
 
 def test_parameters_have_one_too_and_the_configuration_stays(deepspeed: Modules, tmp_path: Path) -> None:
