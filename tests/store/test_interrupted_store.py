@@ -81,14 +81,21 @@ class World:
             return interruption, error
         return interruption, None
 
-    def check(self, *states: Tensors) -> None:
-        """Another thread finds one of the states, or damaged names in a store that does not persist; all is put anew then."""
-        with concurrent.futures.ThreadPoolExecutor(1) as other:
-            other.submit(self._check, states).result(60)
+    def check(self, *states: Tensors, waiting: bool = False) -> None:
+        """Another thread finds one of the states, or damaged names in a store that does not persist; all is put anew then.
 
-    def _check(self, states: tuple[Tensors, ...]) -> None:
+        With ``waiting``, it first waits for all that is under way, what was interrupted included, where a call does only that.
+        """
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            other.submit(self._check, states, waiting).result(60)
+
+    def _check(self, states: tuple[Tensors, ...], waiting: bool) -> None:
         store = self.store
-        if self.persist:
+        if self.persist and waiting:
+            store.commit()
+            found = store.get_many(store.names()).result()  # nothing is under way any more that could take a name back
+            assert any(same(found, state) for state in states), sorted(found)
+        elif self.persist:
             found = held(store)
             assert any(same(found, state) for state in states), sorted(found)
         else:
@@ -156,7 +163,7 @@ def test_a_put_and_a_commit(world: World, tries: int) -> None:
         old, new = world.state, world.next_state()
         _, error = world.interrupted(number, replace)
         if number % 3:
-            world.check(old, new)
+            world.check(old, new, waiting=number % 3 == 1)
         else:
             world.reopened(old, new)
         del error
@@ -178,7 +185,7 @@ def test_deletes_gets_and_reserves(world: World, tries: int) -> None:
         old = world.state
         out = torch.empty_like(old["large"])
         _, error = world.interrupted(number, use)
-        world.check(old, {name: tensor for name, tensor in old.items() if name != "tensor 3"})
+        world.check(old, {name: tensor for name, tensor in old.items() if name != "tensor 3"}, waiting=bool(number % 2))
         del error
         assert world.pool.in_use == 0
 

@@ -8,7 +8,9 @@ import gc
 import os
 import tempfile
 import threading
+import time
 import unittest.mock
+import weakref
 from pathlib import Path
 
 import pytest
@@ -416,10 +418,28 @@ def test_a_future_of_what_is_made_of_a_result(store):
     assert str(store.get("there").then(refuse).exception()) == f"[Errno {errno.EBADMSG}] as asked for"
 
 
-def test_dropped_futures_keep_no_tensor(store):
+def test_dropped_futures_keep_no_tensor(store, engine):
+    def new():
+        tensor = torch.ones(10)
+        tensors.append(weakref.ref(tensor))
+        return tensor
+
+    def wait_for_the_drive():  # without looking at any future
+        while engine.stats().requests < begun + len(tensors):
+            time.sleep(0.0001)
+
+    def use_each(name):
+        store.put(name, new())
+        store.get(name, out=new())
+        store.delete(name)
+
     store.put("there", torch.ones(10)).result()
-    for _ in range(300):
-        store.get("there")
+    for use in (lambda name: store.get("there", out=new()), lambda name: store.put(name, new()), use_each):
+        tensors, begun = [], engine.stats().requests
+        for step in range(300):
+            use(str(step))
+            wait_for_the_drive()
+        assert sum(reference() is not None for reference in tensors) <= 130
     gc.collect()
     assert sum(isinstance(each, Operation) for each in gc.get_objects()) <= 130
 
