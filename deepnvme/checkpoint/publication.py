@@ -266,18 +266,24 @@ def _locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.
 
     Returns:
         None if it was removed, here or before it was locked: by another process, as a leftover.
+
+    Raises:
+        OSError: If it cannot be opened or locked, or is not usable and cannot be removed: it takes space that the save needs.
     """
-    usable = False
     file = io.FileIO(name, mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        usable = _is(file.fileno(), file.name) and is_usable(file)
-    finally:
-        if not usable:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            file.close()
-    return file if usable else None
+        if _is(file.fileno(), name):
+            if is_usable(file):
+                return file
+            os.unlink(name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        file.close()
+        raise
+    file.close()
+    return None
 
 
 def _temporary_name(path: Path) -> str:
