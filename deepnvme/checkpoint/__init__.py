@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 from .background import SaveFuture, async_save
-from .damage_check import Report, verify
 from .formats.pt_records import CorruptCheckpoint
 from .loading import load
 from .manager import CheckpointManager
 from .saving import save
+from .verification import Report, verify
 
 if TYPE_CHECKING:
     from deepnvme.integrations.deepspeed.checkpoint_engine import NVMeCheckpointEngine

@@ -18,11 +18,11 @@ from types import ModuleType
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
+from .file_io import clear_frames, clearing_frames, shared_engine
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
-from .staging import Cancelled, Latch, Snapshot
-from .transfers import clear_frames, clearing_frames, shared_engine
+from .snapshot import Cancelled, Latch, Snapshot
 
 
 class SaveFuture:

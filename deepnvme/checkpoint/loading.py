@@ -16,7 +16,7 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from .damage_check import refuse_compressed, verify_records
+from .file_io import Placed, memory_for, read, read_consistently, shared_engine
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
 from .formats.pt_records import (
@@ -34,8 +34,8 @@ from .formats.pt_records import (
     wrong_size,
 )
 from .formats.zip_directory import Record
-from .storage_placement import MapLocation, Placed, Refusals, StoragePlacement, memory_for, unread
-from .transfers import read, read_consistently, shared_engine
+from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
+from .verification import refuse_compressed, verify_records
 
 
 def load(
@@ -223,7 +223,7 @@ def _load(
     def wanted(offset: int) -> bool:
         return offsets is None or offset in offsets
 
-    with StoragePlacement(path, found, wanted, fill) as now:
+    with UnpicklingFile(path, found, wanted, fill) as now:
         if asks or not plain:
             now.filled = {
                 offset: memory_for(record.nbytes, offset)

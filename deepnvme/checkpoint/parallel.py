@@ -13,10 +13,10 @@ from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
+from .file_io import shared_engine, write
 from .formats.file_image import FileImage
 from .formats.sharding import equal_share, taken
 from .publication import Destination, Publication, name_the_final_file
-from .transfers import shared_engine, write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

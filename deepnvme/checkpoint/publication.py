@@ -19,7 +19,7 @@ from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
 
-from .transfers import shared_engine
+from .file_io import shared_engine
 
 SUFFIX = ".deepnvme-tmp"
 """Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""

@@ -14,8 +14,8 @@ import torch
 
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.memory.tensor_bytes import span_nbytes
 
+from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats.file_image import FileImage
 from .formats.safetensors_header import (
     INDEX_SUFFIX,
@@ -30,8 +30,6 @@ from .formats.safetensors_header import (
 )
 from .publication import Destination
 from .saving import save_to
-from .storage_placement import Placed, memory_for
-from .transfers import read, read_consistently, shared_engine
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -241,7 +239,7 @@ def _storage(entry: TensorEntry, device: torch.device) -> torch.UntypedStorage:
     """Return a new storage for a tensor of the file. On the CPU it suits direct reads, if the tensor's offset suits its dtype."""
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)
-    return torch.UntypedStorage(entry.nbytes, device=device)  # type: ignore[no-untyped-call]
+    return empty_storage(entry.nbytes, device)
 
 
 def save_sharded(
@@ -339,17 +337,16 @@ def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = 
         RuntimeError: If no name covers the whole storage.
     """
     storages: dict[tuple[torch.device, int, int], int] = {}
-    spans = []
+    located = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
             continue  # save_file refuses it
         storage = tensor.untyped_storage()
         if storage.nbytes():
             place = storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), len(storages))
-            begin = tensor.data_ptr()
-            spans.append((place, begin, begin + span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize), name))
+            located.append((place, name, tensor))
     kept_for = {}
-    for names in overlapping(spans):
+    for names in overlapping(located):
         whole = sorted(name for name in names if _is_whole(tensors[name]))
         if not whole:
             raise RuntimeError(

@@ -16,12 +16,12 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
+from .file_io import shared_engine, write
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .formats.sharding import Across
 from .parallel import save_together
 from .publication import Destination
-from .transfers import shared_engine, write
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

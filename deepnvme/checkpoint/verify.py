@@ -5,7 +5,7 @@
 
 import sys
 
-from .damage_check import main, verify
+from .verification import main, verify
 
 if __name__ == "__main__":
     main()

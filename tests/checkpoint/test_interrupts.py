@@ -13,10 +13,10 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import background
+from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.publication import Destination, Publication
-from deepnvme.checkpoint.staging import Latch
-from deepnvme.checkpoint.transfers import write
+from deepnvme.checkpoint.snapshot import Latch
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import DIRECT_FROM
 

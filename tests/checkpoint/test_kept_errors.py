@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.checkpoint.transfers import clear_frames, clearing_frames
+from deepnvme.checkpoint.file_io import clear_frames, clearing_frames
 
 PROGRAM = """
 def raising(ours):

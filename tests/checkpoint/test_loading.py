@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import CorruptCheckpoint, loading, storage_placement, verify
+from deepnvme.checkpoint import CorruptCheckpoint, loading, unpickling, verify
 from deepnvme.checkpoint.formats.pt_records import is_plain, records_of
 
 from ..support.archives import place_of, rezipped
@@ -113,7 +113,7 @@ class TestPicklesThatTakeTooMuch:
         with zipfile.ZipFile(path, "w", how) as archive:
             archive.writestr("a/data.pkl", b"\x80\2" + stream)
             archive.writestr("a/version", b"3")
-        unpickled = count_calls(monkeypatch, storage_placement, "torch_load") + count_calls(monkeypatch, loading, "torch_load")
+        unpickled = count_calls(monkeypatch, unpickling, "torch_load") + count_calls(monkeypatch, loading, "torch_load")
         with pytest.raises(CorruptCheckpoint, match=why):
             deepnvme.load(path, weights_only=safe)
         assert not unpickled

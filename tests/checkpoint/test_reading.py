@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme import Engine
+from deepnvme.checkpoint.file_io import Placed, in_chunks, memory_for, read, started
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.storage_placement import Placed, memory_for
-from deepnvme.checkpoint.transfers import in_chunks, read, started
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of

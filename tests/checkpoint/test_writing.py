@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepnvme import Engine
+from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.transfers import write
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM

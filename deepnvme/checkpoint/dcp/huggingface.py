@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from deepnvme.checkpoint.file_io import read_consistently
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.transfers import read_consistently
 
 from .reader import Wanted, elements_of_safetensors, fill, opened, part
 from .writer import PlannedFile, done, write_files

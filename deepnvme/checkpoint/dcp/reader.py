@@ -18,12 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from deepnvme._files import naming_file
-from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
-from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
-from deepnvme.checkpoint.formats.safetensors_header import read_header
-from deepnvme.checkpoint.loading import resolve_weights_only
-from deepnvme.checkpoint.storage_placement import Placed
-from deepnvme.checkpoint.transfers import (
+from deepnvme.checkpoint.file_io import (
+    Placed,
     Version,
     clearing_frames,
     in_chunks,
@@ -33,6 +29,10 @@ from deepnvme.checkpoint.transfers import (
     unless_replaced,
     version_of,
 )
+from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
+from deepnvme.checkpoint.formats.safetensors_header import read_header
+from deepnvme.checkpoint.loading import resolve_weights_only
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import DIRECT_FROM

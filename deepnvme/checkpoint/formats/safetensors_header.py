@@ -482,16 +482,12 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"tensor {name!r} is sparse ({tensor.layout}), which the format has not: save tensor.to_dense()")
         if tensor.device.type == "meta":
             raise NotImplementedError(f"tensor {name!r} is on the meta device, and has no bytes to save")
-    spans = [
-        (str(each.device), begin := each.data_ptr(), begin + span_nbytes(each.shape, each.stride(), each.itemsize), name)
-        for name, each in tensors.items()
-        if each.numel()
-    ]
-    for names in [names for names in overlapping(spans) if len(names) > 1]:
-        raise RuntimeError(
-            f"tensors {', '.join(map(repr, names))} share memory, which the format cannot say: leave out all but one of them,"
-            " save tensor.clone(), or use a .pt"
-        )
+    for names in overlapping((str(tensor.device), name, tensor) for name, tensor in tensors.items() if tensor.numel()):
+        if len(names) > 1:
+            raise RuntimeError(
+                f"tensors {', '.join(map(repr, names))} share memory, which the format cannot say: leave out all but one of"
+                " them, save tensor.clone(), or use a .pt"
+            )
     check_contiguous(tensors, "save tensor.contiguous()")
 
 
@@ -502,14 +498,18 @@ def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
             raise ValueError(f"tensor {name!r} is not contiguous (strides {tensor.stride()}): {remedy}")
 
 
-def overlapping(spans: Iterable[tuple[Any, int, int, str]]) -> list[list[str]]:
+def overlapping(tensors: Iterable[tuple[Any, str, torch.Tensor]]) -> list[list[str]]:
     """Return groups of names whose memory overlaps. A group may have a single name.
 
     A name is in the group of the one that begins last before it if that ends behind its beginning, as in safetensors.
 
     Args:
-        spans: (place, begin, end, name) of each. Those of different places, such as devices, never overlap.
+        tensors: (place, name, tensor) of each. Those of different places, such as devices, never overlap.
     """
+    spans = []
+    for place, name, tensor in tensors:
+        begin = tensor.data_ptr()
+        spans.append((place, begin, begin + span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize), name))
     groups: list[list[str]] = []
     last: tuple[Any, int] = (None, 0)
     for place, begin, end, name in sorted(spans):

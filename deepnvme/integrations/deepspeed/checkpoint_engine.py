@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from deepnvme._files import sync_directory
 from deepnvme.checkpoint.loading import load
 from deepnvme.checkpoint.saving import save
-from deepnvme.checkpoint.storage_placement import MapLocation
+from deepnvme.checkpoint.unpickling import MapLocation
 
 from .replacement import Replacement, around, module
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme._shortened_lists import listed
+from deepnvme.checkpoint.file_io import read_consistently, started, version_of
 from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
 from deepnvme.checkpoint.formats.pt_records import (
     CorruptCheckpoint,
@@ -22,8 +23,7 @@ from deepnvme.checkpoint.formats.pt_records import (
     refuse_damaged_beginning,
 )
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
-from deepnvme.checkpoint.storage_placement import unread
-from deepnvme.checkpoint.transfers import read_consistently, started, version_of
+from deepnvme.checkpoint.unpickling import unread
 from deepnvme.engine import Engine
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named

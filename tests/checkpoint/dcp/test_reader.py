@@ -331,7 +331,7 @@ def test_torchs_safetensors_in_distcp_files_are_read(drive: Path, writer: Writer
 
 
 def test_large_parts_are_read_into_place(drive: Path) -> None:
-    from deepnvme.checkpoint.transfers import shared_engine
+    from deepnvme.checkpoint.file_io import shared_engine
 
     save({"t": torch.randn(2048, 1024)}, NVMeWriter(drive))
     before = shared_engine().stats().bytes_read

@@ -195,7 +195,7 @@ def test_metadata_are_torchs(drive: Path) -> None:
 
 
 def test_aligned_memory_is_written_from_where_it_is(drive: Path) -> None:
-    from deepnvme.checkpoint.transfers import shared_engine
+    from deepnvme.checkpoint.file_io import shared_engine
 
     engine = shared_engine()
     saved = {f"{n}": engine.empty_pinned(2 << 20, torch.uint8) for n in range(4)}

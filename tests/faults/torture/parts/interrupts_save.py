@@ -23,7 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import deepnvme
-from deepnvme.checkpoint.transfers import shared_engine
+from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.integrations.deepspeed.io import FastFileWriter, FastFileWriterConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.swap import BufferPool, buffer_pool

@@ -16,8 +16,8 @@ from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import CHUNK, Transfers
 
+from .file_io import clearing_frames
 from .formats.file_image import FileImage
-from .transfers import clearing_frames
 
 _LARGEST = 32 << 20
 """Most bytes of a chunk: enough for two threads to share the copying, few compared with a model's state."""

@@ -1,6 +1,6 @@
 """Unpickle a .pt file without reading its storages: give each storage new memory, and note where in the file its bytes are.
 
-torch.load reads the file through :class:`StoragePlacement`. That is an ordinary file except for one thing: it does not read the
+torch.load reads the file through :class:`UnpicklingFile`. That is an ordinary file except for one thing: it does not read the
 bytes of a storage, and only notes the address of the memory that torch has allocated for them. Then torch asks the functions in
 its registry (``torch.serialization.register_package``) to move the storage to its device. The function registered here is asked
 before those for CPU and CUDA. It recognises the storage by its address, and returns new memory in its place, which is filled
@@ -19,17 +19,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import default_restore_location
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.host import address_range, huge_pages
+from deepnvme.memory.host import address_range
 from deepnvme.transfer.gather import DIRECT_FROM
 
-from .formats.file_image import Source
+from .file_io import Placed, empty_storage, memory_for
 from .formats.pt_records import CorruptCheckpoint, PtRecords, read_at, refuse_damaged, wrong_size
 from .formats.zip_directory import LOCAL_HEADER, data_of
 
@@ -41,20 +40,6 @@ MapLocation = Any
 """A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
 _BEFORE_CPU = 5
 """Priority in torch's registry, where the lowest is asked first. torch's own CPU function has 10."""
-
-
-class Placed(NamedTuple):
-    """Memory, and the offset in the file of the bytes to fill it with."""
-
-    offset: int
-    """Bytes from the start of the file."""
-    memory: Source
-    """A storage, or a contiguous tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory in bytes."""
-        return self.memory.nbytes() if isinstance(self.memory, torch.UntypedStorage) else self.memory.nbytes
 
 
 _loading = threading.local()
@@ -127,7 +112,7 @@ def _is_device(location: str) -> bool:
     return True
 
 
-class StoragePlacement(Refusals, io.RawIOBase):
+class UnpicklingFile(Refusals, io.RawIOBase):
     """A file object for torch.load that does not read the bytes of storages, and decides where each storage goes.
 
     A context manager: :meth:`load` is called in its block.
@@ -279,9 +264,9 @@ class StoragePlacement(Refusals, io.RawIOBase):
             return found if location == "cpu" else self.moved(found, location)
         if location.startswith("cuda"):
             # An empty storage is moved by torch, to get torch's errors for devices that do not exist.
-            device = self.moved(_empty(0), location).device
+            device = self.moved(empty_storage(0), location).device
             with self.noting():
-                made = _empty(nbytes, device)
+                made = empty_storage(nbytes, device)
         else:
             own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has allocated is good enough
             made = storage if own else memory_for(nbytes, offset)
@@ -349,26 +334,12 @@ class StoragePlacement(Refusals, io.RawIOBase):
         return found
 
 
-def unread(path: str | os.PathLike[str], found: PtRecords) -> StoragePlacement:
+def unread(path: str | os.PathLike[str], found: PtRecords) -> UnpicklingFile:
     """Return what unpickles the file without reading any storage: each gets addresses only.
 
-    :meth:`StoragePlacement.offset_of` tells where in the file each storage is.
+    :meth:`UnpicklingFile.offset_of` tells where in the file each storage is.
     """
-    return StoragePlacement(path, found, lambda offset: False, lambda placed: None)
-
-
-def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
-    """Return new CPU memory into which a direct read from ``offset`` of a file needs no copy.
-
-    Args:
-        nbytes: Size in bytes. From DIRECT_FROM on the memory is mapped anonymously, with huge pages where the kernel has them.
-        offset: Bytes from the start of the file. The memory begins equally far behind a page boundary.
-    """
-    return _empty(nbytes) if nbytes < DIRECT_FROM else huge_pages(nbytes, offset % PAGE).untyped_storage()
-
-
-def _empty(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+    return UnpicklingFile(path, found, lambda offset: False, lambda placed: None)
 
 
 def _nobody(storage: Any) -> None:

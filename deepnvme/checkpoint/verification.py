@@ -21,6 +21,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
+from .file_io import clearing_frames, shared_engine, started
 from .formats import safetensors_header
 from .formats.pickle_scan import PickleScan, why_wasteful
 from .formats.pt_records import (
@@ -37,7 +38,6 @@ from .formats.pt_records import (
     scan_of,
 )
 from .formats.zip_directory import Record
-from .transfers import clearing_frames, shared_engine, started
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 

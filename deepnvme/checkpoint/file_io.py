@@ -7,7 +7,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -15,15 +15,14 @@ from deepnvme._files import naming_file
 from deepnvme._progress import Progress, counting
 from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.host import give_pages
+from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
-from .formats.file_image import FileImage
+from .formats.file_image import FileImage, Source
 from .formats.pt_records import CorruptCheckpoint
-from .storage_placement import Placed
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -135,6 +134,35 @@ def write(
 
 
 # Reading.
+
+
+class Placed(NamedTuple):
+    """Memory, and the offset in the file of the bytes to fill it with."""
+
+    offset: int
+    """Bytes from the start of the file."""
+    memory: Source
+    """A storage, or a contiguous tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory in bytes."""
+        return self.memory.nbytes() if isinstance(self.memory, torch.UntypedStorage) else self.memory.nbytes
+
+
+def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
+    """Return new CPU memory into which a direct read from ``offset`` of a file needs no copy.
+
+    Args:
+        nbytes: Size in bytes. From DIRECT_FROM on the memory is mapped anonymously, with huge pages where the kernel has them.
+        offset: Bytes from the start of the file. The memory begins equally far behind a page boundary.
+    """
+    return empty_storage(nbytes) if nbytes < DIRECT_FROM else huge_pages(nbytes, offset % PAGE).untyped_storage()
+
+
+def empty_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
+    """Return a new storage of this many bytes, not initialised."""
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
 @clearing_frames
