@@ -15,7 +15,7 @@ from deepnvme.memory.tensor_bytes import checksums, dtype_named
 from .allocator import Parts, StoreAllocator, TensorPart
 from .data_file import DataFile
 from .futures import Failure, Operation
-from .manifest import StoredTensor
+from .manifest import MANIFEST_NAME, CorruptManifest, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class Catalog:
         persist: Whether the store persists.
 
     Raises:
-        ValueError: If the manifest's entry of a tensor is not valid.
+        CorruptManifest: If the manifest's entry of a tensor is not valid.
     """
 
     def __init__(self, files: Sequence[DataFile], tensors: Mapping[str, StoredTensor], persist: bool) -> None:
@@ -53,7 +53,7 @@ class Catalog:
                 entry.version = TensorVersion.restored(stored)
                 self.space.claim(entry.version.parts)
             except ValueError as error:
-                raise ValueError(f"tensor {name!r}: {error}") from error
+                raise CorruptManifest(files[0].directory / MANIFEST_NAME, f"tensor {name!r}: {error}") from error
             self.entries[name] = entry
         committed = frozenset(self._versions().values())
         self._referred = committed  # what a manifest on the drive may refer to, even if no entry does
@@ -92,8 +92,7 @@ class Catalog:
         entries = [entry for entry in map(self.entries.get, names) if entry is not None]
         before = {entry.put for entry in entries}
         if writing:
-            for gets in {entry.gets for entry in entries}:
-                before.update(gets)
+            before.update(*{entry.gets for entry in entries})
         return {operation for operation in before if operation is not None and not operation.settled}
 
     def remove(self, name: str) -> int:
@@ -209,13 +208,11 @@ class Catalog:
         Raises:
             OSError: If any tensor is damaged.
         """
-        damaged = [entry for entry in self.entries.values() if entry.damage is not None]
+        damaged = {entry.name: entry.damage for entry in self.entries.values() if entry.damage is not None}
         if damaged:
-            error = damaged[0].damage
-            assert error is not None
-            names = listed([entry.name for entry in damaged])
+            error = next(iter(damaged.values()))
             why = f"these tensors are damaged, because they could not be written ({error})"
-            text = f"{why}: {names}; put them again, or delete them, before you commit"
+            text = f"{why}: {listed(damaged)}; put them again, or delete them, before you commit"
             raise OSError(error.errno or errno.EIO, text, error.filename)
         versions = self._versions()
         self._flushing = frozenset(versions.values())

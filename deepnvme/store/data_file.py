@@ -60,16 +60,15 @@ class DataFile:
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with naming_file(self.path):
             self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object
-        try:
-            close_in_children(self._file)
-            self._lock(read_only)
-            with naming_file(self.path):
+            try:
+                close_in_children(self._file)
+                self._lock(read_only)
                 self.capacity = os.fstat(self.descriptor).st_size
-            self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
-        except BaseException:
-            with contextlib.suppress(OSError):  # it is closed even if close() fails, and the first error is what matters
-                self._file.close()
-            raise
+                self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
+            except BaseException:
+                with contextlib.suppress(OSError):  # it is closed even if close() fails, and the first error is what matters
+                    self._file.close()
+                raise
 
     @property
     def descriptor(self) -> int:

@@ -202,8 +202,7 @@ class StoreFuture(Generic[Result]):
         error = self.exception(timeout)
         if error is not None:
             raise error
-        result: Result = self._result  # type: ignore[assignment]  # None may be a valid Result
-        return result
+        return self._result  # type: ignore[return-value]  # None may be a valid Result
 
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait like :meth:`result`, and return the error that the operation ended with, or None."""
@@ -275,7 +274,7 @@ class OperationScheduler:
             for operation in before:
                 operation.settle()
 
-    def operation(self, finish: Callable[[Operation, list[Failure]], None] | None = None) -> Operation:
+    def operation(self, finish: Callable[[Operation, list[Failure]], None] = lambda operation, failures: None) -> Operation:
         """Return a new operation, to be passed to :meth:`begin`.
 
         Args:
@@ -283,8 +282,7 @@ class OperationScheduler:
         """
 
         def end(operation: Operation, failures: list[Failure]) -> None:
-            if finish is not None:
-                finish(operation, failures)
+            finish(operation, failures)
             if failures and not operation.seen:
                 self._failed = [*(other for other in self._failed if not other.seen and other is not operation), operation]
             self.under_way.discard(operation)
@@ -304,9 +302,8 @@ class OperationScheduler:
 
         Never blocks. Call with the lock held.
         """
-        for operation in [operation for operation in self.under_way.copy() if not operation.complete]:
-            if operation.ended():
-                operation.settle_ended()
+        for operation in [each for each in self.under_way.copy() if not each.complete and each.ended()]:
+            operation.settle_ended()
 
     def wait_for_all(self) -> None:
         """Wait until all operations that are under way now have ended."""
@@ -317,12 +314,10 @@ class OperationScheduler:
 
     def raise_unseen(self) -> None:
         """Raise the first error that no caller has seen, and forget the others."""
-        unseen = [operation.error for operation in self._failed if not operation.seen]
-        try:
-            if unseen and unseen[0] is not None:
-                raise unseen[0]
-        finally:
-            self._failed = []
+        unseen = [operation.error for operation in self._failed if operation.error is not None and not operation.seen]
+        self._failed = []
+        if unseen:
+            raise unseen[0]
 
     def close(self) -> None:
         """Let no more operations begin."""

@@ -19,7 +19,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepnvme._files import UnfitFile, naming_file, read_regular, sync_directory
+from deepnvme._files import naming_file, read_regular, sync_directory
 
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
@@ -121,11 +121,9 @@ def load(directory: Path) -> StoreManifest | None:
     """
     path = directory / MANIFEST_NAME
     try:
-        data = _read_at_most(path, _LARGEST)
+        return _manifest(second_line(_KIND, read_regular(path, _LARGEST)))
     except FileNotFoundError:
         return None
-    try:
-        return _manifest(second_line(_KIND, data))
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(path, str(error)) from error
 
@@ -173,7 +171,7 @@ def membership(directory: Path) -> StoreMembership | None:
     """
     path = directory / MEMBERSHIP_NAME
     try:
-        fields = _parsed(_read_at_most(path, _LONGEST_LINE))
+        fields = _parsed(read_regular(path, _LONGEST_LINE))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
@@ -256,14 +254,6 @@ def string_at(text: str, at: int) -> tuple[str, int]:
 def _numbers(text: str) -> tuple[int, ...]:
     """Return the integers in a comma-separated list."""
     return tuple(map(int, text.split(","))) if text else ()
-
-
-def _read_at_most(path: Path, most: int) -> bytes:
-    """Return the file's bytes. Raises CorruptManifest if there are more than ``most``, or it is no regular file."""
-    try:
-        return read_regular(path, most)
-    except UnfitFile as error:
-        raise CorruptManifest(path, str(error)) from None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -99,10 +99,7 @@ class TensorStore:
         self._last_commit: tuple[Operation, ...] = ()  # all of it, and its flush
         try:
             self._volumes = Volumes(self, weights, self._persist, self._engine, read_only)
-            try:
-                self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
-            except ValueError as error:
-                raise self._volumes.corrupt(str(error)) from error
+            self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
             self._space = self._catalog.space
             self._handles = [file.file for file in self._volumes.files]
         except BaseException:

@@ -148,10 +148,6 @@ class Volumes:
         self._persisted = True
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
-    def corrupt(self, why: str) -> manifest.CorruptManifest:
-        """Return the error that says that the manifest is damaged, and why."""
-        return manifest.CorruptManifest(self.files[0].directory / manifest.MANIFEST_NAME, why)
-
     def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> StoreManifest | None:
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 

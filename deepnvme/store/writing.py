@@ -65,11 +65,7 @@ class Writing:
         self._operation = operation
 
     def start(
-        self,
-        places: Sequence[Parts],
-        tensors: Sequence[torch.Tensor],
-        addresses: Sequence[int],
-        subjects: Sequence[Any],
+        self, places: Sequence[Parts], tensors: Sequence[torch.Tensor], addresses: Sequence[int], subjects: Sequence[Any]
     ) -> None:
         """Start writing tensors to their parts, and add the transfers to the operation.
 
