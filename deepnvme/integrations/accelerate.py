@@ -42,12 +42,14 @@ STORE = "deepnvme"
 
 
 class _Options(NamedTuple):
+    """The options of :func:`enable`."""
+
     memory_budget: int
     prefetch: int
 
 
 _enabled: _Options | None = None
-_originals: dict[str, Callable[..., Any]] = {}
+_originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
 
@@ -105,8 +107,7 @@ def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = Non
     enabled = _options()
     check_not_streamed(model)
     if enabled is None:
-        own: nn.Module = _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
-        return own
+        return _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
     kept = {name: weight for name, weight in weights_of(model).items() if name not in index}
@@ -157,8 +158,7 @@ def dispatch_model(
         text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     original = _originals["dispatch_model"]
-    own: nn.Module = original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
-    return own
+    return original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -246,9 +246,11 @@ class _Hook:
             raise
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call of the model as they are."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return the result of a call of the model as it is."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -317,6 +319,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
 
 
 def _crc32(path: str) -> int:
+    """Return the CRC-32 of a file's bytes, read a part at a time."""
     crc = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -348,7 +351,7 @@ def _is_there(weight: torch.Tensor) -> bool:
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
 
 
-_OURS: dict[str, Callable[..., Any]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
+_OURS: dict[str, Callable[..., nn.Module]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
 """The functions that replace accelerate's own, by name."""
 
 

@@ -21,11 +21,9 @@ class Ending(Protocol):
 
     def done(self) -> bool:
         """Return whether it has ended, well or not. Must not block."""
-        ...
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error it ended with, or None."""
-        ...
 
 
 class Lease:
@@ -39,14 +37,12 @@ class Lease:
 
     __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")
 
-    nbytes: int
-    """Bytes, as asked for."""
-
     def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None], chunk: object = None) -> None:
         self._buffer: torch.Tensor | None = buffer
         self._give_back = give_back
         self._chunk = chunk  # identifies the memory to its pool
         self.nbytes = buffer.nbytes
+        """Bytes, as asked for."""
 
     @property
     def buffer(self) -> torch.Tensor:

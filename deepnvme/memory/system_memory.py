@@ -35,7 +35,6 @@ def _memory_groups(process: Path) -> Iterator[Path]:
     for line in _lines(process / "cgroup"):
         _, controllers, name = line.split(":", 2)
         memberships[controllers] = name  # version 2 of control groups lists no controllers
-    group: str | None
     mounts = _lines(process / "mountinfo")
     if not mounts:  # /proc is missing; in a container, the process's own group is mounted at the usual path
         yield from (CONTROL_GROUPS, CONTROL_GROUPS / "memory")
