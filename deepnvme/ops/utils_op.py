@@ -53,6 +53,7 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one tensor as :func:`cast_to_byte_tensor` does."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"cast_to_byte_tensor needs strided tensors, got {kind}")

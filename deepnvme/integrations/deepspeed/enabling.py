@@ -19,6 +19,8 @@ TESTED = ("0.19.5", "0.19.8")
 
 
 class _Options(NamedTuple):
+    """The options of :func:`enable`."""
+
     swappers: bool
     checkpoint: bool
 
@@ -91,6 +93,7 @@ def _undo() -> _Options | None:
 
 
 def _put(options: _Options) -> None:
+    """Replace the parts of DeepSpeed that the options name, all of them or, after an exception, none."""
     global _enabled, _set
     # All of them are found in DeepSpeed before the first one is set.
     wanted = [*ops.replacements(), *swapper_classes.replacements(ours=options.swappers), *rank_failures.replacements()]

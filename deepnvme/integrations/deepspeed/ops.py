@@ -125,4 +125,5 @@ class _Forgotten(Replacement):
     """A name that DeepSpeed sets when it is first read. Nothing is set here, but undoing removes it."""
 
     def set(self) -> Callable[[], None]:
+        """Set nothing. Return a function that removes the name."""
         return lambda: vars(self.owner).pop(self.name, None)

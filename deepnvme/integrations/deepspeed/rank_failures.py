@@ -122,6 +122,7 @@ class RankFailures:
         return OSError(text) if code is None else OSError(code, text, self._failure["path"])
 
     def _wait_for_the_others(self, seconds: float) -> None:
+        """Wait until all ranks have read what this one has stored, or for so many seconds."""
         heard = self._store.add(_HEARD, 1)
         deadline = time.monotonic() + seconds
         while heard < self._count and time.monotonic() < deadline:
@@ -129,20 +130,20 @@ class RankFailures:
             heard = self._store.add(_HEARD, 0)
 
     def _watch(self) -> None:
+        """Read the store twice a second until there is nothing more to read. What the thread runs."""
         while not self._over and not self._ended.wait(_LOOKS_EVERY):
             self._look()
 
     def _look(self) -> None:
+        """Read the store once, and log a failure that is found there."""
         with self._looking:
             if self._over:
                 return
-            try:
+            with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
                 if not self._store.check([_FAILURE]):
                     return
                 self._failure = json.loads(self._store.get(_FAILURE))
                 self._store.add(_HEARD, 1)
-            except RuntimeError:  # the store is gone, with the rank that served it
-                pass
             self._over = True
         if self._failure is not None:
             _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: '%(path)s'", self._failure)

@@ -64,6 +64,8 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
 
 
 def _optimizer_swapper(base: Any) -> type:
+    """Return a subclass of an optimizer swapper whose files are in a folder of its own: see :func:`_own`."""
+
     def __init__(self: Any, swap_config: Any, aio_config: Any, base_folder: str, *arguments: Any, **named: Any) -> None:
         nvme_path, zero_stage_3 = os.path.split(base_folder)
         own = _own(self, nvme_path, "optimizer")
@@ -73,6 +75,8 @@ def _optimizer_swapper(base: Any) -> type:
 
 
 def _parameter_swapper(base: Any) -> type:
+    """Return a subclass of a parameter swapper whose files are in a folder of its own: see :func:`_own`."""
+
     def __init__(self: Any, ds_config: Any, model_dtype: Any) -> None:
         offload = ds_config.zero_config.offload_param
         own = offload.model_copy(update={"nvme_path": _own(self, offload.nvme_path, "parameters")})

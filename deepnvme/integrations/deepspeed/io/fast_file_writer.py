@@ -210,6 +210,7 @@ class FastFileWriter(BaseFileWriter):
             os.fsync(self._file.fileno())
 
     def _open_file(self) -> io.FileIO:
+        """Return the file. Raises ValueError if it is closed."""
         if self.closed or self._file is None:
             raise ValueError("the file is closed")
         return self._file
@@ -244,6 +245,7 @@ class FastFileWriter(BaseFileWriter):
         self._wrote(nbytes, time.perf_counter() - began)
 
     def _copy_bytes(self, source: memoryview, begin: int, count: int) -> None:
+        """Copy ``count`` bytes of an object with the buffer protocol: see :meth:`_fill`."""
         half = self._halves[0]
         with source[begin : begin + count] as piece:
             if half.device.type == "cpu":
@@ -255,6 +257,7 @@ class FastFileWriter(BaseFileWriter):
                 half[self._filled : self._filled + count].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
 
     def _copy_tensor(self, source: torch.Tensor, begin: int, count: int) -> None:
+        """Copy ``count`` bytes of a tensor of bytes, on any device: see :meth:`_fill`."""
         half = self._halves[0].view(source.dtype)
         half[self._filled : self._filled + count].copy_(source[begin : begin + count])
 
@@ -286,6 +289,7 @@ class FastFileWriter(BaseFileWriter):
         self._incr_stats(constants.SLOW_WRITE_BYTES_KEY, slow)
 
     def _wait(self) -> None:
+        """Wait for the writes in flight. Raises the OSError of one that failed."""
         began = time.perf_counter()
         try:
             self._handle.wait()
@@ -296,6 +300,7 @@ class FastFileWriter(BaseFileWriter):
         self._incr_stats(constants.AIO_WRITE_SEC_KEY, time.perf_counter() - began)
 
     def _dump_state(self) -> None:
+        """Print the statistics, with the speeds of filling the tensor and of writing from it."""
         written, filling = constants.AIO_WRITE_BYTES_KEY, constants.AIO_FILL_BUFFER_SEC_KEY
         self._stats[constants.AIO_SPEED_KEY] = self._speed(written, constants.AIO_WRITE_SEC_KEY)
         self._stats[constants.AIO_FILL_BUFFER_SPEED_KEY] = self._speed(written, filling)

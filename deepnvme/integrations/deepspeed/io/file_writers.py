@@ -61,9 +61,11 @@ class BaseFileWriter(io.RawIOBase):
                 self._stats[constants.FLUSH_COUNT_KEY] = flushes  # without the flush that io.RawIOBase.close makes
 
     def _incr_stats(self, key: str, incr: float = 1) -> None:
+        """Add to one of the statistics, whose keys are those of the constants."""
         self._stats[key] += incr
 
     def _wrote(self, nbytes: int, seconds: float) -> None:
+        """Count a call that has written ``nbytes`` bytes."""
         self._incr_stats(constants.WRITE_COUNT_KEY)
         self._incr_stats(constants.WRITE_BYTES_KEY, nbytes)
         self._incr_stats(constants.WRITE_SEC_KEY, seconds)
@@ -162,6 +164,7 @@ class MockFileWriter(BaseFileWriter):
         return written
 
     def _count(self, nbytes: int) -> int:
+        """Count bytes as written without writing them, and return their number."""
         self._position += nbytes
         self._wrote(nbytes, 0)
         return nbytes

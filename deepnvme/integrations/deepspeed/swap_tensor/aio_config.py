@@ -6,14 +6,13 @@ Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``, ``aio_config.py`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
-
-if TYPE_CHECKING:
-    import torch
 
 AIO = "aio"
 AIO_BLOCK_SIZE = "block_size"

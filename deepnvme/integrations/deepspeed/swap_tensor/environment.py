@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 _logger = logging.getLogger(__name__)
 
 
 def rank() -> int:
     """Return this process's rank in torch.distributed; 0 if that is not initialized."""
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

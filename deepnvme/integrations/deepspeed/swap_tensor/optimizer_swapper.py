@@ -380,7 +380,6 @@ class OptimizerSwapper(SwapSizes):
 
     def post_backward(self) -> None:
         """Do nothing. Called by DeepSpeed's ``backward_epilogue``."""
-        pass
 
     # Private helpers
 

@@ -366,6 +366,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     """Whether the writes of ``swap_out_params`` have to be started again, after an error."""
 
     def _handle(self) -> Any:
+        """Return a new handle with the settings of the ``aio`` block."""
         from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
         arguments = {key: self.aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
@@ -374,6 +375,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return AsyncIOBuilder().load(verbose=False).aio_handle(**arguments)
 
     def _pinned(self, numel: int) -> torch.Tensor:
+        """Return pinned memory of ``numel`` elements for the buffers; on the GPU with GPUDirect Storage."""
         if not self.use_gds:
             example = torch.empty(0, dtype=self.dtype, device="cpu")
             pinned: torch.Tensor = self.aio_read_handle.new_cpu_locked_tensor(numel, example)
@@ -383,9 +385,11 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return buffers
 
     def _buffer(self, buffer_id: int) -> torch.Tensor:
+        """Return one of the configured buffers."""
         return self.buffers.narrow(0, buffer_id * self.aligned_elements_per_buffer, self.aligned_elements_per_buffer)
 
     def _buffers_for(self, params: Sequence[Any]) -> list[torch.Tensor]:
+        """Return a buffer for each partition or, after an exception, take none."""
         buffers: dict[Any, torch.Tensor] = {}
         try:
             for param in params:
@@ -421,6 +425,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return self.param_id_to_swap_buffer[key]
 
     def _release_buffer(self, key: Any) -> None:
+        """Make the buffer of the parameter with this ``ds_id`` free. Does nothing if it has none."""
         self.param_id_to_swap_buffer.pop(key, None)
         if key in self.param_id_to_buffer_id:
             self.available_buffer_ids.append(self.param_id_to_buffer_id.pop(key))
@@ -428,6 +433,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
             self._leases.pop(key).release()
 
     def _start_writing(self, params: Sequence[Any]) -> None:
+        """Start writing partitions from their buffers. After an exception all are written again by the next wait."""
         try:
             for param in params:
                 self.aio_write_handle.async_pwrite(self.param_id_to_swap_buffer[param.ds_id], self.get_path(param), 0)
@@ -445,6 +451,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self._clear_inflight()
 
     def _clear_inflight(self) -> None:
+        """Forget the reads in flight."""
         self.inflight_params: list[Any] = []
         self.inflight_swap_in_buffers: list[torch.Tensor] = []
         self.inflight_numel = 0

@@ -9,7 +9,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import padded
@@ -18,11 +20,8 @@ from deepnvme.memory.pool import Lease, buffer_pool
 
 from .environment import Timers, describe
 
-if TYPE_CHECKING:
-    import torch
-
-    Parts = tuple[torch.Tensor, torch.Tensor]
-    """A tensor's part of a buffer, and the elements in it that count."""
+Parts = tuple[torch.Tensor, torch.Tensor]
+"""A tensor's part of a buffer, and the elements in it that count."""
 
 ASYNC_SWAPPER_WAIT_TIMER = "async_swap_gradient_wait"
 
@@ -264,6 +263,7 @@ class SwapBufferPool:
         self._transfer(swap_in_tensors, aio_handle, async_op)
 
     def _transfer(self, start: Callable[[Any, list[torch.Tensor], list[str]], None], aio_handle: Any, async_op: bool) -> None:
+        """Start reading or writing every tensor with ``start``, and wait unless ``async_op`` is set."""
         paths = [path for path in self.get_swap_paths() if path is not None]
         if len(paths) < len(self.get_swap_paths()):
             raise ValueError("tensors that were given no path cannot be swapped: allocate or insert them with one")
@@ -272,6 +272,7 @@ class SwapBufferPool:
             aio_handle.wait()
 
     def _used(self) -> list[SwapBuffer]:
+        """Return the buffers that have tensors, or are filled next."""
         return self.buffers[: self.current_index + 1]
 
 
@@ -413,8 +414,6 @@ class SwapBufferManager:
     """
 
     def __init__(self, num_elems: int, count: int, dtype: torch.dtype, aio_handle: Any) -> None:
-        import torch
-
         self.num_elems = num_elems
         self.count = count
         self.dtype = dtype
@@ -469,6 +468,7 @@ class SwapBufferManager:
                 self._free.append(memory)
 
     def _lease(self) -> Lease:
+        """Lease one more buffer from the process's pool. May block. Raises OutOfBuffers."""
         held = [memory for _, memory in self._used.values() if isinstance(memory, Lease)]
         shortage = f"all {self.count} swap buffers are in use, set a larger 'buffer_count'"
         return lease_more(buffer_pool(), self.num_elems * self.dtype.itemsize, held, shortage)

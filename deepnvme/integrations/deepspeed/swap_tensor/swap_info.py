@@ -336,6 +336,7 @@ class OptimizerStateSwapInfo:
         self._restores = False
 
     def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
+        """Set which states there are, and the values of those that are not swapped."""
         for name in [name for name in state if name not in saved.order]:
             del state[name]
         for name in saved.order:
@@ -367,10 +368,12 @@ class OptimizerStateSwapInfo:
         return SwappedTensor(tensor, tensor.shape, stride, tile)
 
     def _state_tile(self, name: str, tensor: torch.Tensor, nbytes: int, stored: bool = False) -> Tile:
+        """Return a tile for the state of this name, and set the tensor's ``ds_id``, which names the file."""
         tensor.ds_id = f"{name}-{self.param_id}"  # type: ignore[attr-defined]
         return self._tile(f"{name}-{self.param_id}", nbytes, stored)
 
     def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
+        """Return a tile with a file of this name in the folder."""
         return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), padded(nbytes, self._aligned_bytes), self.turn, stored)
 
     def _gradient_memory(self) -> torch.Tensor:
@@ -391,4 +394,5 @@ class OptimizerStateSwapInfo:
         return content.clone() if content.untyped_storage().data_ptr() in memory else content
 
     def _saved_path(self) -> str:
+        """Return the path of the file of :meth:`save`."""
         return os.path.join(self._folder, f"{self.param_id}.states.pt")

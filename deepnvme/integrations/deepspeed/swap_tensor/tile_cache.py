@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
 
+import torch
+
+from deepnvme.engine import Engine, Future
+from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
-
-if TYPE_CHECKING:
-    import torch
-
-    from deepnvme.engine import Engine, Future
-    from deepnvme.memory.pool import BufferPool
 
 _BUSY_BYTES = 32 << 20
 """So much in transfer keeps a drive busy. More of what nobody waits for would only slow down what somebody does."""
@@ -73,6 +70,7 @@ class TileCache(BlockCache):
         self.engine.write(content, tile.name, offset).result()
 
     def _distance(self, block: Block) -> int:
+        """Return how many sub-groups later in the order of a step the block is used."""
         assert isinstance(block, Tile)
         return (block.turn - self.turn) % self.turns
 
@@ -84,6 +82,7 @@ class _Files:
         self._engine = engine
 
     def read(self, block: Block, buffer: torch.Tensor) -> Future:
+        """Start reading a tile from its file. Raises OSError, also if the file is too short."""
         try:
             return self._engine.read(buffer, block.name)
         except ValueError as error:  # past the end of the file
@@ -92,4 +91,5 @@ class _Files:
         raise OSError(errno.EIO, f"should have {block.nbytes} bytes: {text}", block.name)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Future:
+        """Start writing a tile to the start of its file."""
         return self._engine.write(buffer, block.name)
