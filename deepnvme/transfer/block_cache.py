@@ -100,7 +100,7 @@ class BlockCache(Monitor):
     - A block has at most one transfer. While it is used, it has none.
     - Memory that is used or in transfer is not given to another block.
     - A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
-      error of reading ahead may be old when the block is used: it is read once more then.
+      error of reading ahead may be old when the block is used: it is read once more then, unless ``read_again`` is False.
     - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
       or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
     - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
@@ -114,6 +114,8 @@ class BlockCache(Monitor):
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
+            error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
             count against the limit of expected uses then. None: writes are limited by the memory alone.
         busy_bytes: So many bytes in transfer keep the drive busy. More are started only for what somebody waits for.
@@ -126,6 +128,7 @@ class BlockCache(Monitor):
         memory: BlockMemory,
         *,
         retain: bool = True,
+        read_again: bool = True,
         write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
         helper: str | None = None,
@@ -140,9 +143,10 @@ class BlockCache(Monitor):
         """Bytes of all writes started so far."""
         self._backing = backing
         self._retain = retain
+        self._read_again = read_again
         self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
-        self._held: dict[Block, bool] = {}  # the blocks that have memory, in the order they got it -> whether it counts
+        self._held: dict[Block, bool] = {}  # blocks that have memory, in the order they got or used it -> whether it counts
         self._transfers: dict[Block, _UnderWay] = {}
         self._expected: dict[Block, int] = {}  # block -> its place among the expected uses
         self._agenda: deque[Use] = deque()  # of the expected uses, those that are still to be read
@@ -177,7 +181,7 @@ class BlockCache(Monitor):
         def step() -> Wait | None:
             for block in wanted:
                 if block.state is State.ABSENT:
-                    if block in begun:
+                    if block in begun or not self._read_again:
                         _raise_error(block)
                     wait = self._allocate(block, self._read)
                     if wait is not None:
@@ -222,6 +226,8 @@ class BlockCache(Monitor):
         with self._changing():
             for block in blocks:
                 block.users = max(block.users - 1, 0)
+                if block in self._held:
+                    self._held[block] = self._held.pop(block)  # now the one used last
                 if changed and block.state in (State.CLEAN, State.DIRTY):
                     block.change()
                 if write:
@@ -337,14 +343,18 @@ class BlockCache(Monitor):
                 if block.state is State.CLEAN:
                     self._drop(block)
 
-    def clear(self) -> None:
-        """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again."""
+    def clear(self, keeping: Collection[Block] = ()) -> None:
+        """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again.
+
+        Errors of writes are forgotten. Blocks that are ``keeping`` stay if they are in memory, those not written as well.
+        """
         self.drain()
         with self._changing():
             self._failures.clear()
             for block in list(self._held):
                 block.users = 0
-                self._drop(block)
+                if block not in keeping:
+                    self._drop(block)
 
     # Steps
 
@@ -402,8 +412,7 @@ class BlockCache(Monitor):
                     self._failures.append(error)
                     continue
                 block.written()
-                if self._is_idle(block) and not block.resident:
-                    self._drop(block)
+                self._drop_unless_kept(block)
             elif error is not None:
                 self._let_go(block, block.fail_reading(error))
             else:
@@ -421,7 +430,7 @@ class BlockCache(Monitor):
         """Read what is expected as far as there is room, and make some for what is needed first."""
         while self._agenda:
             block, limit = self._agenda[0]
-            if block.state is State.ABSENT and block.stored and block in self._expected:
+            if block.state is State.ABSENT and block.stored and block.error is None and block in self._expected:
                 distance = self._distance(block)
                 nearer = any(self._distance(other) < distance for other in self._transfers if other.state is State.READING)
                 if nearer and self._bytes_in_transfer() >= self._busy_bytes:
@@ -590,10 +599,11 @@ class BlockCache(Monitor):
         return block in self._held and self._held[block] != self._counts(block)
 
     def _drop_unless_kept(self, block: Block) -> None:
-        """Drop a clean block that nobody uses, unless it is kept for later."""
+        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
-        kept = self._retain or block.resident or block in self._expected
+        within_limit = self.used <= self.memory.limit
+        kept = block.resident or (within_limit and (self._retain or block in self._expected))
         if not kept or self._is_misplaced(block):
             self._drop(block)
 
@@ -619,12 +629,13 @@ class BlockCache(Monitor):
         self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
         for block in before:  # others that need not stay are dropped when their use ends: there may be thousands that stay
             if block not in self._expected:
+                block.error = None  # that reading it ahead has failed is of no interest any more
                 self._drop_unless_kept(block)
 
     def _distance(self, block: Block) -> int:
         """Return how far a block's next use is away, in any unit. Those with the largest distance are dropped first.
 
-        This is the place in what is expected; other blocks are beyond that.
+        This is the place in what is expected; other blocks are beyond that. Of several the one used longest ago is dropped.
         """
         return self._expected.get(block, sys.maxsize)
 

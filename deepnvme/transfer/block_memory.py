@@ -33,14 +33,20 @@ class PooledMemory:
         pool: Where memory is leased; others may use it as well.
         limit: Bytes of all leases.
         shortage: Given the bytes held and a block, returns the beginning of the message if the pool has no room for it.
+        separate_residents: Whether the leases of residents do not count against the limit.
     """
 
-    separate_residents = False
-
-    def __init__(self, pool: BufferPool, limit: int, shortage: Callable[[int, Block], str]) -> None:
+    def __init__(
+        self, pool: BufferPool, limit: int, shortage: Callable[[int, Block], str], separate_residents: bool = False
+    ) -> None:
         self.limit = limit
+        self.separate_residents = separate_residents
         self._pool = pool
         self._shortage = shortage
+
+    def set_limit(self, nbytes: int) -> None:
+        """Change the limit. What is held beyond it stays until its memory is needed."""
+        self.limit = nbytes
 
     def take(self, block: Block) -> Lease | None:
         """Return a lease, or None if the pool has no room. Never waits.

@@ -283,6 +283,72 @@ def test_recovering_ends_all_uses(drive: SlowDrive) -> None:
     assert (cache.used, blocks["a"].users) == (0, 0)
 
 
+def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_longest_ago_goes_first(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, limit=3 * PAGE), blocks_of(drive)
+    for name in "abd":
+        cache.create(blocks[name])
+        cache.release([blocks[name]], changed=True)
+    cache.drain()
+    assert [blocks[name].state for name in "abd"] == [State.CLEAN] * 3
+    cache.acquire([blocks["a"]])
+    cache.release([blocks["a"]])
+    cache.acquire([blocks["f"]])
+    assert [blocks[name].in_memory for name in "abd"] == [True, False, True]
+
+
+def test_a_block_may_be_written_to_another_place_than_it_was_read_from(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive), blocks_of(drive)
+    cache.acquire([blocks["a"]])
+    blocks["a"].memory.buffer.fill_(99)
+    blocks["a"].name = "a.new"
+    cache.release([blocks["a"]], changed=True)
+    cache.drain()
+    assert (drive.contents["a"], drive.contents["a.new"]) == (1, 99)
+    cache.clear()
+    cache.acquire([blocks["a"]])
+    assert value_of(blocks["a"]) == 99
+
+
+def test_what_could_not_be_read_ahead_is_told_if_it_is_not_to_be_read_again(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, read_again=False), blocks_of(drive)
+    for again in (False, True):
+        drive.failing = {"ra"}
+        cache.expect([Use(blocks["a"])])
+        drive.pass_time()
+        drive.failing = set()
+        cache.expect([Use(blocks["b"])] if again else [Use(blocks["b"]), Use(blocks["a"])])
+        if not again:
+            with pytest.raises(OSError, match="failed ra"):
+                cache.acquire([blocks["a"]])
+        cache.acquire([blocks["a"]])
+        assert value_of(blocks["a"]) == 1
+        cache.clear()
+
+
+def test_what_is_kept_when_all_is_dropped_has_the_bytes_that_were_not_written(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive), blocks_of(drive)
+    drive.failing = {"wa", "wb"}
+    for name in "ab":
+        cache.create(blocks[name])
+        blocks[name].memory.buffer.fill_(99)
+        cache.release([blocks[name]], changed=True)
+    cache.clear(keeping=[blocks["b"], blocks["c"]])
+    cache.acquire([blocks["a"], blocks["b"], blocks["c"]])
+    assert [value_of(blocks[name]) for name in "abc"] == [1, 99, 3]
+
+
+def test_residents_of_a_pool_may_have_memory_beside_the_limit(drive: SlowDrive) -> None:
+    pool = BufferPool(64 * PAGE)
+    memory = PooledMemory(pool, PAGE, lambda held, block: f"{held} held, {block.nbytes} wanted", separate_residents=True)
+    cache, blocks = BlockCache(drive, memory), blocks_of(drive)
+    cache.keep({blocks["e"]: True})
+    for name in "eab":
+        cache.acquire([blocks[name]])
+        cache.release([blocks[name]])
+    assert [blocks[name].in_memory for name in "eab"] == [True, False, True]
+    assert (cache.used, pool.in_use) == (PAGE, 4 * PAGE)
+
+
 def test_what_can_only_be_read_says_so() -> None:
     with pytest.raises(RuntimeError, match="<Block a: 4096 bytes, absent> cannot be written: it is read only"):
         ReadOnly().write(Block("a", PAGE), torch.zeros(PAGE, dtype=torch.uint8))
@@ -407,6 +473,18 @@ class Rules(RuleBasedStateMachine):
     def drop_clean(self) -> None:
         self.cache.drop_clean()
         assert all(block.state is not State.CLEAN or block.users for block in self.blocks.values())
+
+    @rule(keeping=st.sets(names, max_size=3))
+    def clear(self, keeping: set[str]) -> None:
+        kept = {name for name in keeping if self.blocks[name].in_memory}
+        self.used.clear()
+        self.cache.clear([self.blocks[name] for name in keeping])
+        for name in [name for name in self.values if name not in kept or not self.blocks[name].in_memory]:
+            if self.blocks[name].stored:
+                self.values[name] = self.drive.contents[name]
+            else:
+                del self.values[name]
+        assert {name for name, block in self.blocks.items() if block.in_memory} <= keeping
 
     @rule(count=st.integers(1, 3))
     def time_passes(self, count: int) -> None:
