@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -12,10 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.growable import GrowableLease
-from deepnvme.memory.pool import BufferPool, Lease
+from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
+from deepnvme.transfer.block import Block, State
+from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
+from deepnvme.transfer.block_memory import PooledMemory
 
-from .io_stats import IOStats
+from .io_stats import IOStats, StoredBlock
 from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
@@ -63,34 +66,50 @@ class GradientHooks:
 
 
 class _Collected:
-    """The gradients of one sub-group: in memory from the first that arrives until all have arrived, then on the drive."""
+    """The gradients of one sub-group: in use from the first that arrives until all have arrived, then on the drive."""
 
     def __init__(self, sub_group: SubGroup) -> None:
         self.sub_group = sub_group
         self.layout = lay_out([(index, "", piece.of(piece.param)) for index, piece in enumerate(sub_group.pieces)])
-        self.lease: Lease | None = None
+        self.block = StoredBlock(f"{sub_group.index}.gradient", self.layout.nbytes)
         self.present: set[int] = set()
         """Indices of the pieces that have a gradient."""
         self.added: set[int] = set()
         """Indices of the pieces whose gradient the current backward has added; none once it has added all."""
-        self.written: StoreFuture[int] | None = None
 
-    @property
-    def block(self) -> torch.Tensor:
-        """The bytes of the gradients, which are in memory."""
-        assert self.lease is not None
-        return self.lease.buffer[: self.layout.nbytes]
 
-    def came_to_memory(self, lease: Lease) -> None:
-        """Record that this memory has the gradients."""
-        self.lease, self.written = lease, None
+class _GradientStore:
+    """Reads and writes gradients. What cannot be written is lost, so that backward goes on with the memory."""
 
-    def left_memory(self, written: StoreFuture[int]) -> None:
-        """Record that the gradients are being written; their memory is released when that has ended."""
-        self.written = written
-        lease, self.lease = self.lease, None
-        assert lease is not None
-        lease.release(after=written)
+    def __init__(self, traffic: IOStats) -> None:
+        self._traffic = traffic
+        self.error: OSError | None = None
+        """The first error of a write."""
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        return self._traffic.read(block, buffer)
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        return _GradientWrite(self.failed, self._traffic.write(block, buffer))
+
+    def failed(self, error: OSError | None) -> None:
+        """Record the first error of a write; None to forget it."""
+        self.error = error and (self.error or error)
+
+
+class _GradientWrite:
+    """A write that counts as one that has ended well, whatever its error, which ``failed`` is told."""
+
+    def __init__(self, failed: Callable[[OSError], None], future: StoreFuture[int]) -> None:
+        self._failed, self._future = failed, future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def exception(self, timeout: float | None = None) -> None:
+        error = self._future.exception(timeout)
+        if error is not None:
+            self._failed(error)
 
 
 class SubGroupGradients:
@@ -105,17 +124,18 @@ class SubGroupGradients:
     """
 
     def __init__(self, traffic: IOStats, pool: BufferPool) -> None:
-        self._traffic, self._pool = traffic, pool
+        self._traffic = traffic
         self._arrived: dict[SubGroup, set[int]] = {}
         self._collected: dict[SubGroup, _Collected] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
         self._scale: torch.Tensor | None = None
-        self._ahead: dict[SubGroup, tuple[Lease, StoreFuture[torch.Tensor]]] = {}
-        """Gradients that are being read, or were read and are not yet used."""
-        self._taken: Lease | None = None
+        self._store = _GradientStore(traffic)
+        self._memory = PooledMemory(pool, 0, _shortage, separate_residents=True)
+        self._cache = BlockCache(self._store, self._memory, retain=False, read_again=False)
+        self._taken: StoredBlock | None = None
+        """The gradients that :meth:`take` has read, and may have scaled."""
         self._scratch = GrowableLease(pool)
-        self._leaving: deque[StoreFuture[int]] = deque()
         self.lost = False
         """Whether a gradient could not be written, and is neither in memory nor on the drive."""
 
@@ -168,7 +188,9 @@ class SubGroupGradients:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise TypeError(f"a gradient of layout {gradient.layout} cannot be offloaded: set offload_gradients to False")
-        kept = self._collected.get(sub_group) or _Collected(sub_group)
+        if sub_group not in self._collected:
+            self._collected[sub_group] = _Collected(sub_group)
+        kept = self._collected[sub_group]
         view = kept.layout.sections[index].of(self._in_memory(kept))
         with defer_interrupts():  # an interrupt between adding and recording would add the gradient twice
             if index in kept.present:
@@ -178,7 +200,6 @@ class SubGroupGradients:
             taken.append(gradient)
             kept.present.add(index)
             kept.added.add(index)
-            self._collected[sub_group] = kept
         if sub_group.has_all_gradients(kept.added):
             self._complete(kept)
 
@@ -188,16 +209,16 @@ class SubGroupGradients:
         Sub-groups of which some parameters got no gradient in this backward count as complete from here on.
         """
         for kept in self._collected.values():
-            if kept.lease is not None:
+            if kept.block.users:
                 self._complete(kept)
         with self._traffic.times.waiting:
-            for kept in self._collected.values():
-                self._until_written(kept)
+            self._cache.drain()
+        self._raise_if_lost()
 
     @property
     def any_collected(self) -> bool:
         """Whether any gradient was collected and not dropped yet."""
-        return bool(self._collected)
+        return any(kept.present for kept in self._collected.values())
 
     def note_arrival(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
         """Record, with ``step_in_backward``, that the gradient of a parameter with these pieces has arrived.
@@ -231,7 +252,7 @@ class SubGroupGradients:
 
     def has(self, sub_group: SubGroup) -> bool:
         """Return whether any piece of the sub-group has a gradient, in ``param.grad`` or collected."""
-        return sub_group in self._collected or any(piece.param.grad is not None for piece in sub_group.pieces)
+        return bool(self._present(sub_group)) or any(piece.param.grad is not None for piece in sub_group.pieces)
 
     def prepare(self, sub_groups: Sequence[SubGroup]) -> None:
         """Check the gradients of the sub-groups to be stepped, and lease the memory to convert them to float32.
@@ -244,15 +265,19 @@ class SubGroupGradients:
         self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Start reading the gradients of the sub-groups to be stepped next, in order, until memory for them runs out."""
-        for sub_group in sub_groups:
-            kept = self._collected.get(sub_group)
-            if kept is None or kept.lease is not None or sub_group in self._ahead:
-                continue
-            lease = self._pool.try_lease(max(kept.layout.nbytes, 1)) if len(self._ahead) < OPEN - 1 else None
-            if lease is None:
-                return
-            self._read(kept, lease)
+        """Start reading the gradients of the sub-groups to be stepped next, in order, until memory for them runs out.
+
+        Raises the OSError of a gradient that could not be written.
+        """
+        if not self._collected:
+            return
+        ahead = [self._collected[each].block for each in itertools.islice(sub_groups, OPEN - 1) if self._present(each)]
+        for block in ahead:
+            if block.state is State.WRITING:
+                self._cache.settle(block)
+        self._raise_if_lost()
+        self._allow(2 * OPEN)  # the last ones of backward may still be being written
+        self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """Return what :meth:`SubGroup.step` needs: collected gradients by index of the piece, and memory to convert gradients in.
@@ -309,32 +334,26 @@ class SubGroupGradients:
     @property
     def leased_bytes(self) -> int:
         """Bytes of memory that are leased for gradients."""
-        leases = [kept.lease for kept in self._collected.values()] + [lease for lease, _ in self._ahead.values()] + [self._taken]
-        return self._scratch.nbytes + sum(lease.nbytes for lease in leases if lease is not None)
+        blocks = (kept.block for kept in self._collected.values())
+        return self._scratch.nbytes + sum(block.nbytes for block in blocks if block.in_memory)
 
     def clear(self) -> None:
         """Drop all collected gradients and release their memory. Their space on the drive is kept for the next gradients.
 
         Blocks until transfers have ended.
         """
-        self.rest()
-        for kept in list(self._collected.values()):
-            if kept.written is not None:
-                kept.written.exception()  # an error no longer matters: the gradient is dropped
-            self._collected.pop(kept.sub_group, None)
-            if kept.lease is not None:
-                kept.lease.release()
+        self._taken = None
+        self._collected.clear()
+        self._cache.clear()
         self._norms.clear()
         self._scale = None
+        self._store.failed(None)
         self.lost = False
 
     def rest(self) -> None:
         """Release the memory of gradients that were read or read ahead; they are read again when needed."""
         self._release_taken()
-        while self._ahead:
-            _, (lease, reading) = self._ahead.popitem()
-            reading.exception()  # wait; an error no longer matters, because the gradient will be read again
-            lease.release()
+        self._cache.drop_clean()
 
     def release(self) -> None:
         """Drop all collected gradients, and release all memory."""
@@ -343,77 +362,77 @@ class SubGroupGradients:
 
     def _take_collected(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
         self._release_taken()
-        kept = self._collected.get(sub_group)
-        if kept is None:
+        present = self._present(sub_group)
+        if not present:
             return {}
-        lease = kept.lease
-        if lease is None:
+        kept = self._collected[sub_group]
+        stays = kept.block.users > 0  # because the sub-group is incomplete, or resident
+        if not stays:
+            self._taken = kept.block
             with self._traffic.times.waiting:
-                if sub_group not in self._ahead:
-                    self._read(kept, self._pool.lease(max(kept.layout.nbytes, 1)))
-                self._ahead[sub_group][1].result()
+                self._read(kept.block)
             self._traffic.look()
-            lease = self._taken = self._ahead.pop(sub_group)[0]  # may be scaled below, so the next take has to read it again
-        found = {index: kept.layout.sections[index].of(lease.buffer) for index in sorted(kept.present)}
+        found = {index: kept.layout.sections[index].of(kept.block.content) for index in sorted(present)}
         if self._scale is not None:
-            for index, gradient in found.items():  # those in memory stay, because the sub-group is incomplete, or resident
-                found[index] = gradient.mul_(self._scale) if kept.lease is None else gradient * self._scale
+            for index, gradient in found.items():
+                found[index] = gradient * self._scale if stays else gradient.mul_(self._scale)
         return found
+
+    def _present(self, sub_group: SubGroup) -> set[int]:
+        """Return the indices of a sub-group's pieces of which gradients were collected."""
+        kept = self._collected.get(sub_group)
+        return set() if kept is None else kept.present
 
     def _in_memory(self, kept: _Collected) -> torch.Tensor:
         """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
-        if kept.lease is None:
-            self._make_room()
-            lease = self._pool.lease(max(kept.layout.nbytes, 1))
-            if kept.written is not None:
-                self._until_written(kept)
-                self._traffic.get(_name(kept.sub_group), lease.buffer[: kept.layout.nbytes]).result()
-            kept.came_to_memory(lease)
-        return kept.block
+        block = kept.block
+        if not block.users:
+            self._allow(OPEN)
+            self._cache.keep({block: bool(kept.sub_group.in_memory)})
+            used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
+            if len(used) == OPEN:
+                self._write(used[0])
+            if kept.present:
+                self._read(block)
+            else:
+                self._cache.create(block)
+        return block.content
+
+    def _allow(self, count: int) -> None:
+        """Make the limit of memory large enough for the gradients of so many sub-groups."""
+        self._memory.set_limit(count * max(kept.block.nbytes for kept in self._collected.values()))
+
+    def _read(self, block: StoredBlock) -> None:
+        """Begin a use of gradients that were written. Blocks until they are in memory."""
+        self._cache.settle(block)
+        self._raise_if_lost()
+        self._cache.acquire([block])
 
     def _complete(self, kept: _Collected) -> None:
         """Write gradients to which the current backward adds no more. What is added from here on is another backward's."""
         kept.added.clear()
         self._write(kept)
 
-    def _make_room(self) -> None:
-        """Wait for writes, or start one, until another sub-group's gradients may be in memory."""
-        while True:
-            open_now = [each for each in self._collected.values() if each.lease is not None and not each.sub_group.in_memory]
-            if len(open_now) + len(self._leaving) < OPEN:
-                return
-            if self._leaving:
-                self._leaving.popleft().exception()  # only wait: an error is raised where the gradients are needed
-            else:
-                self._write(open_now[0])
-
-    def _read(self, kept: _Collected, lease: Lease) -> None:
-        self._until_written(kept)
-        self._ahead[kept.sub_group] = lease, self._traffic.get(_name(kept.sub_group), lease.buffer[: kept.layout.nbytes])
-
     def _write(self, kept: _Collected) -> None:
         """Begin to write a sub-group's gradients and to free their memory, unless it is resident."""
         if not kept.sub_group.in_memory:
-            written = self._traffic.put(_name(kept.sub_group), kept.block)
-            kept.left_memory(written)
-            self._leaving.append(written)
+            self._cache.release([kept.block], changed=True)
 
-    def _until_written(self, kept: _Collected) -> None:
-        if kept.written is None:
-            return
-        try:
-            kept.written.result()
-        except OSError as error:
+    def _raise_if_lost(self) -> None:
+        """Raise the error of a gradient that could not be written."""
+        error = self._store.error
+        if error is not None:
             if not self.lost:
                 error.strerror = f"{error.strerror}; a gradient is lost with it: call zero_grad() and run backward again"
             self.lost = True
-            raise
+            raise error
 
     def _release_taken(self) -> None:
+        """Have gradients that may have been scaled read again."""
         taken, self._taken = self._taken, None
-        if taken is not None:
-            taken.release()
+        if taken is not None and taken.users:
+            self._cache.reject([taken])
 
 
-def _name(sub_group: SubGroup) -> str:
-    return f"{sub_group.index}.gradient"
+def _shortage(held: int, block: Block) -> str:
+    return f"gradients of {held} bytes are in memory, and {block.nbytes} bytes are needed for more"

@@ -13,6 +13,7 @@ import torch
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.block import Block
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,31 @@ class StepTimes:
             self.begun = time.perf_counter()
 
 
+class StoredBlock(Block):
+    """A block in a store: the bytes of one of its tensors, at the beginning of memory that may be larger.
+
+    Args:
+        name: The tensor's name in the store.
+        content_bytes: Bytes of the tensor.
+        nbytes: Bytes of memory, if more. That of one size is lent again without being pinned.
+    """
+
+    __slots__ = ("_content_bytes",)
+
+    def __init__(self, name: str, content_bytes: int, nbytes: int = 1) -> None:
+        super().__init__(name, max(content_bytes, nbytes), stored=True)
+        self._content_bytes = content_bytes
+
+    @property
+    def content(self) -> torch.Tensor:
+        """The bytes in memory. Raises RuntimeError if they are not there."""
+        return self.memory.buffer[: self._content_bytes]
+
+    def rename(self, name: str) -> None:
+        """Have the next write go to another place, from which it is read afterwards."""
+        self.name = name
+
+
 class IOStats:
     """Reads from and writes to a store, counts bytes and times for the current step, and makes a report of each step.
 
@@ -159,6 +185,16 @@ class IOStats:
         self.times.writes.started(future, tensor.nbytes)
         self._written_in_all += tensor.nbytes
         return future
+
+    def read(self, block: Block, buffer: torch.Tensor) -> StoreFuture[torch.Tensor]:
+        """Start reading a block, and count it."""
+        assert isinstance(block, StoredBlock)
+        return self.get(block.name, block.content)
+
+    def write(self, block: Block, buffer: torch.Tensor) -> StoreFuture[int]:
+        """Start writing a block, and count it."""
+        assert isinstance(block, StoredBlock)
+        return self.put(block.name, block.content)
 
     def look(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""

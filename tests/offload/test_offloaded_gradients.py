@@ -13,6 +13,7 @@ import torch
 
 from deepnvme.offload.gradients import OPEN
 from deepnvme.swap import BufferPool
+from deepnvme.transfer.block import State
 
 from ..support import training
 from ..support.engines import failing
@@ -21,7 +22,7 @@ from ..support.training import (
     assert_same,
     assert_same_state,
     backward,
-        give_gradients,
+    give_gradients,
     in_memory,
     parameters,
     snapshot,
@@ -191,6 +192,26 @@ def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: s
         assert_same(params, plain)
 
 
+def test_a_lost_gradient_is_told_of_also_if_the_states_have_come_into_memory_since(drive: Path) -> None:
+    """Whichever it is: the first, or one that nobody has looked for yet."""
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    backward(plain, 0)
+    reference.step()
+    number, failed = 1, 1
+    while failed:
+        with optimizer_in(drive, params, dram_budget=1 << 40) as optimizer:
+            with failing("write", number) as engine:
+                backward(params, 0)
+            failed = engine.failed
+            optimizer.load_state_dict(reference.state_dict())
+            if failed:
+                with pytest.raises(OSError, match="a gradient is lost with it"):
+                    optimizer.step()
+        number += 1
+    assert number > 4
+
+
 def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(
     drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +233,7 @@ def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(
                     return BufferPool.lease(optimizer._pool, nbytes)
 
                 with monkeypatch.context() as patch:
-                    patch.setattr(optimizer._pool, "lease", lease)
+                    patch.setattr(optimizer._pool, "try_lease", lease)
                     with pytest.raises(MemoryError, match="none left"):
                         optimizer.step()
                 assert calls == failing_at
@@ -267,7 +288,7 @@ def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.M
         take, ahead = offloaded.take, []
 
         def look(sub_group: Any) -> Any:
-            ahead.append(sub_group in offloaded._ahead)
+            ahead.append(offloaded._collected[sub_group].block.state in (State.READING, State.CLEAN))
             return take(sub_group)
 
         monkeypatch.setattr(offloaded, "take", look)
