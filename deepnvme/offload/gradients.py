@@ -18,7 +18,7 @@ from deepnvme.transfer.block import Block, State
 from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
-from .io_stats import IOStats, StoredBlock
+from .io_stats import IOStats, StoredBlock, shortage
 from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
@@ -131,7 +131,7 @@ class SubGroupGradients:
         """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
         self._scale: torch.Tensor | None = None
         self._store = _GradientStore(traffic)
-        self._memory = PooledMemory(pool, 0, _shortage, separate_residents=True)
+        self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self._cache = BlockCache(self._store, self._memory, retain=False, read_again=False)
         self._taken: StoredBlock | None = None
         """The gradients that :meth:`take` has read, and may have scaled."""
@@ -432,7 +432,3 @@ class SubGroupGradients:
         taken, self._taken = self._taken, None
         if taken is not None and taken.users:
             self._cache.reject([taken])
-
-
-def _shortage(held: int, block: Block) -> str:
-    return f"gradients of {held} bytes are in memory, and {block.nbytes} bytes are needed for more"

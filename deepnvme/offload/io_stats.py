@@ -156,6 +156,11 @@ class StoredBlock(Block):
         self.name = name
 
 
+def shortage(held: int, block: Block) -> str:
+    """Return how a message begins that there is no memory for a block beside those of ``held`` bytes."""
+    return f"the sub-groups in memory have leased {held} bytes and need {block.nbytes} more"
+
+
 class IOStats:
     """Reads from and writes to a store, counts bytes and times for the current step, and makes a report of each step.
 

@@ -10,12 +10,11 @@ import torch
 
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool
-from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
 from .gradients import SubGroupGradients
-from .io_stats import IOStats, StoredBlock
+from .io_stats import IOStats, StoredBlock, shortage
 from .resident_sub_groups import RING, BlockVersions, block_name, image_name
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
 
@@ -63,7 +62,7 @@ class SubGroupPipeline:
 
     def __init__(self, traffic: IOStats, blocks: BlockVersions, gradients: SubGroupGradients, pool: BufferPool) -> None:
         self._traffic, self._blocks, self._gradients, self._pool = traffic, blocks, gradients, pool
-        self._memory, self._copies_memory = PooledMemory(pool, 0, _shortage), PooledMemory(pool, 0, _shortage)
+        self._memory, self._copies_memory = PooledMemory(pool, 0, shortage), PooledMemory(pool, 0, shortage)
         self._cache = BlockCache(traffic, self._memory, read_again=False)
         """The states of sub-groups."""
         self._copies = BlockCache(traffic, self._copies_memory, retain=False)
@@ -320,7 +319,3 @@ def _copy_back(sub_group: SubGroup, sections: Sequence[BlockSection], cache: Blo
             piece = sub_group.pieces[section.piece]
             piece.of(piece.param).copy_(section.of(block.content))
     cache.release(blocks, write=False)
-
-
-def _shortage(held: int, block: Block) -> str:
-    return f"the sub-groups in flight have leased {held} bytes and need {block.nbytes} more"

@@ -13,9 +13,11 @@ from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.transfer.block_memory import PooledMemory
 
 from .gradients import OPEN, SubGroupGradients
-from .io_stats import IOStats
+from .io_stats import IOStats, StoredBlock, shortage
 from .partition import SubGroupPlanner
 from .sub_group import SubGroup
 
@@ -182,25 +184,18 @@ class ResidentBlocks:
     def load(self, sub_groups: Sequence[SubGroup]) -> None:
         """Read the blocks of these sub-groups into memory, and wait for them.
 
-        Raises OSError or MemoryError; blocks that were read before that stay in memory.
+        Raises OSError or MemoryError. Then none was loaded.
         """
-        coming = []
-        errors = []
-        try:
-            for each in sub_groups:
-                if each.resident is None:
-                    assert each.layout is not None
-                    lease = self._pool.lease(max(each.layout.nbytes, 1))
-                    coming.append((each, lease, self._traffic.get(block_name(each), lease.buffer[: each.layout.nbytes])))
-        finally:
-            with self._traffic.times.waiting:
-                for each, lease, reading in coming:  # all of them: one error is raised, and the others are the same drive's
-                    errors.append(reading.exception())
-                    if errors[-1] is None:
-                        each.came_to_memory(lease)
-        for error in errors:
-            if error is not None:
-                raise error
+        blocks = {}
+        for each in sub_groups:
+            if each.resident is None:
+                assert each.layout is not None
+                blocks[each] = StoredBlock(block_name(each), each.layout.nbytes)
+        memory = PooledMemory(self._pool, sum(block.nbytes for block in blocks.values()), shortage)
+        with self._traffic.times.waiting:
+            BlockCache(self._traffic, memory).acquire(blocks.values())
+        for each, block in blocks.items():
+            each.came_to_memory(block.memory)
 
     def step(self, sub_group: SubGroup, gradients: SubGroupGradients, groups: Sequence[dict[str, Any]]) -> None:
         """Step a sub-group whose block is in memory, in place. Its block on the drive is an older step's from then on."""

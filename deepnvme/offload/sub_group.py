@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepnvme.memory.alignment import PAGE, padded
-from deepnvme.memory.pool import Lease
+from deepnvme.transfer.block import Memory
 
 from .params import ParamSlice, version_of
 
@@ -118,7 +118,7 @@ class SubGroup:
         those states are only in memory."""
         self.in_memory: bool | None = None
         """Whether its block is to stay in memory between steps; None until ResidencyPolicy has decided."""
-        self.resident: Lease | None = None
+        self.resident: Memory | None = None
         """The memory of its block, if the block is in memory between steps."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
@@ -159,7 +159,7 @@ class SubGroup:
         """Decide whether the block stays in memory between steps."""
         self.in_memory = in_memory
 
-    def came_to_memory(self, lease: Lease) -> None:
+    def came_to_memory(self, lease: Memory) -> None:
         """Record that this memory has the block. It stays until :meth:`release_memory`."""
         self.resident = lease
 
