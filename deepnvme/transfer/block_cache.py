@@ -386,23 +386,27 @@ class BlockCache(Monitor):
             self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:
+        """Return the end of a write that frees memory, or else of any transfer; None if nothing is left to be read or written."""
         if not (self._agenda or self._to_write):
             return None
         return self._memory_to_come() or self._ending_of_any(self._transfers)
 
     def _starved(self) -> bool:
+        """Return whether more could be read ahead if a transfer ended that nobody waits for."""
         if not self._agenda:
             return False
         unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
         return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
 
     def _look(self) -> None:
+        """Record the errors of the transfers that are done."""
         for under_way in list(self._transfers.values()):
             if not under_way.ended and under_way.transfer.done():
                 under_way.error = under_way.transfer.exception()
                 under_way.ended = True
 
     def _take_note(self) -> None:
+        """Move the blocks whose transfers are known to have ended to their next state."""
         for block, under_way in [item for item in self._transfers.items() if item[1].ended]:
             del self._transfers[block]
             error = under_way.error
@@ -420,6 +424,7 @@ class BlockCache(Monitor):
                 self._drop_unless_kept(block)
 
     def _go_on(self) -> None:
+        """Read ahead and write as far as memory and drive allow, once the blocks that a caller waits for have their memory."""
         if all(block.in_memory for block in self._wanted):
             self._read_ahead()
             while self._to_write and self._bytes_in_transfer() < self._busy_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ class Transfers:
     def start(self, function: Callable[..., Future], *arguments: object) -> Future:
         """Call ``function``, which starts a transfer, and return its future."""
         # One call starts the transfer and keeps its future: with engine.without_python, Ctrl-C cannot come between the two.
-        self._futures.extend(map(function, *([each] for each in arguments)))
+        self._futures.extend(itertools.starmap(function, [arguments]))
         return self._futures[-1]
 
     def done(self) -> bool:
