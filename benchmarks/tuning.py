@@ -79,11 +79,12 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
             )
             paths = raw_io.files(workload, directory)
             with worker_processes(job, [directory]) as ds_io:
-                ds_io.call("lay_out")
+                if job.operation == "read":
+                    ds_io("lay_out")
                 if workload.state == "existing":
                     drive.lay_out(paths[0], settings.size, interleave.CONTENTS)
                 raw_io.measure(workload, paths)  # the tensor is allocated with the first transfer
-                ds_io.call("loop", 0)
+                ds_io("loop", 0)
                 ratios = []
                 for turn in range(1, settings.rounds + 1):
                     progress(f"ds_io and raw_io: {name}, round {turn} of {settings.rounds}")
@@ -93,7 +94,7 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
                         if who == "raw_io":
                             rates[who] = raw_io.measure(workload, paths).gb_per_second
                         else:
-                            rates[who] = ds_io.call("loop", turn)[0].gb_per_second
+                            rates[who] = ds_io("loop", turn)[0].gb_per_second
                     ratios.append(rates["ds_io"] / rates["raw_io"])
             for path in directory.iterdir():
                 if path.is_file():

@@ -14,7 +14,7 @@ import deepnvme
 from deepnvme import AioConfig
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import OPERATIONS, Job, Operation, Place
-from deepnvme.tune.measure.worker_processes import WorkerProcesses, worker_processes
+from deepnvme.tune.measure.worker_processes import CallMembers, worker_processes
 from harness.turns import Counts
 from harness.worker_process import WorkerProcess
 
@@ -102,19 +102,19 @@ def drive_limits(
     """A contender that says what the drive reads and overwrites in a second, as ds_io measures it."""
     directory.mkdir()
     with contextlib.ExitStack() as stack:
-        crews: dict[Operation, WorkerProcesses] = {}
+        ds_io: dict[Operation, CallMembers] = {}
         for operation in operations:
             job = Job((Place(directory, 0),), operation, nbytes, _DS_IO, loops=rounds)
-            crews[operation] = stack.enter_context(worker_processes(job, [directory]))
+            ds_io[operation] = stack.enter_context(worker_processes(job, [directory]))
             if operation == "read":
-                crews[operation].call("lay_out")
-            crews[operation].call("loop", 0)  # allocates the file, and touches the tensor
+                ds_io[operation]("lay_out")
+            ds_io[operation]("loop", 0)  # allocates the file, and touches the tensor
 
         def measure() -> Counts:
             sample: Counts = {"seconds": 0.0}
             for operation in operations:
                 quieten(directory)
-                (loop,) = crews[operation].call("loop", 1)
+                (loop,) = ds_io[operation]("loop", 1)
                 sample[operation] = loop.nbytes / loop.seconds
                 sample["seconds"] += loop.seconds
             return sample

@@ -25,8 +25,8 @@ def result(read: float | None, write: float | None, **setting: object) -> Result
 
 
 def tuning(*results: Result, folders: int = 1) -> Tuning:
-    search = Search((DRIVE,) * folders, results, results[0], "the fastest", 1, 1.0, True)
-    return Tuning(400 << 20, (search,), None, 0, 1.0, complete=True)
+    search = Search((DRIVE,) * folders, results[0], "the fastest", 1, 1.0, True, results)
+    return Tuning(400 << 20, 1.0, True, 0, (search,), None)
 
 
 Key = tuple[str, str, str, int, int, int]

@@ -53,11 +53,11 @@ def search(*folders: FolderFacts, read: bool = True, write: bool = True, complet
         for nth, each in enumerate(settings)
     ]
     results.reverse()
-    return Search(folders, tuple(results), results[1], "fast & lean", 3, 75.0, complete)
+    return Search(folders, results[1], "fast & lean", 3, 75.0, complete, tuple(results))
 
 
 def tuning(*searches: Search, striping: Striping | None = None) -> Tuning:
-    return Tuning(400 << 20, searches, striping, 12 * 10**9, 80.0, all(each.complete for each in searches))
+    return Tuning(400 << 20, 80.0, all(each.complete for each in searches), 12 * 10**9, searches, striping)
 
 
 def two_folders() -> Tuning:
@@ -326,7 +326,7 @@ def test_a_cell_holds_the_best_over_workers_and_backends() -> None:
                ((1, "io_uring", 1.11), (2, "io_uring", 2.22), (1, "libaio", 3.33), (2, "libaio", 1.5))]  # fmt: skip
     results.append(result(128 * KIB, 8, 1, "io_uring", 4.44, None))
     with html_report.style():
-        chart = charts.heat_map(Search((DRIVE,), tuple(results), results[-1], "", 1, 1.0, True), "read")
+        chart = charts.heat_map(Search((DRIVE,), results[-1], "", 1, 1.0, True, tuple(results)), "read")
     assert chart is not None
     assert [text.get_text() for text in chart.axes.texts] == ["3.33", "4.44"]
 
@@ -336,7 +336,7 @@ def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats() -> None:
     found = [Figures(speed, cpu, 1e-3, 2e-3) for speed, cpu in ((1.0, 0.1), (3.0, 0.2), (2.0, 0.3), (4.0, 0.4), (4.0, 0.5))]
     results = [Result(AioConfig(queue_depth=nth + 1), "io_uring", each, None, 1) for nth, each in enumerate(found)]
     with html_report.style():
-        chart = charts.cpu_chart(Search((DRIVE,), tuple(results), results[1], "", 1, 1.0, True), "read")
+        chart = charts.cpu_chart(Search((DRIVE,), results[1], "", 1, 1.0, True, tuple(results)), "read")
     assert chart is not None
     joined = [line.get_xydata().tolist() for line in chart.axes.lines if line.get_linestyle() != "None"]
     assert joined == [[[0.1, 1.0], [0.2, 3.0], [0.4, 4.0]]]
@@ -345,7 +345,7 @@ def test_the_line_of_a_trade_off_joins_only_settings_that_none_beats() -> None:
 @needs_matplotlib
 def test_a_single_setting_is_shown_without_charts() -> None:
     only = result(1 << 20, 8, 1, "io_uring", 3.0, 2.0)
-    page = Page(rendered(tuning(Search((DRIVE,), (only,), only, "the only one", 1, 2.0, True))))
+    page = Page(rendered(tuning(Search((DRIVE,), only, "the only one", 1, 2.0, True, (only,)))))
     assert page.all("svg") == []
     assert "nothing to compare" in page.text
     assert "1M blocks, queue depth 8, 1 worker, io_uring" in page.text
@@ -359,7 +359,7 @@ def test_figures_of_zero_break_no_chart() -> None:
     ]
     rates = {"read": 0.0, "write": 0.0}
     striping = Striping((("/a", rates), ("/b", rates)), rates, True)
-    stopped = Search((DRIVE,), tuple(results), results[0], "", 1, 0.0, False)
+    stopped = Search((DRIVE,), results[0], "", 1, 0.0, False, tuple(results))
     page = Page(rendered(tuning(stopped, striping=striping)))
     assert len(page.all("svg")) == 2 + 1 + 2  # heat maps, workers, striping; latency and CPU time have nothing to show
 

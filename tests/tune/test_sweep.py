@@ -356,7 +356,7 @@ def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Command, driv
 def test_striping_over_folders_without_any_speed_has_no_gain() -> None:
     only = Result(AioConfig(), "io_uring", Figures(0.0, 0.0, 0.0, 0.0), None, 1)
     striping = Striping((("/a", {"read": 0.0}), ("/b", {"read": 0.0})), {"read": 0.0}, shared_device=False)
-    text = sweep_text.render(Tuning(MIB, (Search((), (only,), only, "", 1, 0.0, True),), striping, 0, 0.0, True))
+    text = sweep_text.render(Tuning(MIB, 0.0, True, 0, (Search((), only, "", 1, 0.0, True, (only,)),), striping))
     assert re.search(r"together / the fastest alone +-$", text, re.MULTILINE)
 
 

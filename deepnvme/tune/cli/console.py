@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from deepnvme._files import naming_file
 from deepnvme.report.ds_report import emit
@@ -36,12 +38,11 @@ def one_line_errors(program: str) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="transfers of .* go through the page cache")
         try:
             yield
+            return
         except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
             status, message = 1, first_line(error)
         except KeyboardInterrupt:
             status, message = 130, "interrupted; its files are removed"
-        else:
-            return
         print(f"{program}: {message}", file=sys.stderr)
         sys.exit(status)
 
@@ -90,6 +91,23 @@ def progress_shown(otherwise: SearchProgress, with_bar: bool) -> Iterator[Search
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
         task = shown.add_task("", total=1.0)
         yield lambda share, step: shown.update(task, completed=share, description=step, refresh=True)
+
+
+def show_result(text: str, document: dict[str, Any], json_path: str | None) -> None:
+    """Print a result as text, and write it as JSON if that is wanted.
+
+    Args:
+        text: The text for stdout.
+        document: The same as JSON types.
+        json_path: A file for the JSON; "-" for stdout instead of the text; None for none.
+
+    Raises:
+        OSError: If it cannot be written; names the file.
+    """
+    if json_path != "-":
+        emit(text)
+    if json_path is not None:
+        write_out(json.dumps(document, indent=2), json_path)
 
 
 def write_out(text: str, path: str) -> None:

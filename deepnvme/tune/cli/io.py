@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import get_args
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
-from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.job import EngineName, Job, Place
 from deepnvme.tune.measure.measuring import measure
 from deepnvme.tune.render import io_text
 from deepnvme.tune.search.space import bad_setting
 
 from .arguments import Parser, add_json_option, directory, natural, positive, size
-from .console import one_line_errors, progress_shown, write_out
+from .console import one_line_errors, progress_shown, show_result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,10 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_line_errors(parser.prog):
         with progress_shown(lambda share, step: None, with_bar=False) as show:
             measurement = measure(job, lambda step: show(0.0, step))
-        if options.json != "-":
-            emit(io_text.render(measurement))
-        if options.json is not None:
-            write_out(json.dumps(io_text.as_document(measurement), indent=2), options.json)
+        show_result(io_text.render(measurement), io_text.as_document(measurement), options.json)
 
 
 def _parser() -> Parser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from deepnvme.tune.search.successive_halving import SearchProgress
 from deepnvme.tune.search.tuner import Order, tune
 
 from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
-from .console import one_line_errors, progress_shown, write_out
+from .console import one_line_errors, progress_shown, show_result, write_out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,10 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with progress_shown(_each_step_once(), with_bar=True) as progress:
             tuning = tune(order, progress)
         # Printed before files are written, because that may fail.
-        if options.json != "-":
-            emit(sweep_text.render(tuning, verbose=options.verbose))
-        if options.json is not None:
-            write_out(json.dumps(sweep_text.as_document(tuning), indent=2), options.json)
+        show_result(sweep_text.render(tuning, verbose=options.verbose), sweep_text.as_document(tuning), options.json)
         if options.log_dir is not None:
             deepspeed_logs.write(tuning, options.log_dir)
         if options.output is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -81,8 +82,7 @@ def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller
         first, before = wanted.get(device, (folder, 0))
         wanted[device] = first, before + nbytes
     for folder, nbytes in wanted.values():
-        status = os.statvfs(folder)
-        free = status.f_bavail * status.f_frsize
+        free = shutil.disk_usage(folder).free
         if free < nbytes:
             raise Unsuitable(f"'{folder}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
 

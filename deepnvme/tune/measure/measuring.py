@@ -43,24 +43,24 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
         progress("starting")
         workspaces = {folder: stack.enter_context(workspace(folder, "ds_io-")) for folder in facts}
         directories = [workspaces[place.folder] for place in job.places]
-        members = stack.enter_context(worker_processes(job, directories))
-        memory, backend, _ = members.call("describe")[0]
+        call = stack.enter_context(worker_processes(job, directories))
+        memory, backend, _ = call("describe")[0]
         fio_run = FioComparisonRun(job, program, backend, directories) if program is not None else None
         if job.operation == "read":
             progress("laying out files")
-            members.call("lay_out")
+            call("lay_out")
         samples: list[Sample] = []
         for number in range(job.total_loops):
             progress(f"loop {number + 1} of {job.total_loops}")
             for directory in workspaces.values():
                 settle(directory)
-            samples.append(_together(members.call("loop", number)))
+            samples.append(_together(call("loop", number)))
             if fio_run is not None:
                 progress(f"loop {number + 1} of {job.total_loops}: fio")
                 for directory in workspaces.values():
                     settle(directory)
                 fio_run.loop()
-        fallbacks = merged(found for _, _, found in members.call("describe"))
+        fallbacks = merged(found for _, _, found in call("describe"))
     first = 0 if job.include_warmup else job.warmup_loops
     return Measurement(
         job=job,

@@ -12,40 +12,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .figures import latency_between
 from .folder import drop_pages, sync
 from .job import Job, Paths, Sample, file_name
 
+CallMembers = Callable[..., list[Any]]
+"""A function that calls a method of all members of a job at the same time, and returns their results in order. Blocks.
 
-class WorkerProcesses(Protocol):
-    """All members of a job, in this process or in others."""
-
-    def call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of all members at the same time. Blocks.
-
-        Args:
-            method: Name of a method of :class:`Member`.
-            arguments: For each of the calls.
-
-        Returns:
-            The results, in the order of the members.
-
-        Raises:
-            Exception: What the first member to fail raised.
-            ChildProcessError: If a process has died.
-        """
+It takes the name of a method of :class:`Member`, and the arguments for each of the calls. It raises what the first member to fail
+raised, and ChildProcessError if a process has died.
+"""
 
 
 @contextlib.contextmanager
-def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerProcesses]:
-    """Make a member for each directory: a single one in this process, several in a process each.
+def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[CallMembers]:
+    """Make a member for each directory, and provide the function that calls them.
 
-    The processes are ended at the end of the ``with`` block.
+    A single member is in this process, several are in a process each. The processes are ended at the end of the ``with`` block.
     """
     if len(directories) == 1:
-        yield _One(job, directories[0])
+        member = Member(job, 0, directories[0], lambda: None)
+        yield lambda method, *arguments: [getattr(member, method)(*arguments)]
         return
     # Spawned rather than forked: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -64,7 +53,7 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
                 theirs.close()  # so that reading raises EOFError when the process dies
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        yield SeveralProcesses(connections)
+        yield SeveralProcesses(connections).call
     finally:
         # Killed, because a process at the barrier may wait forever, and none holds anything that outlives it.
         for process in processes:
@@ -72,16 +61,6 @@ def worker_processes(job: Job, directories: Sequence[Path]) -> Iterator[WorkerPr
             process.join()
         for connection in connections:
             connection.close()
-
-
-class _One:
-    """A single member, in this process."""
-
-    def __init__(self, job: Job, directory: Path) -> None:
-        self._member = Member(job, 0, directory, lambda: None)
-
-    def call(self, method: str, *arguments: object) -> list[Any]:
-        return [getattr(self._member, method)(*arguments)]
 
 
 class SeveralProcesses:
@@ -164,9 +143,7 @@ class Member:
         return self._mover.memory, stats.get("backend"), dict(stats.get("fallbacks", {}))
 
     def lay_out(self) -> None:
-        """Write the files that are to be read, and flush them to the drive. Does nothing for a job that writes. Blocks."""
-        if self._job.operation == "write":
-            return
+        """Write the files of a job that reads, and flush them to the drive. Blocks."""
         for path in self._files:
             self._mover.write(path)
             sync(path)

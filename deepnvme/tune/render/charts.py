@@ -53,7 +53,9 @@ def search_charts(search: Search) -> list[Chart]:
     """Return all charts of a search that compare anything; none for a single setting."""
     by_direction = itertools.product((heat_map, latency_chart, cpu_chart), search.best.operations)
     charts = [draw(search, operation) for draw, operation in by_direction]
-    return [chart for chart in (*charts, workers_chart(search), backends_chart(search)) if chart]
+    charts.append(_bars(search, "Scaling over workers", "workers", lambda result: result.setting.intra_op_parallelism))
+    charts.append(_bars(search, "Backends compared", "backend", lambda result: result.backend))
+    return [chart for chart in charts if chart is not None]
 
 
 def striping_charts(striping: Striping) -> list[Chart]:
@@ -69,11 +71,8 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
     depths = sorted({result.setting.queue_depth for result in search.results})
     if len(blocks) * len(depths) < 2:
         return None
-    cells: dict[tuple[int, int], float] = {}
-    for result, figures in _measured(search, operation):
-        cell = (result.setting.block_size, result.setting.queue_depth)
-        cells[cell] = max(cells.get(cell, 0.0), figures.gb_per_second)
-    fastest = max(cells.values())
+    cells = search.fastest(operation, lambda result: (result.setting.block_size, result.setting.queue_depth))
+    (fastest_block, fastest_depth), fastest = max(cells.items(), key=lambda item: item[1])
     chosen = (search.best.setting.block_size, search.best.setting.queue_depth)
 
     x_label, y_label = "queue depth (blocks for each worker)", "block size (bytes)"
@@ -99,13 +98,12 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     unmeasured = len(blocks) * len(depths) - len(cells)
-    (block, depth), speed = max(cells.items(), key=lambda item: item[1])
     return Chart(
         title=f"{operation.capitalize()} speed, GB/s",
         note="Each cell: the best over workers and backends. Framed: the recommended setting."
         + (" Hatched: not measured." if unmeasured else ""),
         alt=f"Heat map of {operation} GB/s over block size and queue depth, from {three_digits(min(cells.values()))} to "
-        f"{three_digits(speed)} GB/s, the fastest cell being {size_text(block)} blocks at queue depth {depth}; "
+        f"{three_digits(fastest)} GB/s, the fastest cell being {size_text(fastest_block)} blocks at queue depth {fastest_depth}; "
         f"{unmeasured} cells were not measured.",
         axes=axes,
     )
@@ -215,16 +213,6 @@ def _annotate(axes: Axes, text: str, point: tuple[float, float], offset: tuple[f
     axes.annotate(text, point, xytext=offset, textcoords="offset points", **style)
 
 
-def workers_chart(search: Search) -> Chart | None:
-    """Draw GB/s of the best setting for each number of workers. Returns None if all settings have the same number."""
-    return _bars(search, "Scaling over workers", "workers", lambda result: result.setting.intra_op_parallelism)
-
-
-def backends_chart(search: Search) -> Chart | None:
-    """Draw GB/s of the best setting for each backend. Returns None if there is only one."""
-    return _bars(search, "Backends compared", "backend", lambda result: result.backend)
-
-
 def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result], Any]) -> Chart | None:
     """Draw GB/s of the best setting in each group. Returns None if there is only one group."""
     groups = sorted({group_of(result) for result in search.results})
@@ -236,9 +224,7 @@ def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result],
     width = 0.7 / len(both)
     said: list[str] = []
     for nth, operation in enumerate(both):
-        speeds = dict.fromkeys(groups, 0.0)
-        for result, figures in _measured(search, operation):
-            speeds[group_of(result)] = max(speeds[group_of(result)], figures.gb_per_second)
+        speeds = dict.fromkeys(groups, 0.0) | search.fastest(operation, group_of)
         places = [place + (nth - (len(both) - 1) / 2) * width for place in range(len(groups))]
         bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[operation], label=operation)
         axes.bar_label(bars, labels=[three_digits(speed) for speed in speeds.values()], padding=2)

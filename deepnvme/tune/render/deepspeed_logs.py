@@ -5,6 +5,7 @@ Compatible with DeepSpeed 0.19: ``nvme/perf_run_sweep.py`` (file names), ``nvme/
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
@@ -25,12 +26,7 @@ def write(tuning: Tuning, directory: Path) -> None:
         OSError: If a file cannot be written.
     """
     for operation in OPERATIONS:
-        logs: dict[str, float] = {}
-        for result in tuning.chosen.results:
-            figures = result.figures(operation)
-            if figures is not None:
-                name = _name(operation, result, len(tuning.chosen.folders))
-                logs[name] = max(logs.get(name, 0.0), figures.gb_per_second)
+        logs = tuning.chosen.fastest(operation, functools.partial(_name, operation, len(tuning.chosen.folders)))
         if not logs:
             continue
         folder = directory / f"_aio_bench_{operation}_logs"
@@ -39,18 +35,15 @@ def write(tuning: Tuning, directory: Path) -> None:
             (folder / name).write_text(_lines(operation.capitalize(), rate, tuning.io_size))
 
 
-def _name(operation: Operation, result: Result, folders: int) -> str:
+def _name(operation: Operation, folders: int, result: Result) -> str:
     """Return DeepSpeed's file name for the log of a setting."""
     setting = result.setting
     submission = "single" if setting.single_submit else "block"
     order = "overlap" if setting.overlap_events else "sequential"
-    size = f"d{setting.queue_depth}_bs{_block_size(setting.block_size)}_p{setting.intra_op_parallelism}"
-    return f"{operation}_{submission}_{order}_ftd{folders}_{size}.txt"
-
-
-def _block_size(size: int) -> str:
     # DeepSpeed's parser knows only K and M.
-    return f"{size >> 20}M" if size % GIB == 0 else size_text(size)
+    block_size = f"{setting.block_size >> 20}M" if setting.block_size % GIB == 0 else size_text(setting.block_size)
+    size = f"d{setting.queue_depth}_bs{block_size}_p{setting.intra_op_parallelism}"
+    return f"{operation}_{submission}_{order}_ftd{folders}_{size}.txt"
 
 
 def _lines(what: str, rate: float, nbytes: int) -> str:

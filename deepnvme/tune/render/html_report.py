@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.folder import Unsuitable, first_line
 from deepnvme.tune.search.results import TABLE, Tuning
 from deepnvme.tune.sizes import size_text
 from deepnvme.version import __version__
@@ -30,9 +30,8 @@ def require_matplotlib() -> None:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        why = (str(error).splitlines() or ["no reason given"])[0]
-        said = f"a report needs matplotlib and jinja2, one of which cannot be imported ({why}): pip install 'deepnvme[plot]'"
-        raise Unsuitable(said) from error
+        needs = f"a report needs matplotlib and jinja2, one of which cannot be imported ({first_line(error)})"
+        raise Unsuitable(f"{needs}: pip install 'deepnvme[plot]'") from error
 
 
 def render_html(tuning: Tuning) -> str:

@@ -53,24 +53,18 @@ def as_document(tuning: Tuning) -> dict[str, Any]:
         "tool": "ds_nvme_tune",
         "version": __version__,
         **tuning.chosen.best.setting.to_deepspeed(),
-        "io_size": tuning.io_size,
-        "seconds": tuning.seconds,
-        "complete": tuning.complete,
-        "bytes_written": tuning.bytes_written,
+        **vars(tuning),
         "searches": [_search_document(search) for search in tuning.searches],
         "striping": None if tuning.striping is None else _striping_document(tuning.striping),
-        "refused": dict(tuning.refused),
     }
 
 
 def _search_document(search: Search) -> dict[str, Any]:
+    """Return a search as one JSON object, whose keys are the names of its fields."""
     return {
+        **vars(search),
         "folders": [dataclasses.asdict(facts) for facts in search.folders],
         "best": _result_document(search.best),
-        "reason": search.reason,
-        "rounds": search.rounds,
-        "seconds": search.seconds,
-        "complete": search.complete,
         "results": [_result_document(result) for result in search.results],
     }
 
@@ -83,6 +77,8 @@ def _result_document(result: Result) -> dict[str, Any]:
 
 
 def _striping_document(striping: Striping) -> dict[str, Any]:
+    """Return the comparison as one JSON object; the rates of a direction that was not measured are null."""
+
     def rates(found: Mapping[Operation, float]) -> dict[str, float | None]:
         return {operation: found.get(operation) for operation in OPERATIONS}
 

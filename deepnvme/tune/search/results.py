@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.folder import FolderFacts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
+
+_Group = TypeVar("_Group")
 
 TABLE = 10
 """Number of results that are shown. One round of the search measures that many, so that they can be compared."""
@@ -58,12 +61,6 @@ class Search:
 
     folders: tuple[FolderFacts, ...]
     """The folders."""
-    results: tuple[Result, ...]
-    """Results of all settings, best first.
-
-    Values of different rounds are comparable: a rate is what the setting gave relative to the best setting in the same round,
-    times the best setting's rate in the last round.
-    """
     best: Result
     """The recommended one of the results."""
     reason: str
@@ -74,6 +71,26 @@ class Search:
     """Seconds that the search took."""
     complete: bool
     """False if the search was interrupted."""
+    results: tuple[Result, ...]
+    """Results of all settings, best first.
+
+    Values of different rounds are comparable: a rate is what the setting gave relative to the best setting in the same round,
+    times the best setting's rate in the last round.
+    """
+
+    def fastest(self, operation: Operation, group_of: Callable[[Result], _Group]) -> dict[_Group, float]:
+        """Return the highest rate of one direction in each group of results, in 10^9 bytes per second.
+
+        Args:
+            operation: The direction; results without values of it are left out.
+            group_of: Returns the group that a result belongs to.
+        """
+        rates: dict[_Group, float] = {}
+        for result in self.results:
+            figures, group = result.figures(operation), group_of(result)
+            if figures is not None:
+                rates[group] = max(rates.get(group, 0.0), figures.gb_per_second)
+        return rates
 
     @property
     def table(self) -> tuple[Result, ...]:
@@ -104,16 +121,16 @@ class Tuning:
 
     io_size: int
     """Bytes of the file in each folder; no transfer is larger."""
-    searches: tuple[Search, ...]
-    """The searches, the one for all folders together last."""
-    striping: Striping | None
-    """Comparison of the folders alone and together; None if there is only one, or the run was interrupted before."""
-    bytes_written: int
-    """Bytes written to the drives."""
     seconds: float
     """Seconds that the run took."""
     complete: bool
     """False if the run was interrupted, even if between two searches."""
+    bytes_written: int
+    """Bytes written to the drives."""
+    searches: tuple[Search, ...]
+    """The searches, the one for all folders together last."""
+    striping: Striping | None
+    """Comparison of the folders alone and together; None if there is only one, or the run was interrupted before."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings with which no handle could be made on this machine, and why."""
 

@@ -97,11 +97,11 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
             raise
     return Tuning(
         io_size=order.io_size,
-        searches=tuple(searches),
-        striping=striping,
-        bytes_written=bench.bytes_written,
         seconds=time.monotonic() - begin,
         complete=complete,
+        bytes_written=bench.bytes_written,
+        searches=tuple(searches),
+        striping=striping,
         refused=refused,
     )
 
@@ -171,7 +171,7 @@ def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, second
     """Return a search's outcome as the result that is reported."""
     results = tuple(_result(candidate, outcome, backend) for candidate in outcome.ranked)
     best = results[outcome.ranked.index(outcome.best)]
-    return Search(tuple(facts), results, best, outcome.reason, outcome.rounds, seconds, outcome.complete)
+    return Search(tuple(facts), best, outcome.reason, outcome.rounds, seconds, outcome.complete, results)
 
 
 def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
