@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import shlex
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -269,8 +270,7 @@ def _describe(mount: Mount | None, block: Path | None) -> str:
 
 def _space(directory: Path) -> list[Fact]:
     """Return the facts about free and total space."""
-    status = os.statvfs(directory)
-    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    total, _, free = shutil.disk_usage(directory)
     few = total > 0 and free < 1 << 30  # a filesystem of the kernel's own, such as proc, has size 0
     problem = f"less than 1 GB is free; what takes the space: du -xh --max-depth=2 {shlex.quote(str(directory))}"
     return [

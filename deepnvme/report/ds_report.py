@@ -7,7 +7,6 @@ The table has the form of DeepSpeed's (deepspeed/env_report.py). :func:`gather` 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -141,20 +140,16 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
         explanations: Whether to include "problems".
     """
 
-    def entry(fact: Fact) -> dict[str, object]:
-        shown: dict[str, object] = {"value": fact.value, "text": fact.shown, "status": fact.status}
-        return {**shown, "problems": fact.problems} if explanations else shown
+    def entry(problems: Sequence[str], **shown: object) -> dict[str, object]:
+        return {**shown, "problems": problems} if explanations else shown
 
     def section(facts: Sequence[Fact]) -> dict[str, object]:
-        return {fact.key: entry(fact) for fact in facts}
+        return {fact.key: entry(fact.problems, value=fact.value, text=fact.shown, status=fact.status) for fact in facts}
 
     document: dict[str, object] = {}
     if operators:
-        hidden = ("name",) if explanations else ("name", "problems")
-        document["ninja"] = entry(report.ninja)
-        document["ops"] = {
-            op.name: {key: value for key, value in dataclasses.asdict(op).items() if key not in hidden} for op in report.ops
-        }
+        document |= section([report.ninja])
+        document["ops"] = {op.name: entry(op.problems, installed=op.installed, compatible=op.compatible) for op in report.ops}
         document["backends"] = section(report.backends)
         document["selected_backend"] = report.selected_backend
     document["environment"] = section(report.environment)

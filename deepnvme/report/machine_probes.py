@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,19 +114,22 @@ def system() -> list[Fact]:
 
 
 def _op(builder: OpBuilder) -> Op:
-    """Return the state of one op."""
+    """Return the state of one op.
+
+    It is compatible unless something stands against it: what it needs is lacking, or it is neither compiled nor can be. A
+    compatible op that is not installed has a problem, too: why it is not, and how to install it.
+    """
     # An op without C++ sources needs no compiling.
-    built = builder.is_prebuilt() if builder.sources() else toolchain.Attempt(True)
-    problems = builder.lacking()
-    compatible = not problems
-    if compatible and not built:
+    installed = builder.is_prebuilt() if builder.sources() else toolchain.Attempt(True)
+    against = builder.lacking()
+    to_install = []
+    if not against and not installed:
         cached = builder.existing_build() is not None
-        problems = [] if cached else builder.obstacles()
-        compatible = not problems
-        if compatible:
-            use = "an earlier build is in the cache" if cached else "it is compiled at first use"
-            problems = [f"{built.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
-    return Op(builder.name, bool(built), compatible, tuple(f"{builder.name}: {problem}" for problem in problems))
+        against = [] if cached else builder.obstacles()
+        use = "an earlier build is in the cache" if cached else "it is compiled at first use"
+        to_install = [f"{installed.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
+    problems = tuple(f"{builder.name}: {problem}" for problem in against or to_install)
+    return Op(builder.name, bool(installed), not against, problems)
 
 
 def _ahead_of_time(builder: OpBuilder) -> str:
@@ -277,11 +281,10 @@ def _huge_pages() -> tuple[Value, str, str]:
 def _shared_memory() -> tuple[Value, str, str]:
     """Probe the size of /dev/shm; a small one is a problem."""
     try:
-        status = os.statvfs("/dev/shm")
+        size = shutil.disk_usage("/dev/shm").total
     except OSError as error:
         remedy = packages.as_root("mount -t tmpfs tmpfs /dev/shm")
         return None, "UNKNOWN", f"/dev/shm cannot be examined ({error}): {remedy}"
-    size = status.f_frsize * status.f_blocks
     problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
     return size, human_size(size), problem if size < _SMALL_SHARED_MEMORY else ""
 
