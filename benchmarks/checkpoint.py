@@ -9,7 +9,6 @@ the state is in memory: a ratio is taken round by round, between neighbours in t
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import itertools
 import json
@@ -18,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import checkpoints, drive, machine
+from harness import checkpoints, drive
 from harness.checkpoints import State, library, nbytes_of
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.free_memory import FreeMemory
 from harness.optimizer_steps import quieten
@@ -298,14 +298,7 @@ def compare_parallel(
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "checkpoint",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None},
-        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    return document("checkpoint", started, settings, measurements.verdicts, turns=all_turns(measurements.turns))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -330,8 +323,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("checkpoint"):
+    with measuring("checkpoint") as started:
         measurements = measure(settings, print_step)
     for title, turns in measurements.turns.items():
         print(turns_table(title, turns))

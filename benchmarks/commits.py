@@ -9,19 +9,19 @@ is not averaged away by more turns, so there are several such pairs.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import drive, machine
+from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.optimizer_steps import quieten
 from harness.tables import turns_table, verdict_table
@@ -150,15 +150,8 @@ def times_the_memory(ours: Counts, theirs: Counts) -> float:
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "commits",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None},
-        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
-        "peaks": {name: peaks.as_json() for name, peaks in measurements.peaks.items()},
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    figures = {"turns": all_turns(measurements.turns), "peaks": all_turns(measurements.peaks)}
+    return document("commits", started, settings, measurements.verdicts, **figures)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -184,8 +177,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("commits"):
+    with measuring("commits") as started:
         measurements = measure(settings, print_step)
     for name, turns in measurements.turns.items():
         print(turns_table(WORKLOADS[name], turns))

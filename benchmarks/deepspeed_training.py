@@ -9,17 +9,17 @@ time. The interpreter needs DeepSpeed only: this package is what the benchmark i
 from __future__ import annotations
 
 import contextlib
-import datetime
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import drive, machine
+from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.optimizer_steps import QUEUE_DEPTH, Library, Model, quieten, start_deepspeed
 from harness.tables import spread_text, table, verdict_table
@@ -188,15 +188,8 @@ def training_table(title: str, turns: Turns[str, Counts]) -> str:
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "deepspeed_training",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None, "deepspeed_python": None},
-        "contenders": measurements.described,
-        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    figures = {"contenders": measurements.described, "turns": all_turns(measurements.turns)}
+    return document("deepspeed_training", started, settings, measurements.verdicts, **figures)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -236,8 +229,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("deepspeed_training"):
+    with measuring("deepspeed_training") as started:
         measurements = measure(settings, print_step)
     for title, turns in measurements.turns.items():
         print(training_table(title, turns))

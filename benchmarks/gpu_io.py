@@ -7,7 +7,6 @@ aio_handle on pinned host memory takes part as the reference. Only ratios within
 
 from __future__ import annotations
 
-import datetime
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import drive, interleave, machine
+from harness import drive, interleave
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_workloads, document
 from harness.figures import Verdict
 from harness.interleave import Result
 from harness.one_tensor import HandleContender, OneTensor, TorchContender
@@ -155,22 +155,19 @@ def report(settings: Settings, measurements: Measurements) -> str:
 
 
 def as_json(settings: Settings, measurements: Measurements, device: torch.device, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "gpu_io",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "settings": {"size": settings.size, "rounds": settings.rounds},
-        "first_request_seconds": measurements.first_requests,
-        "gds": measurements.gds,
-        "notes": measurements.notes,
-        "workloads": [
-            {**vars(result.workload), "series": [series.as_json() for series in result.series]} for result in measurements.results
-        ],
-        "targets": [verdict.as_json() for verdict in verdicts(settings, measurements)],
-    }
+    return document(
+        "gpu_io",
+        started,
+        settings,
+        verdicts(settings, measurements),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        first_request_seconds=measurements.first_requests,
+        gds=measurements.gds,
+        notes=measurements.notes,
+        workloads=all_workloads(measurements.results),
+    )
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -189,9 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(f"gpu_io: needs a CUDA device, and PyTorch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     device = torch.device("cuda", torch.cuda.current_device())
-    with measuring("gpu_io"):
+    with measuring("gpu_io") as started:
         measurements = measure(settings, device, print_step)
     print(report(settings, measurements))
     write_json(json_path, as_json(settings, measurements, device, started))

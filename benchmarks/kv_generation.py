@@ -9,7 +9,6 @@ transformers.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import sys
 import tempfile
 import time
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import drive, machine
+from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import document
 from harness.figures import Verdict
 from harness.optimizer_steps import drive_limits, quieten
 from harness.tables import spread_text, table, turns_table, verdict_table
@@ -188,15 +188,8 @@ def counts_table(turns: Turns[str, Counts]) -> str:
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "kv_generation",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None},
-        "bytes": settings.nbytes,
-        "turns": measurements.turns.as_json(),
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    figures = {"bytes": settings.nbytes, "turns": measurements.turns.as_json()}
+    return document("kv_generation", started, settings, measurements.verdicts, **figures)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -225,8 +218,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("kv_generation"):
+    with measuring("kv_generation") as started:
         measurements = measure(settings, print_step)
     print(turns_table("generate", measurements.turns))
     print(counts_table(measurements.turns))

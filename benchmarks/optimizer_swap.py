@@ -8,17 +8,17 @@ Each contender has a process of its own and steps in its turn: a ratio is taken 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import drive, identity, machine, small_tensors
+from harness import drive, identity, small_tensors
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
 from harness.tables import turns_table, verdict_table
@@ -238,15 +238,8 @@ def compare_small_tensors(settings: Settings, directory: Path, measurements: Mea
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "optimizer_swap",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None, "deepspeed_python": None},
-        "contenders": measurements.described,
-        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    figures = {"contenders": measurements.described, "turns": all_turns(measurements.turns)}
+    return document("optimizer_swap", started, settings, measurements.verdicts, **figures)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -278,8 +271,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("optimizer_swap"):
+    with measuring("optimizer_swap") as started:
         measurements = measure(settings, print_step)
     for title, turns in measurements.turns.items():
         print(turns_table(title, turns))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import shutil
 import sys
 import tempfile
@@ -19,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import drive, fio, footprints, interleave, libraries, machine
+from harness import drive, fio, footprints, interleave, libraries
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_workloads, document
 from harness.figures import Verdict
 from harness.interleave import Result
 from harness.tables import rate_table, size_text, verdict_table
@@ -174,24 +174,15 @@ def targets(settings: Settings) -> list[Target]:
 
 
 def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[Verdict], started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "raw_io",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {
-            "rounds": settings.rounds,
-            "size": settings.size,
-            "small_files": settings.small_files,
-            "backend": settings.backend,
-            "quick": settings.quick,
-        },
-        "contenders": measurements.described,
-        "notes": measurements.notes,
-        "workloads": [
-            {**vars(result.workload), "series": [series.as_json() for series in result.series]} for result in measurements.results
-        ],
-        "targets": [verdict.as_json() for verdict in verdicts],
-    }
+    return document(
+        "raw_io",
+        started,
+        settings,
+        verdicts,
+        contenders=measurements.described,
+        notes=measurements.notes,
+        workloads=all_workloads(measurements.results),
+    )
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -229,8 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("raw_io"):
+    with measuring("raw_io") as started:
         measurements = measure(settings, print_step)
 
     verdicts = [judge(target, measurements.results) for target in targets(settings)] + measurements.footprints

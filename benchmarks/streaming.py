@@ -9,7 +9,6 @@ by round, between neighbours in time. Needs transformers and safetensors; accele
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import shutil
 import subprocess
@@ -21,8 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import drive, machine
+from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.llama import Shape
 from harness.optimizer_steps import drive_limits, quieten
@@ -326,16 +326,9 @@ def bounds_table(measurements: Measurements) -> str:
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    return {
-        "benchmark": "streaming",
-        "started": started,
-        "machine": machine.described(settings.directory),
-        "settings": {**asdict(settings), "directory": None},
-        "weights": settings.shape.nbytes,
-        "bounds": {part: {what: vars(spread) for what, spread in all_} for part, all_ in measurements.bounds.items()},
-        "turns": {name: turns.as_json() for name, turns in measurements.turns.items()},
-        "targets": [verdict.as_json() for verdict in measurements.verdicts],
-    }
+    bounds = {part: {what: vars(spread) for what, spread in all_} for part, all_ in measurements.bounds.items()}
+    figures = {"weights": settings.shape.nbytes, "bounds": bounds, "turns": all_turns(measurements.turns)}
+    return document("streaming", started, settings, measurements.verdicts, **figures)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -377,8 +370,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    with measuring("streaming"):
+    with measuring("streaming") as started:
         measurements = measure(settings, print_step)
     for title, turns in measurements.turns.items():
         print(turns_table(title, turns))

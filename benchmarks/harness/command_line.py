@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import shutil
@@ -54,12 +55,15 @@ def print_step(step: str) -> None:
 
 
 @contextlib.contextmanager
-def measuring(program: str) -> Iterator[None]:
-    """What stops a benchmark within is told in one line, and ends the program: with 1, or 130 where it was interrupted."""
+def measuring(program: str) -> Iterator[str]:
+    """Provide the time at which the benchmark starts, in ISO format.
+
+    What stops a benchmark within is told in one line, and ends the program: with 1, or 130 where it was interrupted.
+    """
     # A terminated run puts files and system settings back as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        yield
+        yield datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     except (Unsuitable, ContenderFailed) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:

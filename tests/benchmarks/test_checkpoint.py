@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import checkpoint
 import pytest
@@ -15,31 +16,19 @@ from harness.workloads import ContenderFailed
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoint")
-
-
-def test_every_target_has_a_line_and_nothing_is_left_behind(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drive = directory / "drive"
-    drive.mkdir()
-    report = directory / "report.json"
-    checkpoint.main(["--quick", "--rounds", "1", "--dir", str(drive), "--json", str(report)])
-    document = json.loads(report.read_text())
-    printed = capsys.readouterr().out
-    assert all(target["what"] in printed for target in document["targets"])
+def test_every_target_has_a_line_and_nothing_is_left_behind(tmp_path: Path, document_of: Callable[..., Any]) -> None:
+    document = document_of(checkpoint.main, tmp_path, "--rounds", "1")
     ours = [target for target in document["targets"] if "Run:ai" not in target["what"] and "safetensors" not in target["what"]]
     assert len(document["targets"]) == 17
     assert all(target["figure"] is not None for target in ours)
-    assert list(drive.iterdir()) == []
 
 
-def test_a_load_that_comes_back_differently_is_a_failure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_comes_back_differently_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"weight": torch.arange(10.0)}
     liar = checkpoints.Library(lambda state, path: torch.save(state, path), lambda path, state: {"weight": torch.zeros(10)})
     monkeypatch.setattr(checkpoint, "library", lambda name: liar)
     with pytest.raises(ContenderFailed, match="came back differently"):
-        checkpoint.loading("liar", state, directory, FreeMemory(1 << 20))()
+        checkpoint.loading("liar", state, tmp_path, FreeMemory(1 << 20))()
 
 
 def test_a_library_that_is_not_installed_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
