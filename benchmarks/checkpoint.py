@@ -49,6 +49,8 @@ LOADING = ("deepnvme", "raw", "torch", "safetensors", "Run:ai", "DCP", "deepnvme
 
 @dataclass(frozen=True)
 class Settings:
+    """What to measure, and how large."""
+
     directory: Path
     rounds: int
     width: int
@@ -63,6 +65,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
 
@@ -128,6 +132,7 @@ def saving(name: str, state: State, directory: Path) -> Callable[[], Counts]:
 def compare_saving(
     settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
+    """Every library saves the same state."""
     contenders = {name: saving(name, state, directory) for name in SAVING}
     turns = measurements.turns["save"] = take_turns("save", contenders, settings.rounds, progress)
     rows = (
@@ -168,6 +173,7 @@ def loading(name: str, state: State, directory: Path, free: FreeMemory) -> Calla
 def compare_loading(
     settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
+    """Every library loads the state that it has saved, while memory of its size is free."""
     free = FreeMemory(IN_HAND * nbytes_of(state))
     contenders = {name: loading(name, state, directory, free) for name in LOADING}
     turns = measurements.turns["load"] = take_turns("load", contenders, settings.rounds, progress)
@@ -215,6 +221,7 @@ def compare_background(
 def compare_memory(
     settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
+    """How much memory saving takes beyond the state, in a fresh process."""
     progress("peak memory")
     described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
     given = [json.dumps({**described, "directory": str(directory)})]
@@ -235,6 +242,7 @@ def compare_memory(
 def compare_small(
     settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
+    """A state of many small tensors, whose cost is in their number."""
     small = {f"layer.{index}.weight": torch.full((4096,), float(index)) for index in range(settings.small_tensors)}
     contenders = {name: saving(name, small, directory) for name in ("deepnvme", "torch")}
     turns = measurements.turns["small"] = take_turns("small tensors", contenders, settings.rounds, progress)

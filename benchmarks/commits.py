@@ -48,6 +48,8 @@ BENCHMARKS = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Settings:
+    """The two commits, and how much to measure."""
+
     directory: Path
     before: str
     after: str | None
@@ -59,6 +61,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     peaks: dict[str, Turns[str, Counts]] = field(default_factory=dict)
@@ -99,6 +103,7 @@ def check_out(commit: str, directory: Path) -> Path:
 def compare(
     workload: str, settings: Settings, packages: dict[str, Path], directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
+    """Several pairs of processes, one of each commit, take turns with one workload, and then tell their peak memory."""
     turns = measurements.turns[workload] = Turns({who: [] for who in packages})
     peaks = measurements.peaks[workload] = Turns({who: [] for who in packages})
     for pair in range(settings.pairs):
@@ -123,6 +128,7 @@ def compare(
 
 
 def start(workload: str, package: Path, directory: Path, who: str, scale: float) -> WorkerProcess:
+    """A process that runs the workload with the package of one commit. Raises ContenderFailed if it imports another."""
     (directory / who).mkdir()
     settings = {"workload": workload, "directory": str(directory / who), "scale": scale}
     variables = {"PYTHONPATH": os.pathsep.join([str(package), str(BENCHMARKS)])}

@@ -51,6 +51,8 @@ ABSENT = "give --deepspeed-python"
 
 @dataclass(frozen=True)
 class Settings:
+    """What to train, and how long."""
+
     directory: Path
     deepspeed_python: str | None
     rounds: int
@@ -63,6 +65,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     described: dict[str, Any] = field(default_factory=dict)
@@ -84,6 +88,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 
 
 def compare_time(settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """All contenders train the same model in turns: the seconds of a step are compared, and the losses."""
     size = size_of(model)
     turns: Turns[str, Counts] = Turns()
     if settings.deepspeed_python is not None:
@@ -133,6 +138,7 @@ def size_of(model: Model) -> str:
 def start(
     name: str, settings: Settings, model: Model, directory: Path, variables: Mapping[str, str] | None = None
 ) -> WorkerProcess:
+    """A process in which a contender has a model and its optimizer, ready to train."""
     assert settings.deepspeed_python is not None
     op, swappers = CONTENDERS[name]
     return start_deepspeed(
@@ -160,6 +166,8 @@ def trainer(process: WorkerProcess, directory: Path, steps: int) -> Callable[[],
 
 
 def ratio(field: str) -> Callable[[Counts, Counts], float]:
+    """A figure for verdicts: ours divided by theirs."""
+
     def of(ours: Counts, theirs: Counts) -> float:
         return float(ours[field] / theirs[field])
 
@@ -167,6 +175,7 @@ def ratio(field: str) -> Callable[[Counts, Counts], float]:
 
 
 def losses_differ(ours: Counts, theirs: Counts) -> float:
+    """A figure for verdicts: 1 if any loss differs, else 0."""
     return float(ours["losses"] != theirs["losses"])
 
 

@@ -47,6 +47,7 @@ class Row:
 
 
 def build(builder: OpBuilder) -> Row:
+    """Load an op, which compiles it, and say how long that took."""
     what, started = f"{builder.name} op", time.monotonic()
     try:
         builder.load()
@@ -75,6 +76,7 @@ def run_tests(tests: Path, directory: Path) -> Row:
 
 
 def run_benchmark(directory: Path, nbytes: int) -> list[Row]:
+    """Run gpu_io.py in a process of its own, and turn its verdicts into rows."""
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as name:
         report = Path(name, "gpu_io.json")
         program = str(REPOSITORY / "benchmarks" / "gpu_io.py")

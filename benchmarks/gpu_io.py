@@ -36,6 +36,8 @@ ON_DEVICE = "device"
 
 @dataclass(frozen=True)
 class Settings:
+    """What to measure, and how large."""
+
     directory: Path
     size: int
     rounds: int
@@ -54,6 +56,7 @@ class Measurements:
 
 
 def workloads(nbytes: int) -> list[Workload]:
+    """One file that is read, overwritten, or new."""
     return [
         Workload("read", "read", "existing", files=1, nbytes=nbytes, block_size=MIB),
         Workload("overwrite", "write", "existing", files=1, nbytes=nbytes, block_size=MIB),
@@ -126,6 +129,7 @@ def assemble(nbytes: int, device: torch.device, make_gds: Callable[[], Any], not
 
 
 def verdicts(settings: Settings, measurements: Measurements) -> list[Verdict]:
+    """The op in GPU memory against pinned host memory, and GPUDirect Storage against the op."""
     found = []
     for name in ("read", "overwrite", "fresh"):
         what = f"{size_text(settings.size)} {name}"
@@ -145,6 +149,7 @@ def verdicts(settings: Settings, measurements: Measurements) -> list[Verdict]:
 
 
 def report(settings: Settings, measurements: Measurements) -> str:
+    """All tables and notes, as text."""
     rows = [
         [name, f"{seconds:.3f}", f"{settings.size / seconds / 1e9:.2f}", ""]
         for name, seconds in measurements.first_requests.items()

@@ -37,6 +37,8 @@ HALF = "deepnvme, half of it in memory"
 
 @dataclass(frozen=True)
 class Settings:
+    """The model and the prompts."""
+
     directory: Path
     rounds: int
     width: int
@@ -53,6 +55,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: Turns[str, Counts] = field(default_factory=Turns)
 
@@ -177,6 +181,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 
 
 def counts_table(turns: Turns[str, Counts]) -> str:
+    """What each cache counted: tokens, and bytes in memory, on the drive and moved."""
     columns = {"tokens_per_second": 1.0, "bytes_in_memory": 1e6, "bytes_on_drive": 1e6, "bytes_read": 1e6, "bytes_written": 1e6}
     rows = [
         [who, *(spread_text(Spread.of([sample[key] / unit for sample in samples])) if key in samples[0] else "-"

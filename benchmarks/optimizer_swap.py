@@ -39,6 +39,8 @@ ABSENT = "give --deepspeed-python"
 
 @dataclass(frozen=True)
 class Settings:
+    """The model, and how much to measure."""
+
     directory: Path
     deepspeed_python: str | None
     rounds: int
@@ -65,6 +67,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     described: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +98,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 
 
 def compare_bits(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """Whether offloaded optimizers train to the same bits as those in memory."""
     measurements.verdicts += identity.compare(directory, settings.steps, progress)
 
 
@@ -136,6 +141,7 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
 
 
 def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
+    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory."""
     drives = offloaded["bytes_read"] / limits["read"] + offloaded["bytes_written"] / limits["write"]
     ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
     return ratio
@@ -214,10 +220,12 @@ def step_in_turns(
 
 
 def losses_that_differ(ours: Counts, theirs: Counts) -> float:
+    """A figure for verdicts: 1 if the losses differ, else 0."""
     return float(ours["loss"] != theirs["loss"])
 
 
 def compare_memory(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """Peak memory beyond parameters and gradients, in fresh processes."""
     for name, budget in (("no dram_budget", 0), ("dram_budget of half the states", settings.model.state_bytes // 2)):
         progress(f"peak memory, {name}")
         allowed = budget + settings.ring_bytes + 64 * MIB
@@ -230,6 +238,7 @@ def compare_memory(settings: Settings, directory: Path, measurements: Measuremen
 
 
 def compare_small_tensors(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """Many small tensors in a store, against few large ones."""
     verdicts, measurements.turns["small"] = small_tensors.measure(directory, settings.small_tensors, settings.rounds, progress)
     measurements.verdicts += verdicts
 

@@ -39,6 +39,8 @@ MEMORIES: tuple[Memory, ...] = ("pinned", "ordinary", "misaligned")
 
 @dataclass(frozen=True)
 class Settings:
+    """What to measure, and how large."""
+
     directory: Path
     deepspeed_python: str | None
     rounds: int
@@ -59,6 +61,8 @@ class Measurements:
 
 
 def workloads(settings: Settings) -> list[Workload]:
+    """Large and small transfers to and from files that are there, preallocated or new."""
+
     def large(name: str, operation: Operation, state: Literal["existing", "preallocated", "absent"]) -> Workload:
         return Workload(name, operation, state, files=1, nbytes=settings.size, block_size=MIB)
 
@@ -189,6 +193,7 @@ def as_json(settings: Settings, measurements: Measurements, verdicts: Sequence[V
 
 
 def whole_mebibytes(text: str) -> int:
+    """Parse the option --size."""
     nbytes = size(text)
     if nbytes % MIB:
         # Else fio's last block would be short, and it is refused where O_DIRECT wants whole sectors.

@@ -52,6 +52,7 @@ def run(*arguments: str, cache: Path) -> tuple[float, str]:
 
 
 def load_seconds(cache: Path) -> float:
+    """Seconds of loading the op in a fresh process."""
     _, output = run("-c", LOAD, cache=cache)
     return float(output.split()[-1])
 

@@ -43,6 +43,8 @@ PREFETCH = 2
 
 @dataclass(frozen=True)
 class Settings:
+    """The model, and how much to do with it."""
+
     directory: Path
     rounds: int
     generate_rounds: int
@@ -57,6 +59,8 @@ class Settings:
 
 @dataclass
 class Measurements:
+    """Everything one run found out."""
+
     verdicts: list[Verdict] = field(default_factory=list)
     turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     bounds: dict[str, list[tuple[str, Spread]]] = field(default_factory=dict)
@@ -99,6 +103,7 @@ class Files:
         return self._made(name, lambda path: build(source, path, options))
 
     def _made(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The path of a file that is made when it is first asked for."""
         path = self.directory / name
         if not path.exists():
             self.progress(f"writing the {name}")
@@ -135,6 +140,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 
 
 def worker(files: Files, kind: str, weights: Path, checkpoint: str = "", budget: int = 0) -> WorkerProcess:
+    """A process that is to hold a model, in memory or streamed; its method ``start`` makes it."""
     given = {
         "kind": kind,
         "shape": asdict(files.settings.shape),
@@ -147,6 +153,7 @@ def worker(files: Files, kind: str, weights: Path, checkpoint: str = "", budget:
 
 
 def start(files: Files, kind: str, weights: Path, budget: int = 0) -> WorkerProcess:
+    """As :func:`worker`, with the model made."""
     process = worker(files, kind, weights, str(files.checkpoint), budget)
     try:
         process.call("start")
@@ -183,6 +190,8 @@ def contenders(
 def turns_of(
     running: Mapping[str, WorkerProcess], method: str, directory: Path, **arguments: int
 ) -> dict[str, Callable[[], Counts]]:
+    """A contender for each process: it calls a method with the drive quiet and nothing in the page cache."""
+
     def turn(process: WorkerProcess) -> Callable[[], Counts]:
         def run() -> Counts:
             quieten(directory)
@@ -197,6 +206,7 @@ def turns_of(
 
 
 def compare_forward(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
+    """A forward pass of all contenders in turns, also against what the drive and the model in memory allow."""
     names = ("in memory", "deepnvme", "accelerate", "deepnvme, half resident", "deepnvme, int8")
     given = {"sequences": settings.sequences, "tokens": settings.tokens}
     with contextlib.ExitStack() as stack:
@@ -241,6 +251,7 @@ def compare_forward(settings: Settings, files: Files, measurements: Measurements
 
 
 def compare_generate(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
+    """All contenders generate tokens for many prompts."""
     given = {"prompts": settings.prompts, "tokens": settings.prompt_tokens, "new": settings.new_tokens}
     with contenders(files, ("deepnvme", "accelerate", "in memory"), progress) as (running, absent):
         for process in running.values():
@@ -270,6 +281,7 @@ def compare_identity(settings: Settings, files: Files, measurements: Measurement
 
 
 def compare_memory(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
+    """Peak memory of forward passes beyond the budget."""
     with WeightStore.open(files.store) as store:
         largest = max(extent.nbytes for extent in store.extents.values())
     for name, budget in (("no budget", 0), ("a budget of half the weights", settings.shape.nbytes // 2)):
@@ -284,6 +296,7 @@ def compare_memory(settings: Settings, files: Files, measurements: Measurements,
 
 
 def compare_building(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
+    """Making a weight store, against a copy of the files."""
     source, target = files.checkpoint, files.directory / "target"
 
     def building(make: Callable[[], None]) -> Callable[[], Counts]:
@@ -317,6 +330,7 @@ def compare_building(settings: Settings, files: Files, measurements: Measurement
 
 
 def bounds_table(measurements: Measurements) -> str:
+    """For each part the times that cannot be undercut; the largest is marked."""
     rows = [
         [part, what, spread_text(spread, 3), "the limit" if spread is max(all_, key=lambda each: each[1].median)[1] else ""]
         for part, all_ in measurements.bounds.items()

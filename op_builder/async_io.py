@@ -24,6 +24,8 @@ class Backend(NamedTuple):
 
 
 class AsyncIOBuilder(OpBuilder):
+    """Builds the async_io op."""
+
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
 
@@ -35,6 +37,7 @@ class AsyncIOBuilder(OpBuilder):
 
     @staticmethod
     def _sources(*parts: str, without: set[str]) -> list[str]:
+        """Return the sources in directories of ``csrc``, relative to the package, without files of the given names."""
         files = (path for part in parts for path in (_PACKAGE_ROOT / "csrc" / part).glob("*.cpp") if path.name not in without)
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
@@ -81,6 +84,7 @@ class AsyncIOBuilder(OpBuilder):
         return True
 
     def _explain_missing_libraries(self) -> None:
+        """Print which of libaio and liburing is missing, and the backend that is used instead."""
         uring, aio = self.backends()
         if not aio.library:
             self.warning(f"{self.NAME} requires the dev libaio .so object and headers but these were not found.")
@@ -97,6 +101,7 @@ class AsyncIOBuilder(OpBuilder):
             print(f"{self.NAME}: {usable[0] if usable else 'the thread pool'} is used instead.")
 
     def _explain_package(self, package: str) -> None:
+        """Print which of the distribution's packages to install, unless it is installed."""
         manager = packages.manager()
         if manager is not None and not manager.has(package):
             self.warning(f"{self.NAME}: please install the {manager.names[package]} package with {manager.tool}")
@@ -113,10 +118,12 @@ def libaio() -> Attempt:
 
 
 def _library(name: str, header: str, expression: str) -> Attempt:
+    """Return whether there is a C++ compiler, and a program that evaluates the expression compiles and links with the library."""
     found = toolchain.find()
     return found if isinstance(found, Attempt) else found.has_library(name, header, expression)
 
 
 def _pybind11_include() -> list[str]:
+    """Return pybind11's include directory; empty if it is not installed."""
     spec = importlib.util.find_spec("pybind11")
     return [str(Path(spec.origin).parent / "include")] if spec is not None and spec.origin is not None else []

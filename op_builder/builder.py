@@ -207,6 +207,7 @@ class OpBuilder(ABC):
         print(f"{WARNING} {msg}")
 
     def _load_prebuilt(self) -> ModuleType | None:
+        """Return the module compiled ahead of time; None, with a warning, if there is one that cannot be used."""
         library = jit.prebuilt(self.absolute_name())
         if library is None:
             return None
@@ -221,6 +222,7 @@ class OpBuilder(ABC):
         return None
 
     def _load_earlier_build(self) -> ModuleType:
+        """Return the newest cached build of the installed sources. Raises RuntimeError if there is none, which says why."""
         failure = f"{self.name} {self.error_log}"
         try:
             library = jit.newest(self.absolute_name(), self.source_hash()) if sys.platform == "linux" else None
@@ -234,6 +236,7 @@ class OpBuilder(ABC):
             raise RuntimeError(f"{failure}; and the build in the cache does not load: {error}") from error
 
     def _recipe(self) -> jit.Recipe:
+        """Return all that the build depends on. Raises RuntimeError if there is no compiler."""
         found = self._toolchain()
         includes: list[str] = []
         for place in self.include_paths():  # -isystem: warnings about pybind11's headers are of no use to anyone here
@@ -249,10 +252,12 @@ class OpBuilder(ABC):
         )
 
     def _naming_flags(self) -> list[str]:
+        """Return the flags that put the module's name and the digest of the sources into the binary."""
         extension = self.absolute_name().rpartition(".")[2]
         return [f"-DDEEPNVME_EXTENSION_NAME={extension}", f'-DDEEPNVME_SOURCE_HASH="{self.source_hash()}"']
 
     def _toolchain(self) -> Toolchain:
+        """Return the compiler. Raises RuntimeError if there is none."""
         found = toolchain.find()
         if isinstance(found, Attempt):
             raise RuntimeError(f"{self.name} cannot be built: {found.reason}")

@@ -146,6 +146,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
 
 
 def _of_the_user() -> Path | None:
+    """Return the package's directory in the user's cache; None if the user has no home."""
     chosen = os.environ.get("XDG_CACHE_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute() / "deepnvme"
@@ -163,6 +164,7 @@ def private_places() -> Iterator[Path]:
 
 
 def _usable(path: Path, make: bool) -> Path:
+    """Return a path without links, its directory made if ``make``. Raises Unusable if it is noexec, or others could change it."""
     found, missing = _follow(path)
     if os.statvfs(found).f_flag & os.ST_NOEXEC:
         raise Unusable(found, "is on a file system that is mounted noexec, from which no compiled op can be loaded")
@@ -178,6 +180,7 @@ def _usable(path: Path, make: bool) -> Path:
 
 
 def _owners() -> tuple[int, ...]:
+    """Return the users who may own a directory on the way: root, this user, and the owner of the root directory."""
     # The owner of the root directory controls this process anyway. In a user namespace without root that is "nobody".
     return 0, os.geteuid(), os.lstat("/").st_uid
 
@@ -225,16 +228,19 @@ def _follow(path: Path) -> tuple[Path, list[str]]:
 
 
 def _check_owner(path: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
+    """Raise Unusable if the owner is none of ``owners``."""
     if status.st_uid not in owners:
         raise Unusable(path, f"belongs to another user ({status.st_uid})")
 
 
 def _check_mode_of_parent(path: Path, status: os.stat_result) -> None:
+    """Raise Unusable if others may rename or remove what is in the directory."""
     if not status.st_mode & stat.S_ISVTX:
         _check_mode(path, status)
 
 
 def _check_mode(path: Path, status: os.stat_result) -> None:
+    """Raise Unusable if others may write to it."""
     writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if writers:
         whose = "everybody" if writers & stat.S_IWOTH else f"its group ({status.st_gid})"

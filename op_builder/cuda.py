@@ -95,6 +95,7 @@ def installed_torch() -> Torch | None:
 
 
 def _toolkit() -> tuple[Found, Found]:
+    """Return the CUDA toolkit and its nvcc."""
     on_path = shutil.which("nvcc")
     named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     places = named + ([Path(on_path).resolve().parent.parent] if on_path else []) + [DEFAULT_TOOLKIT]
@@ -119,6 +120,7 @@ def _toolkit() -> tuple[Found, Found]:
 
 
 def _header_version(home: Path) -> str | None:
+    """Return the version that ``cuda.h`` of a toolkit states; None if it has none."""
     try:
         match = re.search(r"#define CUDA_VERSION (\d+)", (home / "include" / "cuda.h").read_text(errors="replace"))
     except OSError:
@@ -127,6 +129,7 @@ def _header_version(home: Path) -> str | None:
 
 
 def _cufile_header(toolkit: Found) -> Found:
+    """Return where cufile.h is, and its version if it came with a wheel."""
     places = [place / "include" for place in _cufile_homes(toolkit)]
     for place in places:
         if (place / "cufile.h").is_file():
@@ -135,6 +138,7 @@ def _cufile_header(toolkit: Found) -> Found:
 
 
 def _cufile_library(toolkit: Found) -> Found:
+    """Return where libcufile is, and the version in its file's name or of its wheel."""
     places = [home / part for home in _cufile_homes(toolkit) for part in ("lib64", "lib")]
     places += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64")]
     for place in places:
@@ -166,11 +170,13 @@ def _wheel_version(file: Path) -> str | None:
 
 
 def _cufile_remedy(toolkit: Found) -> str:
+    """Return the command that installs cuFile for the version of CUDA."""
     major = (toolkit.version or "").partition(".")[0]
     return "pip install nvidia-cufile" + (f"-cu{major}" if major == "12" else "")
 
 
 def _nvidia_fs() -> Found:
+    """Return the version of the loaded nvidia-fs kernel module."""
     try:
         text = NVIDIA_FS.read_text()
     except OSError:

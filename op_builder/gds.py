@@ -13,6 +13,8 @@ _CUFILE = "libcufile.so.0"
 
 
 class GDSBuilder(AsyncIOBuilder):
+    """Builds the gds op."""
+
     BUILD_VAR = "DS_BUILD_GDS"
     NAME = "gds"
 
@@ -40,6 +42,7 @@ class GDSBuilder(AsyncIOBuilder):
         return self._connected(super().jit_load(verbose))
 
     def _require(self) -> None:
+        """Raise RuntimeError if the op would be of no use here."""
         # Also where the op was compiled: it could do nothing, and would say so only later.
         lacking = self.lacking()
         if lacking:
@@ -47,6 +50,7 @@ class GDSBuilder(AsyncIOBuilder):
             raise RuntimeError(f"{self.name} cannot be used: {self.error_log}")
 
     def _connected(self, module: ModuleType) -> ModuleType:
+        """Give a module of the op the pinned memory of async_io, and open cuFile for it."""
         # One record of pinned memory for both ops, as DeepSpeed's callers expect.
         module.adopt_pinned_ranges(AsyncIOBuilder().load().shared_pinned_ranges())
         self._open_cufile()

@@ -51,6 +51,7 @@ class Recipe:
         return self.name.rpartition(".")[2]
 
     def key(self) -> str:
+        """Return the name of the build in the cache: a digest of all that can change the binary."""
         facts = (
             self.name, self.source_hash, self.compile_flags, self.link_flags, self.toolchain.identity, _SUFFIX,
             sys.version, self.dependencies, [str(path) for path in self.sources],
@@ -119,6 +120,7 @@ def record(library: Path) -> dict[str, Any]:
 
 
 def _is_intact(library: Path) -> bool:
+    """Return whether a module in the cache has the content that its record tells."""
     # Loading a truncated library would kill the process (SIGBUS) rather than raise.
     try:
         return hashlib.sha256(cache.read(library)).hexdigest() == record(library).get("sha256")
@@ -187,6 +189,7 @@ def import_extension(name: str, library: Path) -> ModuleType:
 
 
 def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
+    """Compile the module in a temporary directory and rename that to ``result``. Blocks. Raises RuntimeError if it fails."""
     program = ninja()
     if program is None:
         raise RuntimeError(f"{recipe.extension} cannot be built: ninja was not found; pip install ninja")
@@ -223,6 +226,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
 
 
 def _jobs() -> int:
+    """Return how many compilers to run at a time: MAX_JOBS, or the number of processors. Raises ValueError for a wrong value."""
     text = os.environ.get("MAX_JOBS")
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -245,6 +249,8 @@ def write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
 
 
 def _build_file(recipe: Recipe, units: list[Path], library: Path) -> str:
+    """Return the text of the build.ninja that compiles the units and links them."""
+
     def words(arguments: tuple[str, ...]) -> str:
         return shlex.join(arguments).replace("$", "$$")
 
@@ -265,6 +271,7 @@ def _build_file(recipe: Recipe, units: list[Path], library: Path) -> str:
 
 
 def _failure(recipe: Recipe, output: str, work: Path) -> str:
+    """Return the message about a failed build: the compiler's first errors, and a hint if the disk is full."""
     lines = output.splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith("FAILED:")), 0)
     shown = lines[first : first + _ERROR_LINES]

@@ -40,6 +40,7 @@ def linux_aio() -> Attempt:
 
 
 def _syscall(name: str, number: int, *arguments: object) -> int | Attempt:
+    """Make a system call; return its result, or a failed Attempt that names the error."""
     if sys.platform != "linux":
         return Attempt(False, f"{name} needs Linux, this is {platform.system()}")
     libc = ctypes.CDLL(None, use_errno=True)

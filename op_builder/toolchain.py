@@ -89,6 +89,7 @@ class Toolchain:
         return self._remembered(source, (name,), watched)
 
     def _remembered(self, source: str, libraries: tuple[str, ...], watched: Iterable[Path]) -> Attempt:
+        """Try a program once. A success is remembered in the cache for as long as the watched files stay as they are."""
         states = [(str(path), _state(path)) for path in watched]
         key = hashlib.sha256(repr((self.identity, source, libraries, states)).encode()).hexdigest()[:32]
         if key not in _attempts:
@@ -138,6 +139,7 @@ def find() -> Toolchain | Attempt:
 
 
 def _flags(name: str) -> list[str]:
+    """Return the flags in a variable of the environment. Raises ValueError if its quotes do not match."""
     try:
         return shlex.split(os.environ.get(name, ""))
     except ValueError as error:
@@ -145,6 +147,7 @@ def _flags(name: str) -> list[str]:
 
 
 def _examine(command: list[str], compile_flags: list[str], link_flags: list[str]) -> Toolchain | Attempt:
+    """Return a compiler with its version and search directories; a failed Attempt if it does not compile C++20."""
     path = shutil.which(command[0])
     if path is None:
         return Attempt(False, "not found")
@@ -189,6 +192,7 @@ def _output(command: list[str]) -> str | Attempt:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's modification time, size and inode; None if there is no such file."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -197,6 +201,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _is_remembered(key: str) -> bool:
+    """Return whether a success is recorded in the cache."""
     try:
         return (cache.directory("probes") / key).exists()
     except OSError:
@@ -204,5 +209,6 @@ def _is_remembered(key: str) -> bool:
 
 
 def _remember(key: str) -> None:
+    """Record a success in the cache."""
     with contextlib.suppress(OSError):  # a cache that cannot be written costs a probe next time; building reports it properly
         (cache.directory("probes", make=True) / key).touch()

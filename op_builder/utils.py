@@ -9,6 +9,8 @@ from .builder import OpBuilder
 
 
 class UtilsBuilder(OpBuilder):
+    """Loads the utils op, which works everywhere."""
+
     BUILD_VAR = "DS_BUILD_UTILS"
     NAME = "utils"
 

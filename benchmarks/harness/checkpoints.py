@@ -48,6 +48,7 @@ def transformer(width: int, layers: int, vocabulary: int) -> State:
 
 
 def _made(*shape: int) -> torch.Tensor:
+    """A tensor of random values."""
     # Random bytes repeated: no drive or file system finds them easier, and they cost no minutes.
     numel = int(torch.Size(shape).numel())
     return _VALUES.repeat(-(-numel // _VALUES.numel()))[:numel].clone().view(shape)
@@ -67,6 +68,7 @@ def nbytes_of(state: State) -> int:
 
 
 def _sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to stable storage."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,6 +146,7 @@ def _run_ai() -> Library:
 
 
 def _dcp(writer: Callable[[Path], Any], reader: Callable[[Path], Any]) -> Library:
+    """torch.distributed.checkpoint with a given writer and reader."""
     import torch.distributed.checkpoint as dcp
 
     def save(state: State, path: Path) -> None:

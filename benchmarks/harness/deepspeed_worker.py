@@ -113,6 +113,7 @@ class DeepSpeedWorker:
 
 
 def _config(sub_group: int, buffers: int, pipelined: bool, queue_depth: int | None, directory: str) -> dict[str, Any]:
+    """DeepSpeed's JSON configuration: ZeRO-3 with the optimizer on the drive."""
     aio = {"queue_depth": queue_depth, "block_size": 1 << 20, "intra_op_parallelism": 1, "overlap_events": True}
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -39,6 +39,7 @@ def holds(path: Path, nbytes: int, seed: int, start: int = 0) -> bool:
 
 
 def preallocate(path: Path, nbytes: int) -> None:
+    """Make a file anew whose blocks are reserved, but not written."""
     path.unlink(missing_ok=True)
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)

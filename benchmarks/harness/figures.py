@@ -21,6 +21,7 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
+        """Whether the median reaches the bound; None if it was not measured."""
         if self.figure is None:
             return None
         return self.figure.median >= self.bound if self.sense == "at least" else self.figure.median <= self.bound

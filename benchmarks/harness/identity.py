@@ -46,6 +46,8 @@ class SignOfMomentum(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Case:
+    """An optimizer class with its options."""
+
     name: str
     optimizer_class: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +94,7 @@ def differences(case: Case, dtype: torch.dtype, directory: Path, steps: int) -> 
 
 
 def _network(dtype: torch.dtype) -> torch.nn.Module:
+    """A small network, the same at each call."""
     torch.manual_seed(0)
     # Parameters that are cut, that fill a sub-group and that share one; biases that end on no boundary.
     sizes = (96, 333, 256, 65, 1)
@@ -102,6 +105,7 @@ def _network(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _train(model: torch.nn.Module, optimizer: InMemory | OffloadedOptimizer, steps: int) -> list[float]:
+    """Train for some steps on random batches, the same at each call, and return the losses."""
     generator = torch.Generator().manual_seed(1)
     dtype = next(model.parameters()).dtype
     losses = []

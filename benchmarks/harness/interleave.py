@@ -41,6 +41,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Result:
+    """A workload with the samples of all contenders."""
+
     workload: Workload
     series: list[Series]
 

@@ -47,6 +47,7 @@ class LibraryContender:
                 raise ContenderFailed(f"file {index} of {len(paths)} does not hold what its tensor does")
 
     def _transfer(self, workload: Workload, paths: Sequence[Path], fill: int | None = None, check: int | None = None) -> Sample:
+        """Have the process move all files once; fill the tensors before, or check them after."""
         measured = self.process.call(
             "transfer",
             face=self.face,

@@ -18,6 +18,8 @@ _HEAD = 128  # values
 
 @dataclass(frozen=True)
 class Shape:
+    """Size of a Llama."""
+
     width: int
     layers: int
     vocabulary: int
@@ -78,6 +80,7 @@ def save(shape: Shape, directory: Path) -> None:
 
 
 def _values(shape: torch.Size) -> torch.Tensor:
+    """Values for a weight, ones for a norm."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     # The same values again and again: no drive or file system finds them easier, and they cost no minutes.

@@ -39,6 +39,7 @@ def forget_peak() -> bool:
 
 
 def _resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
     with open("/proc/self/status") as status:
         for line in status:
             if line.startswith(field + ":"):
@@ -47,6 +48,7 @@ def _resident(field: str) -> int:
 
 
 def _cpu_seconds() -> float:
+    """CPU time of this process so far."""
     # All threads, the kernel's io_uring workers included: those belong to this process.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

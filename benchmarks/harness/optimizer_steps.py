@@ -56,6 +56,7 @@ def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Counts]:
 
 
 def quieten(directory: Path) -> None:
+    """Drop what the page cache has of a directory, and wait until the drive is idle."""
     drop_pages(path for path in directory.rglob("*") if path.is_file())
     settle(directory)
 

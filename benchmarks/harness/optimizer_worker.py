@@ -77,6 +77,7 @@ class OptimizerWorker:
         return {"growth": measure(begin)["peak_growth"]}
 
     def _make(self) -> InMemory | OffloadedOptimizer:
+        """The optimizer: in memory, or offloaded if there is a size of sub-groups."""
         if not self._sub_group:
             return InMemory(self._model.parameters(), torch.optim.AdamW, **_OPTIONS)
         return OffloadedOptimizer(

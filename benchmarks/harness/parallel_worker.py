@@ -21,6 +21,8 @@ from harness.serving import serve
 
 
 class ParallelWorker:
+    """One rank of a group that saves a state together."""
+
     def __init__(self, *, rank: int, ranks: int, width: int, layers: int, vocabulary: int, directory: str) -> None:
         self._rank, self._ranks = rank, ranks
         self._directory = Path(directory)
@@ -44,11 +46,13 @@ class ParallelWorker:
 
     @functools.cache  # noqa: B019
     def _join(self) -> None:
+        """Enter the process group."""
         meeting = f"file://{self._directory / 'meeting'}"
         dist.init_process_group("gloo", init_method=meeting, rank=self._rank, world_size=self._ranks)
 
     @functools.cached_property
     def _sharded(self) -> dict[str, Any]:
+        """The state as DTensors, a part of each on every rank."""
         mesh = init_device_mesh("cpu", (self._ranks,))
         return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in self._state.items()}
 

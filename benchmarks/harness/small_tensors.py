@@ -75,5 +75,6 @@ def _call(move: Callable[[str], Counts], which: str) -> Callable[[], Counts]:
 
 
 def _rates(small: Counts, large: Counts) -> float:
+    """A figure for verdicts: bytes per second of the small ones over that of the large ones."""
     ratio: float = (small["bytes"] / small["seconds"]) / (large["bytes"] / large["seconds"])
     return ratio

@@ -47,6 +47,7 @@ class StreamingWorker:
         return {}
 
     def start(self) -> dict[str, Any]:
+        """Make the model in the way that the contender is named after."""
         getattr(self, f"_start_{self._kind}")()
         return {}
 
@@ -110,6 +111,7 @@ class StreamingWorker:
         return found
 
     def _timed(self, work: Any) -> dict[str, float]:
+        """Seconds of some work, without those in which accelerate drops the page cache."""
         self._dropping = 0.0
         begun = time.perf_counter()
         with torch.inference_mode():

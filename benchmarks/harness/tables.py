@@ -30,6 +30,7 @@ def spread_text(spread: Spread, digits: int = 2) -> str:
 
 
 def verdict_table(verdicts: Iterable[Verdict]) -> str:
+    """The table of targets: each with its median, and whether it is met."""
     rows = []
     for verdict in verdicts:
         target = f"{verdict.sense} {verdict.bound:g} {verdict.unit}".rstrip()
@@ -41,6 +42,7 @@ def verdict_table(verdicts: Iterable[Verdict]) -> str:
 
 
 def rate_table(result: Result) -> str:
+    """The table of a workload: rates and CPU time of each contender."""
     workload = result.workload
     rows = []
     for series in result.series:
@@ -65,6 +67,7 @@ def rate_table(result: Result) -> str:
 
 
 def turns_table(title: str, turns: Turns[str, Counts]) -> str:
+    """The table of a comparison: seconds of each contender."""
     rows = [
         [
             name,

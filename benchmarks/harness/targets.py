@@ -40,6 +40,7 @@ def judge(target: Target, results: Sequence[Result]) -> Verdict:
 
 
 def _ratio(quantity: Literal["rate", "cpu"], ours: Sample, theirs: Sample) -> float:
+    """Ours over theirs, of the rates or the CPU times per GB."""
     if quantity == "rate":
         return ours.gb_per_second / theirs.gb_per_second
     # The tiny transfers of a trial run may take less time than the kernel charges.

@@ -16,10 +16,12 @@ def fill_with(tensor: torch.Tensor, seed: int, start: int = 0) -> None:
 
 
 def holds(tensor: torch.Tensor, seed: int, start: int = 0) -> bool:
+    """Whether a tensor has the pattern of a seed."""
     return all(torch.equal(piece.cpu(), content) for piece, content in _pieces(tensor, seed, start))
 
 
 def _pieces(tensor: torch.Tensor, seed: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of a tensor, each with the pattern that belongs there."""
     for done, chunk in pattern.chunks(seed, start, tensor.numel()):
         # A bytearray, because torch warns of memory that it may not write.
         yield tensor[done : done + len(chunk)], torch.frombuffer(bytearray(chunk), dtype=torch.uint8)

@@ -91,6 +91,7 @@ class WorkerProcess:
         self.close()
 
     def _reply(self) -> dict[str, Any]:
+        """Wait for the reply to the last call. Raises ContenderFailed if the call failed or the process died."""
         line = self._replies.readline()
         if not line:
             status = self._process.wait()
@@ -105,6 +106,7 @@ class WorkerProcess:
 
 
 def _environment(python: str) -> dict[str, str]:
+    """The environment of a process that runs in another interpreter."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BENCHMARKS), environment.get("PYTHONPATH")]))
     # Its own ninja where there is no other, for a library that compiles when loaded. Last, because another ninja than the
