@@ -44,6 +44,8 @@ CHALLENGERS = 3
 
 @dataclass(frozen=True)
 class Settings:
+    """How much to measure."""
+
     directory: Path
     size: int
     io_size: int
@@ -106,6 +108,7 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
 
 
 def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The JSON that a command of ours prints. Raises ContenderFailed if it fails."""
     done = subprocess.run([sys.executable, "-m", module, *arguments, "--json"], capture_output=True, text=True)
     if done.returncode != 0:
         raise ContenderFailed(f"{module}: {done.stderr.strip()}")
@@ -140,10 +143,11 @@ class Rig:
 
 
 def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict], dict[str, Any]]:
+    """What the tuner chooses, against the best of an exhaustive sweep over the same settings."""
     progress("the tuner")
     start = time.monotonic()
     document = run_tool(
-        "deepnvme.tune.cli.sweep",
+        "deepnvme.tune.sweep",
         ["--nvme_dir", str(settings.directory), "--io_size", str(settings.io_size), "--seconds", str(settings.seconds)],
     )
     took = time.monotonic() - start
