@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 import deepnvme
 from deepnvme.ops.op_builder import AsyncIOBuilder
@@ -26,7 +27,12 @@ from .support.machine import machine
 BACKENDS = ("io_uring", "libaio", "threads")
 
 
-def pytest_configure() -> None:
+settings.register_profile("quick", max_examples=25)  # a quarter of the default, and so of what examples() gives
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
     # A shell's background jobs ignore Ctrl-C and hand that on, to the programs that tests interrupt as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,6 +42,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--io-dir", help="directory on the drive to test; default: a temporary one that is not in memory")
+    parser.addoption("--quick", action="store_true", help="a quarter of the examples; no C++ cleanup of torch at exits")
     parser.addoption("--deepspeed-python", help="an interpreter that has DeepSpeed, for tests/compat")
 
 
@@ -183,9 +190,9 @@ def tmpfs(drive: Path) -> Iterator[Disk]:
 
 
 @pytest.fixture(scope="session")
-def interpreters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
+def interpreters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreters]:
     """Runs programs in interpreters of their own."""
     directory = tmp_path_factory.mktemp("interpreters")
-    served = Interpreters(directory)
+    served = Interpreters(directory, whole_exit=not request.config.getoption("--quick"))
     yield served
     served.close()

@@ -22,6 +22,7 @@ from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
+from ..support.examples import examples
 from ..support.memory import bytes_of as content_of
 from ..support.memory import pattern
 
@@ -146,7 +147,7 @@ def test_new_memory_is_as_far_behind_a_page_as_its_place_in_the_file(nbytes: int
 FILE = 300_000  # bytes
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(
         st.builds(lambda at, n: (at, min(n, FILE - at)), st.integers(0, FILE - 1), st.integers(0, FILE)), max_size=12

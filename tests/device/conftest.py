@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,23 +11,19 @@ import torch
 
 from deepnvme.ops.op_builder import toolchain
 
+from .gds_fixtures import cached_stand_in
 from .stand_in import StandIn
-
-SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")
 
 
 @pytest.fixture(scope="session")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def libcuda() -> Path:
     """The stand-in, compiled."""
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA device: the stand-in would take the place of its driver")
     compiler = toolchain.find()
     if isinstance(compiler, toolchain.Attempt):
         pytest.skip(f"needs a compiler: {compiler.reason}")
-    library = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
-    flags = ["-std=c++20", "-O1", "-g0", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]
-    subprocess.run([*compiler.command, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return library
+    return cached_stand_in("libcuda.so.1", "-O1")
 
 
 @pytest.fixture(scope="package")

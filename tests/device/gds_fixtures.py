@@ -6,11 +6,13 @@ Nothing here needs pytest to have started: interpreters of their own import it t
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import subprocess
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from deepnvme.ops.op_builder import GDSBuilder, OpBuilder, jit, toolchain
+from deepnvme.ops.op_builder import GDSBuilder, OpBuilder, cache, jit, toolchain
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 
 HERE = Path(__file__).resolve().parent
@@ -29,16 +31,34 @@ _CUFILE = {
 }
 
 
+def _source(soname: str) -> Path:
+    return HERE / f"stand_in_{soname[3 : soname.index('.')]}.cpp"
+
+
 def compile_stand_in(soname: str, directory: Path, *flags: str) -> Path | None:
     """libcuda.so.1 or libcufile.so.0, made of the source with the name in between. None without a compiler."""
     compiler = toolchain.find()
     if isinstance(compiler, toolchain.Attempt):
         return None
-    source = HERE / f"stand_in_{soname[3 : soname.index('.')]}.cpp"
     library = directory / soname
     always = ["-std=c++20", "-O0", "-g0", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{soname}"]
-    subprocess.run([*compiler.command, *always, *flags, str(source), "-o", str(library), "-ldl"], check=True)
+    subprocess.run([*compiler.command, *always, *flags, str(_source(soname)), "-o", str(library), "-ldl"], check=True)
     return library
+
+
+def cached_stand_in(soname: str, *flags: str) -> Path:
+    """As :func:`compile_stand_in` where there is a compiler; compiled once, as ops are, because it takes seconds."""
+    compiler = toolchain.find()
+    assert isinstance(compiler, toolchain.Toolchain)
+    made_of = (compiler.identity, flags, _source(soname).read_bytes())
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    directory = cache.directory(f"stand_in_{digest}", make=True)
+    if not (directory / soname).exists():
+        with tempfile.TemporaryDirectory(dir=directory) as elsewhere:  # several processes may be here at once
+            library = compile_stand_in(soname, Path(elsewhere), *flags)
+            assert library is not None
+            library.replace(directory / soname)
+    return directory / soname
 
 
 class CuFile:

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
 from ..support.disks import Disk
+from ..support.examples import examples
 from ..support.interpreters import Ended, Interpreters
 from ..support.memory import Surrounded, page_aligned, pattern, zeros
 from ..support.transfers import lengths
-from .gds_fixtures import CuFile, compile_stand_in, load_op
+from .gds_fixtures import CuFile, cached_stand_in, compile_stand_in, load_op
 from .stand_in import DeviceTensor, StandIn
 
 PAGE = 4096
@@ -40,14 +41,12 @@ Program = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def libraries(libcuda: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def libraries(libcuda: Path) -> tuple[Path, Path]:
     """libcuda's and libcufile's stand-ins, compiled."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         pytest.skip("needs a torch without CUDA: this one has loaded NVIDIA's libcufile, in whose place the stand-in would be")
-    cufile = compile_stand_in("libcufile.so.0", tmp_path_factory.mktemp("libcufile"))
-    assert cufile is not None  # libcuda's was compiled
-    return libcuda, cufile
+    return libcuda, cached_stand_in("libcufile.so.0")
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.slow
 @given(world=worlds(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_what_is_written_from_a_device_comes_back_to_it(io_dir: Path, world: dict[str, Any], seed: int, request: Any) -> None:
     driver, gds = request.getfixturevalue("driver"), request.getfixturevalue("gds")
     content, offset = pattern(world["length"], seed), world["offset"]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import deepnvme
 
 from ..support.disks import Disk
+from ..support.examples import examples
 from ..support.memory import Surrounded, pattern, zeros
 from ..support.transfers import DTYPES, lengths
 from .stand_in import StandIn
@@ -40,7 +41,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(world=worlds(), seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_what_is_written_from_a_device_comes_back_to_it(
     driver: StandIn, io_dir: Path, backends: list[Any], world: dict[str, Any], seed: int
 ) -> None:

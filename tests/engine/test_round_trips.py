@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import deepnvme
 
+from ..support.examples import examples
 from ..support.memory import Surrounded, bytes_of, page_aligned, pattern, zeros
 from ..support.transfers import DTYPES, lengths
 
@@ -36,7 +37,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(world=worlds(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_write_is_what_plain_python_writes(io_dir: Path, backends: list[Any], world: dict[str, Any], seed: int) -> None:
     before, content = pattern(world["existing"], seed), pattern(world["length"], seed + 1)
     expected = bytearray(before)
@@ -55,7 +56,7 @@ def test_a_write_is_what_plain_python_writes(io_dir: Path, backends: list[Any], 
 
 
 @given(world=worlds(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_read_is_what_plain_python_reads(io_dir: Path, backends: list[Any], world: dict[str, Any], seed: int) -> None:
     file = pattern(world["offset"] + world["length"] + world["existing"], seed)
     with tempfile.NamedTemporaryFile(dir=io_dir) as opened:

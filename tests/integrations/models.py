@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 with warnings.catch_warnings():
@@ -37,6 +38,9 @@ KINDS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, **SIZES
     ),
 }  # fmt: skip
+
+SOME_KINDS_QUICKLY = [kind if kind in ("llama", "deepseek") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+"""For tests beside one that has all kinds even in a quick run."""
 
 
 def checkpoint(kind: str, directory: Path, **how: Any) -> transformers.PreTrainedModel:

@@ -39,7 +39,7 @@ def offloaded(kind: str, drive: Path, device_map: Any = None, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("kind", models.KINDS)
+@pytest.mark.parametrize("kind", models.SOME_KINDS_QUICKLY)
 def test_a_device_map_that_names_the_disk_streams(kind: str, drive: Path) -> None:
     known = models.checkpoint(kind, drive / "checkpoint")
     for _ in range(2):  # with a new store, and with the one that is there

@@ -67,11 +67,16 @@ CASES = [(name, precision) for name in OPTIMIZERS for precision in ("float32", "
 # torch's fused SGD itself rounds momenta in bfloat16 differently from run to run
 OPTIMIZERS["fused SGD"] = (torch.optim.SGD, FUSED_SGD)
 CASES += [("fused SGD", "float32"), ("fused SGD", "bfloat16 with masters")]
+QUICKLY = ("fused AdamW", "SGD with momentum", "Lion", "Adafactor")
+"""In each precision also in a quick run, which has the others in float32."""
 BUDGETS = (0, 100_000, 1 << 40)
 """No states in memory, about half, all."""
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [case if case[0] in QUICKLY or case[1] == "float32" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precision: str, drive: Path) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     masters = precision.endswith("masters")

@@ -19,6 +19,8 @@ from deepnvme.store import manifest
 from deepnvme.store.manifest import MANIFEST_NAME, CorruptManifest, StoredTensor, StoreManifest, StoreMembership
 from deepnvme.store.volumes import find_store
 
+from ..support.examples import examples
+
 ONE = StoreManifest("store", 1, {"a": StoredTensor("float32", (2, 3), ((0, 4096, 24),), (123,))})
 
 names = st.text(st.characters(codec=None)) | st.sampled_from(["\ud800", "\0", "", "a\nb", "é", '"'])
@@ -31,7 +33,7 @@ stored = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(50))
 @given(st.dictionaries(names, stored, max_size=5))
 def test_what_was_published_is_loaded(tmp_path, tensors):
     published = StoreManifest("identity", 4, tensors)

@@ -25,6 +25,7 @@ from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.futures import Operation
 from deepnvme.store.tensor_store import TensorStore
 
+from ..support.examples import examples
 from ..support.memory import bytes_of, numbered
 
 MIB = 1 << 20
@@ -508,7 +509,7 @@ def test_threads_use_one_store_at_once(striped):
     assert errors == []
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.booleans(), st.booleans())
 def test_a_store_is_a_dictionary(drive, engine, pool, data, persist, checksum):
     expected: dict[str, torch.Tensor] = {}

@@ -15,6 +15,7 @@ from deepnvme.streaming.extent_memory import PinnedSlots
 from deepnvme.swap import OutOfBuffers
 
 from ..support.drives import CountedSlots, FakeDrive, content
+from ..support.examples import examples
 
 NBYTES = 8192
 KEYS = "abcdefgh"
@@ -388,4 +389,4 @@ class Rules(RuleBasedStateMachine):
 
 
 TestRules = Rules.TestCase
-TestRules.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestRules.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)

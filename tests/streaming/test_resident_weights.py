@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from deepnvme.streaming.resident_weights import residents, saved_bytes
 
+from ..support.examples import examples
 
-@settings(max_examples=50, deadline=None)
+
+@settings(max_examples=examples(50), deadline=None)
 @given(
     facts=st.lists(st.tuples(st.sampled_from([0, 1, 3, 5, 8]), st.integers(0, 3)), max_size=8),
     budget=st.integers(0, 30),

@@ -26,6 +26,7 @@ from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..faults.torture.interruption import interrupted
 from ..support.engines import transfers_through
+from ..support.examples import examples
 from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.models import WIDTH, Calls, blocks_of, entangled, stack
@@ -478,7 +479,7 @@ def test_the_same_bits(world: World, prefetch: int, budget: int) -> None:
                 assert torch.equal(world.streamed(INPUT, ORDER), world.memory(INPUT, ORDER))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     orders=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=6),
     prefetch=st.integers(0, 3),

@@ -20,6 +20,8 @@ from deepnvme.transfer.block import Block, State
 from deepnvme.transfer.block_cache import BlockCache, ReadOnly, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
+from ..support.examples import examples
+
 PAGE = 4096
 SIZES = {"a": PAGE, "b": PAGE, "c": 2 * PAGE, "d": PAGE, "e": 3 * PAGE, "f": PAGE}
 LIMIT = 5 * PAGE
@@ -528,7 +530,7 @@ class RulesWithoutRetaining(Rules):
     retain = False
 
 
-LONG = settings(max_examples=60, stateful_step_count=30, deadline=None)
+LONG = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestRules = Rules.TestCase
 TestRules.settings = LONG
 TestRulesWithoutRetaining = RulesWithoutRetaining.TestCase

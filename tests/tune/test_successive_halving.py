@@ -18,6 +18,8 @@ from deepnvme.engine import Backend
 from deepnvme.tune.measure.job import Operation
 from deepnvme.tune.search.successive_halving import Candidate, Observation, Outcome, noise, rounds, search, standings
 
+from ..support.examples import examples
+
 MIB = 1 << 20
 IO_SIZE = 400 * MIB
 BOTH: tuple[Operation, ...] = ("read", "write")
@@ -336,7 +338,7 @@ def test_every_round_has_fewer_settings_than_the_one_before(count: int) -> None:
     assert count <= 10 or 10 in counts  # the table of the ten best
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     count=st.integers(1, 30),
     seed=st.integers(0, 1 << 32),

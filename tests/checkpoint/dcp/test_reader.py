@@ -24,6 +24,7 @@ from deepnvme.checkpoint.dcp import reader as dcp_reader
 from deepnvme.checkpoint.formats.dcp_tensor import frame
 
 from ...support.distributed_states import Into, assert_equal, blank, request, state
+from ...support.examples import examples
 from ...support.torch_versions import ALONE, needs_torch
 
 Writer = Callable[..., FileSystemWriter]
@@ -242,7 +243,7 @@ def test_all_that_was_saved_is_loaded(drive: Path, writer: Writer, options: dict
     assert_equal(found, state(1))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),
     shape=st.lists(st.integers(1, 6), min_size=0, max_size=3),

@@ -14,6 +14,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
+from ...support.examples import examples
 from ...support.memory import pattern
 
 pieces = st.lists(
@@ -47,7 +48,7 @@ def image_of(pieces: list[tuple[str, bytes | int]]) -> tuple[FileImage, torch.Te
 
 
 class TestCopies:
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     @given(pieces, st.data())
     def test_any_range_is_that_of_the_concatenation(self, pieces: list[tuple[str, bytes | int]], data: st.DataObject) -> None:
         image, content = image_of(pieces)
@@ -59,7 +60,7 @@ class TestCopies:
             image.copy(begin, end, into)
             assert torch.equal(into, content[begin:end])
 
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     @given(st.lists(st.tuples(st.binary(max_size=50), st.integers(0, PAGE), st.integers(0, 2 * PAGE)), max_size=10))
     def test_sources_added_at_once_are_as_those_added_one_by_one(self, rows: list[tuple[bytes, int, int]]) -> None:
         tensors = [_PATTERN[index : index + nbytes] for index, (_, _, nbytes) in enumerate(rows)]
@@ -94,7 +95,7 @@ class TestCopies:
 
 
 class TestRanges:
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     @given(pieces, st.data())
     def test_they_tile_what_was_asked_for_aligned_in_the_file(
         self, pieces: list[tuple[str, bytes | int]], data: st.DataObject

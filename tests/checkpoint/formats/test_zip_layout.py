@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from deepnvme.checkpoint.formats.zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
 from deepnvme.ops import load_async_io
 
+from ...support.examples import examples
+
 GIB = 1 << 30
 records = st.lists(st.tuples(st.text("abcé/.", min_size=1, max_size=30), st.binary(max_size=200)), max_size=8,
                    unique_by=lambda record: record[0])  # fmt: skip
@@ -36,7 +38,7 @@ def archive(contents: list[tuple[str, bytes]], alignment: int = 64) -> bytes:
     return written.getvalue()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(records, st.sampled_from([1, 64, 4096]))
 def test_the_standard_librarys_reader_finds_every_record(contents: list[tuple[str, bytes]], alignment: int) -> None:
     with zipfile.ZipFile(io.BytesIO(archive(contents, alignment))) as opened:
@@ -44,7 +46,7 @@ def test_the_standard_librarys_reader_finds_every_record(contents: list[tuple[st
         assert [(info.filename, opened.read(info)) for info in opened.infolist()] == contents
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(0, 6 * GIB), max_size=6), st.sampled_from([64, 4096]))
 def test_data_begin_at_multiples_of_the_alignment_and_do_not_overlap(sizes: list[int], alignment: int) -> None:
     _, headers, paddings = laid_out([f"data/{index}" for index in range(len(sizes))], sizes, [0] * len(sizes), alignment)
@@ -69,7 +71,7 @@ def test_columns_of_different_lengths() -> None:
 class TestDirectory:
     """As this package reads it."""
 
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=examples(50))
     @given(records)
     def test_it_has_what_was_written(self, tmp_path_factory: pytest.TempPathFactory, contents: list[tuple[str, bytes]]) -> None:
         path = tmp_path_factory.mktemp("zip") / "file"
@@ -133,7 +135,7 @@ class TestDirectory:
         with path.open("rb") as file:
             assert entries(file) == []
 
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=examples(50))
     @given(st.data())
     def test_damage_is_never_another_error(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
         content = bytearray(archive([("a/data/0", b"x" * 10), ("a/data/1", b"y" * 10)]))
