@@ -49,10 +49,14 @@ def test_a_timeout_is_an_error_and_the_request_goes_on(held: Any, gate: Any, dri
 @pytest.mark.alone
 def test_no_time_at_all_times_out_at_once(held: Any, drive: Path, timeout: float) -> None:
     future = held.write(page_aligned(b"x"), drive / "file")
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        future.result(timeout)
-    assert time.monotonic() - begin < 0.5
+
+    def seconds() -> float:
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            future.result(timeout)
+        return time.monotonic() - begin
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize("timeout", [1e300, float("inf")])

@@ -122,8 +122,9 @@ def test_the_wait_for_a_place_in_the_queue_is_not_counted(
     gate.release()
     future.result()
     took = time.monotonic_ns() - begin
-    second, first = sorted(engine.stats()["block_latency"])
-    assert shortest(second) <= took < 200_000_000 <= first
+    bins = sorted(engine.stats()["block_latency"])
+    assert shortest(bins[0]) <= took  # which a busy machine may make longer than what the first one waited
+    assert bins[-1] >= 200_000_000
 
 
 def test_a_flush_is_not_a_block(drive: Path, backend: Any) -> None:

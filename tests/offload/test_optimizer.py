@@ -830,6 +830,7 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
         limits = optimizer.measure_limits(16 << 20)
         assert all(1e6 < limit < 1e11 for limit in limits)
         written = None
+        shares = []
         for step in range(3):
             give_gradients(params, step)
             begun = time.perf_counter()
@@ -837,7 +838,8 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
             seconds = time.perf_counter() - begun
             report = optimizer.report()
             assert report.step == optimizer.steps == step + 1
-            assert 0.5 * seconds < report.seconds <= seconds
+            assert report.seconds <= seconds
+            shares.append(report.seconds / seconds)
             assert 0 < report.computing < report.seconds
             assert 0 <= report.waiting < report.seconds
             assert report.sub_groups == 8
@@ -856,6 +858,7 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
                 assert rate == pytest.approx(nbytes / spent / 1e9 if spent else 0)
             alone = report.bytes_read / limits[0] + report.bytes_written / limits[1]
             assert report.share_of_limit == pytest.approx(alone / report.seconds)
+        assert max(shares) > 0.5  # a busy machine may stop a step between the two clocks
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
 
