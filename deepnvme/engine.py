@@ -16,6 +16,8 @@ from .ops import load_async_io
 if TYPE_CHECKING:
     import torch
 
+    from .ops.aio.async_io_op import Engine as NativeEngine
+
 Backend = Literal["auto", "io_uring", "libaio", "threads"]
 """Names of the I/O backends; ``"auto"`` for the first that the kernel accepts."""
 FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
@@ -170,32 +172,32 @@ class Engine:
         single_submit: bool = False,
     ) -> None:
         self._op = load_async_io()
-        self._native = self._op.Engine(backend, block_size, queue_depth, num_threads, single_submit)
+        self._native: NativeEngine = self._op.Engine(backend, block_size, queue_depth, num_threads, single_submit)
 
     @property
     def backend(self) -> str:
         """Name of the backend in use."""
-        return str(self._native.backend)
+        return self._native.backend
 
     @property
     def block_size(self) -> int:
         """Most bytes of one system-level transfer."""
-        return int(self._native.block_size)
+        return self._native.block_size
 
     @property
     def queue_depth(self) -> int:
         """Most blocks under way at a time, for each worker."""
-        return int(self._native.queue_depth)
+        return self._native.queue_depth
 
     @property
     def num_threads(self) -> int:
         """Number of workers, each with a queue of its own."""
-        return int(self._native.num_threads)
+        return self._native.num_threads
 
     @property
     def closed(self) -> bool:
         """Whether no more transfers are accepted, because :meth:`close` was called."""
-        return bool(self._native.closed)
+        return self._native.closed
 
     def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
@@ -221,8 +223,7 @@ class Engine:
             RuntimeError: For a CUDA tensor without libcuda.
             OSError: If the file cannot be opened: FileNotFoundError and so on. Later errors are raised by ``Future.result``.
         """
-        future: Future = self._native.read(tensor, source, offset)
-        return future
+        return self._native.read(tensor, source, offset)
 
     def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
         """Start writing the tensor's bytes at ``offset``; return at once.
@@ -249,8 +250,7 @@ class Engine:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, but a tensor need not be contiguous, and a range may end
                 past the end of the file.
         """
-        future: Future = self._native.write(tensor, target, offset)
-        return future
+        return self._native.write(tensor, target, offset)
 
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
@@ -258,8 +258,7 @@ class Engine:
         The flush begins when all writes submitted to this engine earlier have ended, and covers them. The future's result is 0.
         Raises like :meth:`read`.
         """
-        future: Future = self._native.fsync(target)
-        return future
+        return self._native.fsync(target)
 
     def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False) -> File:
         """Open a file once, for many transfers.
@@ -278,8 +277,7 @@ class Engine:
             OSError: From opening (a subclass such as FileNotFoundError).
             ValueError: For another mode.
         """
-        file: File = self._native.open(path, mode, whole_pages=whole_pages)
-        return file
+        return self._native.open(path, mode, whole_pages=whole_pages)
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a new tensor in page-locked memory on huge pages, filled with zeros. The memory is freed with its last view.
