@@ -178,7 +178,7 @@ def membership(directory: Path) -> StoreMembership | None:
         raise CorruptManifest(path, str(error)) from error
     try:
         return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
 
 

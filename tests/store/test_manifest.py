@@ -217,6 +217,7 @@ class TestRecognise:
         [
             ('{"store": 1}', "KeyError: 'index'"),
             ('{"store": 1, "index": "one", "first": ""}', "ValueError: invalid literal for int() with base 10: 'one'"),
+            ('{"store": 1, "index": 1e999, "first": ""}', "OverflowError: cannot convert float infinity to integer"),
             ("[1]", "expected an object"),
             ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ],
