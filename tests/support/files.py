@@ -30,3 +30,9 @@ def cached(path: Path) -> bool:
         if refused:
             raise OSError(ctypes.get_errno(), "mincore")
     return any(page & 1 for page in pages.raw)
+
+
+def open_files(directory: Path, pattern: str = "*") -> list[str]:
+    """The files below ``directory`` that this process has open, once for each descriptor."""
+    found = (Path(os.path.realpath(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd"))
+    return [str(path) for path in found if path.is_relative_to(directory) and path.match(pattern)]

@@ -24,12 +24,16 @@ from deepnvme.checkpoint.formats.pt_records import (
 )
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
 from deepnvme.checkpoint.unpickling import unread
-from deepnvme.engine import Engine
+from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
 from .manifest import WeightInfo
 from .model_blocks import ties_of, weights_of
+
+_OPEN_FILES = 16
+"""Files that are open at a time: enough for shards that weights come from in turn, and few enough for any limit of descriptors
+where each weight has a file of its own."""
 
 
 class Pending(Protocol):
@@ -80,25 +84,55 @@ class Location(NamedTuple):
     """Whether the values in the file are to be negated. Only with ``elements``."""
 
 
+class OpenFiles:
+    """Reads files, each of which is opened once. They stay open until :meth:`close`; of very many, only the last 16 opened.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._files: dict[str, File] = {}
+
+    def read(self, path: str, offset: int, out: torch.Tensor) -> Future:
+        """Start reading a file at ``offset`` into ``out``; return at once.
+
+        Raises:
+            CorruptCheckpoint: If the file ends before ``out`` is full: it was truncated since its header was read.
+            OSError: If the file cannot be opened.
+        """
+        file = self._files.get(path)
+        if file is None:
+            while len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            file = self._files[path] = self._engine.open(path, "r")
+        return started(self._engine, out, file, offset)
+
+    def close(self) -> None:
+        """Close all files. Reads under way go on. May be repeated, for example after an interrupt."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
 class Weights:
-    """A :class:`Source` of tensors in memory and weights in files.
+    """A :class:`Source` of tensors in memory and weights in files. Not thread-safe.
 
     Args:
         weights: By name: tensors, of any strides and on any device, and weights in files.
-        engine: Reads the files.
+        files: Reads the files.
 
     Raises:
         TypeError: If a name is not a str, or a value is of another type, or a tensor that is not dense or has no data.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor | Location], engine: Engine) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor | Location], files: OpenFiles) -> None:
         for name, weight in weights.items():
             if not isinstance(name, str):
                 raise TypeError(f"a weight's name must be a str, got {name!r}")
             if not isinstance(weight, Location):
                 check_storable(name, weight)
         self._weights = weights
-        self._engine = engine
+        self._files = files
         self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
 
     def names(self) -> Iterable[str]:
@@ -130,8 +164,7 @@ class Weights:
             return _Read(lambda: None)
         elements = weight.elements
         span = out if elements is None else empty_aligned(elements.nbytes)
-        with self._engine.open(weight.path, "r") as file:
-            reading = started(self._engine, span, file, weight.offset)
+        reading = self._files.read(weight.path, weight.offset, span)
         if elements is None:
             return reading
 
@@ -313,12 +346,12 @@ class _Read(NamedTuple):
     result: Callable[[], None]
 
 
-def source_of(given: Any, engine: Engine) -> Source:
+def source_of(given: Any, files: OpenFiles) -> Source:
     """Return the :class:`Source` for what :meth:`WeightStore.build` was given.
 
     Args:
         given: A module, a checkpoint's path, a mapping of names to tensors or weights in files, or a source.
-        engine: Reads the files.
+        files: Reads the files.
 
     Raises:
         TypeError: If it is none of these.
@@ -329,7 +362,7 @@ def source_of(given: Any, engine: Engine) -> Source:
     elif isinstance(given, str | os.PathLike):
         given = weights_in(given)
     if isinstance(given, Mapping):
-        return Weights(given, engine)
+        return Weights(given, files)
     if isinstance(given, Source):
         return given
     raise TypeError(f"weights come from a module, a checkpoint's path, a mapping or a Source, got {type(given).__name__}")

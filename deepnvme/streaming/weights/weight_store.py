@@ -30,7 +30,7 @@ from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 from .model_blocks import StoreMismatch, described, differences
 from .quantization import SCHEMES, Scheme
-from .weight_locations import Location, Source, source_of
+from .weight_locations import Location, OpenFiles, Source, source_of
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
@@ -143,8 +143,9 @@ class WeightStore:
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
         where = directories_of(path)
-        with Engine() as engine:
-            source = source_of(model_or_checkpoint, engine)
+        # The files are closed twice, in case Ctrl-C interrupts the first: a traceback that is kept would keep them open.
+        with Engine() as engine, contextlib.closing(OpenFiles(engine)) as files, contextlib.closing(files):
+            source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
             structure, names = structure_for(source, tree, blocks)
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]

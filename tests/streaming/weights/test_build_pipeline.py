@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from deepnvme.engine import Engine, File
 from deepnvme.safetensors import save_sharded
-from deepnvme.streaming import WeightStore
+from deepnvme.streaming import Location, WeightInfo, WeightStore
+from deepnvme.streaming.weights import weight_locations
 from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents
 from deepnvme.streaming.weights.model_blocks import ExtentPlan
-from deepnvme.streaming.weights.weight_locations import Weights
+from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights
 from deepnvme.swap import TensorStore
+from tests.faults.torture.interruption import Interruption, all_but
+
+from ...support.files import open_files
 
 MIB = 1 << 20
 
@@ -99,12 +107,13 @@ class Failing(Weights):
 
 def test_a_source_that_fails_leaves_nothing(drive, engine):
     with pytest.raises(OSError, match="as asked for"):
-        WeightStore.build(Failing(state(), engine), drive / "store")
+        WeightStore.build(Failing(state(), OpenFiles(engine)), drive / "store")
     assert list(drive.iterdir()) == []
 
 
 def test_a_drive_that_fails_is_told_and_leaves_nothing(drive, engine, faulty):
-    builders = [ExtentBuilder(ExtentPlan(name, (name,)), Weights(state(), engine), {name: name}, None) for name in state()]
+    source = Weights(state(), OpenFiles(engine))
+    builders = [ExtentBuilder(ExtentPlan(name, (name,)), source, {name: name}, None) for name in state()]
     failing = faulty("threads", error_every=3, error_limit=1)
     with (
         pytest.raises(OSError, match="Input/output error") as refused,
@@ -121,6 +130,84 @@ def test_a_checkpoint_that_is_changed_meanwhile_leaves_nothing(drive):
     with pytest.raises(OSError, match="changed while"):
         WeightStore.build(path, drive / "store", progress=lambda done, total: os.utime(path))
     assert [each.name for each in drive.iterdir()] == ["model.pt"]
+
+
+@pytest.fixture
+def sharded(drive: Path) -> Path:
+    """A checkpoint of four shards, with three weights of one block in each."""
+    weights = {f"layers.{layer}.{part}": torch.ones(1000) for layer in range(4) for part in "abc"}
+    save_sharded(weights, drive / "checkpoint", max_shard_size=12_000)
+    return drive / "checkpoint"
+
+
+def in_files_of_their_own(count: int, drive: Path) -> dict[str, Location]:
+    """Weights, each of which is alone in a file."""
+    for index in range(count):
+        (drive / f"{index}.dat").write_bytes(bytes([index]) * 100)
+    info = WeightInfo(torch.uint8, (100,))
+    return {f"layers.{index}.w": Location(str(drive / f"{index}.dat"), 0, info) for index in range(count)}
+
+
+def test_each_file_is_opened_once_and_closed_at_the_end(drive, sharded, monkeypatch):
+    opened: Counter[str] = Counter()
+    files: list[File] = []
+    sound = Engine.open
+
+    def counting(engine: Engine, path: str, *args: object, **kwargs: object) -> File:
+        file = sound(engine, path, *args, **kwargs)
+        if str(path).startswith(f"{sharded}/"):
+            opened[Path(path).name] += 1
+            files.append(file)
+        return file
+
+    monkeypatch.setattr(Engine, "open", counting)
+    WeightStore.build(sharded, drive / "store").close()
+    assert opened == dict.fromkeys((path.name for path in sharded.glob("*.safetensors")), 1)
+    assert len(files) == 4
+    assert all(file.closed for file in files)
+
+
+def test_few_files_are_open_at_a_time(drive):
+    most = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal most
+        most = max(most, len(set(open_files(drive, "*.dat"))))
+
+    with WeightStore.build(in_files_of_their_own(50, drive), drive / "store", progress=progress) as store:
+        store.verify()
+    assert 8 < most < 20
+
+
+@pytest.mark.parametrize("fails", ["cut off", "unreadable", "progress"])
+def test_files_are_closed_after_an_error_that_somebody_keeps(drive, sharded, fails, faulty):
+    def progress(done: int, total: int) -> None:
+        if fails == "progress":
+            raise ZeroDivisionError
+        if fails == "cut off":
+            for path in sharded.glob("*.safetensors"):
+                os.truncate(path, 200)
+
+    reads = mock.patch.object(Engine, "read", faulty("threads", error_every=5).read) if fails == "unreadable" else None
+    with pytest.raises((ZeroDivisionError, OSError)) as failed, reads or contextlib.nullcontext():
+        WeightStore.build(sharded, drive / "store", progress=progress)
+    assert failed.value.__traceback__ is not None
+    assert open_files(sharded) == []
+
+
+def test_files_are_closed_after_an_interrupt_that_somebody_keeps(drive):
+    weights = in_files_of_their_own(2, drive)
+    WeightStore.build(weights, drive / "store").close()  # so that all modules are loaded
+    interruption, kept = None, []
+    while interruption is None or interruption.where:
+        interruption = Interruption(len(kept) + 1, all_but(weight_locations))
+        try:
+            with interruption:
+                WeightStore.build(weights, drive / f"store{len(kept)}").close()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        assert open_files(drive, "*.dat") == [], interruption.where
+    assert kept
 
 
 def test_extents_of_all_sizes_go_through_one_budget(drive):

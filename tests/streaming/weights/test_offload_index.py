@@ -13,7 +13,7 @@ import torch
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
-from deepnvme.streaming.weights.weight_locations import Weights, weights_in_index
+from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights, weights_in_index
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 
@@ -25,7 +25,7 @@ def opened(engine: Engine, drive: Path) -> Open:
     """Makes sources of an index, in the drive's directory."""
 
     def make(index: dict[str, dict[str, Any]], folder: Path | None = drive, **in_memory: torch.Tensor) -> Weights:
-        return Weights({**weights_in_index(index, folder), **in_memory}, engine)
+        return Weights({**weights_in_index(index, folder), **in_memory}, OpenFiles(engine))
 
     return make
 

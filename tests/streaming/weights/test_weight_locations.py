@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zipfile
@@ -13,7 +14,7 @@ from torch import nn
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
-from deepnvme.streaming.weights.weight_locations import Weights, source_of, weights_in
+from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
@@ -33,7 +34,8 @@ def read(source: Weights, name: str) -> torch.Tensor:
 @pytest.fixture
 def opened(engine):
     """Makes sources."""
-    return lambda given: source_of(given, engine)
+    with contextlib.closing(OpenFiles(engine)) as files:
+        yield lambda given: source_of(given, files)
 
 
 def assert_holds(source: Weights, wanted: dict[str, torch.Tensor]) -> None:
@@ -232,4 +234,4 @@ class TestMemory:
     )
     def test_what_has_no_weights(self, engine, given, match):
         with pytest.raises(TypeError, match=match):
-            source_of(given, engine)
+            source_of(given, OpenFiles(engine))
