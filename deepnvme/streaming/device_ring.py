@@ -12,7 +12,7 @@ import torch
 from deepnvme.memory.lease import Computed
 
 from .extent_memory import PinnedSlots, Slots
-from .extent_reads import ExtentReads
+from .extent_reader import ExtentReader
 from .weights.model_blocks import REST
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DeviceSlot:
         return self._computed is not None and self._computed.done()
 
 
-class DeviceArrivals(ExtentReads):
+class DeviceExtentReader(ExtentReader):
     """The extents of a store, read into a device's memory. ``count``: of the largest, how many there is pinned memory for, to
     read them into; where more are under way it is pinned for each anew."""
 

@@ -15,11 +15,11 @@ from deepnvme.memory.host import give_back_heap
 
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
-from .extent_reads import ExtentReads
+from .extent_reader import ExtentReader
 from .module_weights import ModuleWeights
-from .replaced_forwards import StreamedForward, StreamedForwards
 from .resident_weights import residents
 from .stream_report import StreamReport
+from .streamed_forwards import StreamedForward, StreamedForwards
 from .weights.model_blocks import REST
 from .weights.weight_store import WeightStore
 
@@ -107,15 +107,15 @@ class Streaming:
         store.check(model)
         self._store = store
         self._new_reader, slots_of = _on(device, store, prefetch)
-        self._arrivals = self._new_reader()
-        sizes = {name: self._arrivals.nbytes(name) for name in store.extents if name != REST}
+        self._reader = self._new_reader()
+        sizes = {name: self._reader.nbytes(name) for name in store.extents if name != REST}
         _check_budget(memory_budget, sizes)
         chosen = residents(sizes, {}, memory_budget)
         streamed = [nbytes for name, nbytes in sizes.items() if name not in chosen]
         self._slots = slots_of(min((prefetch + 1) * max(streamed, default=0), sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
-        self._cache = ExtentCache(self._arrivals.read, sizes, self._slots, chosen, stored)
-        self._weights = ModuleWeights(model, store, self._arrivals.extents, device)
+        self._cache = ExtentCache(self._reader.read, sizes, self._slots, chosen, stored)
+        self._weights = ModuleWeights(model, store, self._reader.extents, device)
         self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, memory_budget)
         self._restored: _Restored | None = None  # None until close()
         self._ended = False
@@ -134,7 +134,7 @@ class Streaming:
             self._forwards.unwrap()
             for among, tensors in own:
                 among.update(tensors)
-            self._arrivals.close()
+            self._reader.close()
             raise
         own.clear()
         give_back_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
@@ -210,7 +210,7 @@ class Streaming:
                 elif name != REST or self._restored.wanted:
                     self._weights.remove(name)
             self._cache.close()
-            self._arrivals.close()
+            self._reader.close()
             if self.owns_store:
                 self._store.close()
             self._ended = True
@@ -224,8 +224,8 @@ class Streaming:
 
     def _read(self, extent: str) -> torch.Tensor:
         """Read an extent into memory of its own. Blocks."""
-        memory = self._slots.memory(self._arrivals.nbytes(extent))
-        error = self._arrivals.read(extent, memory).exception()
+        memory = self._slots.memory(self._reader.nbytes(extent))
+        error = self._reader.read(extent, memory).exception()
         if error is not None:
             raise error
         return memory
@@ -235,8 +235,8 @@ class Streaming:
         memories: dict[str, torch.Tensor | None] = {}
         self._cache.expect(())
         if self._restored is not None:  # an interrupted close() has perhaps ended the reader, and removed weights in no block
-            self._arrivals.close()
-            self._arrivals = self._new_reader()
+            self._reader.close()
+            self._reader = self._new_reader()
         for name, extent in self._store.extents.items():
             if name == REST and self._restored is None:
                 memories[name] = None
@@ -281,12 +281,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Callable[[], ExtentReads], Callable[[int], Slots]]:
+def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Callable[[], ExtentReader], Callable[[int], Slots]]:
     """Return what makes the reader of extents and the slots for a device. Raises ValueError for an unsupported one."""
     if device.type == "cpu":
-        return functools.partial(ExtentReads, store), PinnedSlots
+        return functools.partial(ExtentReader, store), PinnedSlots
     if device.type == "cuda":
-        from .device_ring import DeviceArrivals, DeviceSlots
+        from .device_ring import DeviceExtentReader, DeviceSlots
 
-        return functools.partial(DeviceArrivals, store, device, prefetch + 1), functools.partial(DeviceSlots, device)
+        return functools.partial(DeviceExtentReader, store, device, prefetch + 1), functools.partial(DeviceSlots, device)
     raise ValueError(f"device must be a CPU or a CUDA device, got {device}")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.streaming.replaced_forwards import Tally
 from deepnvme.streaming.stream_report import StreamReport
+from deepnvme.streaming.streamed_forwards import Tally
 
 REPORT = StreamReport(
     passes=2,

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.store.data_file import DATA_NAME
-from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reads, stream
+from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reader, stream
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..faults.torture.interruption import interrupted
@@ -582,7 +582,7 @@ def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path,
         asked.append(threads)
         dequantize(*weight, threads=threads)
 
-    monkeypatch.setattr(extent_reads, "dequantize", noted)
+    monkeypatch.setattr(extent_reader, "dequantize", noted)
     for processors, half in ((8, 4), (1, 1)):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
         model = nn.Linear(128, 96)
@@ -619,13 +619,13 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
 def test_threads_look_at_each_checksum_once_if_at_all(
     world: World, drive: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, finished = extent_reads.ExtentReads._finish, []
+    finish, finished = extent_reader.ExtentReader._finish, []
 
-    def noted(self: extent_reads.ExtentReads, extent: str, only: Any) -> None:
+    def noted(self: extent_reader.ExtentReader, extent: str, only: Any) -> None:
         finished.append(extent)
         finish(self, extent, only)
 
-    monkeypatch.setattr(extent_reads.ExtentReads, "_finish", noted)
+    monkeypatch.setattr(extent_reader.ExtentReader, "_finish", noted)
     (data,) = drive.rglob("*.data")
     with WeightStore.open(data.parent, verify=verify) as store, stream(world.streamed, store):
         assert store.verifies("parts.5") == verify

@@ -1,4 +1,4 @@
-"""What comes from the drive, made ready for use while the next is read."""
+"""Reads extents of weights; threads check and dequantise each while the next ones are read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _THREADS = 2
 """Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
 
 
-class ExtentReads:
-    """The extents of a store, as a :class:`ExtentCache` reads them.
+class ExtentReader:
+    """Reads the extents of a store, for an :class:`ExtentCache`, and makes them ready for use.
 
-    A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight: the
-    memory is a little larger than what comes out, so that nothing runs into what is still to be read. That is done by
-    threads, and so is looking at the checksum of an extent that is read for the first time.
+    A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight. The
+    memory is a little larger than the result, so that no weight overwrites bytes that are still to be dequantised. Threads do
+    this, and check the checksum of an extent that is read for the first time.
     """
 
     def __init__(self, store: WeightStore) -> None:
@@ -42,7 +42,7 @@ class ExtentReads:
         self._processors = max(1, len(os.sched_getaffinity(0)) // _THREADS)
 
     def nbytes(self, extent: str) -> int:
-        """Of the memory that it is read into."""
+        """Return the bytes of memory that an extent is read into."""
         return self._starts[extent] + self._store.extents[extent].nbytes
 
     def read(self, extent: str, memory: torch.Tensor) -> Transfer:
@@ -58,7 +58,12 @@ class ExtentReads:
         self._threads.shutdown()
 
     def _finish(self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], torch.Tensor]]) -> None:
-        """Takes it out of the list: the thread has its arguments still when this has ended, and may not keep tensors."""
+        """Wait for a read, and make the extent ready.
+
+        Args:
+            extent: Name of the extent.
+            only: The read and its memory. Taken out of the list, because the thread keeps its arguments when this has ended.
+        """
         reading, memory = only.pop()
         try:
             error = reading.exception()
@@ -69,7 +74,7 @@ class ExtentReads:
             del reading, memory  # which a traceback would keep
 
     def _make_ready(self, extent: str, memory: torch.Tensor) -> None:
-        """Dequantise what was read to the end of the memory. Blocks, on a device only until that has been told to."""
+        """Dequantise what was read into the end of the memory. On a device, only enqueues that."""
         start = self._starts[extent]
         if not start:
             return
@@ -81,20 +86,24 @@ class ExtentReads:
 
 
 def _dequantized(extent: Extent) -> Extent:
+    """Return an extent as it is laid out once its weights are dequantised."""
     if all(weight.scheme is None for weight in extent.weights):
         return extent
     return laid_out(extent.name, {weight.name: weight.info for weight in extent.weights})
 
 
 def _start(stored: Extent, ready: Extent) -> int:
-    """How far behind the beginning of the memory an extent is read, so that each weight ends, when it is ready, before what is
-    still to be dequantised begins."""
+    """Return where in its memory an extent is read, in bytes from the start.
+
+    So far back that no weight, when it is ready, overlaps what is still to be made ready.
+    """
     if stored is ready:
         return 0
     return padded(max(_distance(*pair) for pair in zip(stored.weights, ready.weights, strict=True)))
 
 
 def _distance(stored: Weight, ready: Weight) -> int:
+    """Return the least start for which this weight, when it is ready, does not overlap what is still to be made ready."""
     if stored.scheme is None:
         return ready.end - stored.offset
     layout = QuantizedLayout.of(stored.scheme, stored.info.shape)

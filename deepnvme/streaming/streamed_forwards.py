@@ -18,9 +18,9 @@ from torch._guards import detect_fake_mode
 
 from deepnvme.memory.pool import OutOfBuffers
 
+from .access_predictor import AccessPredictor
 from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
-from .read_ahead_order import AccessPredictor
 from .resident_weights import residents, saved_bytes
 from .stream_report import StreamReport
 from .weights.weight_store import WeightStore

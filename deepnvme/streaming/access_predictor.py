@@ -1,4 +1,4 @@
-"""What is wanted after what. Nothing is read here."""
+"""Predicts which extents are used next from the order of their uses so far. Reads nothing."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class AccessPredictor:
         self._last: tuple[str | None, str | None] = (None, None)
 
     def note(self, key: str) -> None:
-        """It is used now, the next after the one noted before."""
+        """Record a use, the next one after the use recorded before."""
         before, last = self._last
         if last is not None:
             self._after_two[before, last] = self._after_one[last] = key
         self._last = last, key
 
     def forget_last(self) -> None:
-        """The sequence was broken off: what is noted next does not follow from what was noted last."""
+        """Forget the last use, because the sequence was broken off: what is noted next does not follow from it."""
         self._last = (None, None)
 
     def predict(self) -> Iterator[str]:
-        """What will be used next, in order, without end; nothing if nothing is known."""
+        """Yield what will be used next, in order, without end; nothing if nothing is known."""
         before, last = self._last
         while True:
             following = self._following(before, last)
@@ -43,6 +43,7 @@ class AccessPredictor:
             before, last = last, following
 
     def _following(self, before: str | None, last: str | None) -> str | None:
+        """Return what is used after ``before`` and then ``last``; None if nothing is known."""
         if last is None:
             return self._start
         following = self._after_two.get((before, last))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.streaming.read_ahead_order import AccessPredictor
+from deepnvme.streaming.access_predictor import AccessPredictor
 
 
 def ahead(order: AccessPredictor, count: int) -> str:
