@@ -104,16 +104,13 @@ def show_result(text: str, document: dict[str, Any], json_path: str | None) -> N
     Raises:
         OSError: If it cannot be written; names the file.
     """
-    if json_path != "-":
-        emit(text)
-    if json_path is not None:
-        write_out(json.dumps(document, indent=2), json_path)
+    as_json = json.dumps(document, indent=2)
+    emit(as_json if json_path == "-" else text)
+    if json_path is not None and json_path != "-":
+        write_out(as_json, json_path)
 
 
 def write_out(text: str, path: str) -> None:
-    """Write a text and a line feed to a file, or to stdout if ``path`` is "-". Raises OSError, which names the file."""
-    if path == "-":
-        emit(text)
-        return
+    """Write a text and a line feed to a file. Raises OSError, which names the file."""
     with naming_file(path), open(path, "w", encoding="utf-8") as file:
         file.write(text + "\n")
