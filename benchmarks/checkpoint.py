@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from harness.figures import Verdict
 from harness.free_memory import FreeMemory
 from harness.optimizer_steps import quieten
 from harness.tables import turns_table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -63,24 +63,16 @@ class Settings:
         return checkpoints.transformer(self.width, self.layers, self.vocabulary)
 
 
-@dataclass
-class Measurements:
-    """Everything one run found out."""
-
-    verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
-
-
-def measure(settings: Settings, progress: Progress) -> Measurements:
+def measure(settings: Settings, progress: Progress) -> Comparisons:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     state = settings.state()
     nbytes = nbytes_of(state)
     check_memory(4 * nbytes, "give fewer --layers")
     drive.check(settings.directory, (len(LOADING) + 1) * nbytes)
-    measurements = Measurements()
+    measurements = Comparisons()
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=settings.directory) as directory:
         warm_up(Path(directory), progress)
-    parts: dict[str, Callable[[Settings, State, Path, Measurements, Progress], None]] = {
+    parts: dict[str, Callable[[Settings, State, Path, Comparisons, Progress], None]] = {
         "save": compare_saving,
         "load": compare_loading,
         "background": compare_background,
@@ -130,7 +122,7 @@ def saving(name: str, state: State, directory: Path) -> Callable[[], Counts]:
 
 
 def compare_saving(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """Every library saves the same state."""
     contenders = {name: saving(name, state, directory) for name in SAVING}
@@ -171,7 +163,7 @@ def loading(name: str, state: State, directory: Path, free: FreeMemory) -> Calla
 
 
 def compare_loading(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """Every library loads the state that it has saved, while memory of its size is free."""
     free = FreeMemory(IN_HAND * nbytes_of(state))
@@ -188,7 +180,7 @@ def compare_loading(
 
 
 def compare_background(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """How long the caller of async_save is held, against copying the state. The pool has its memory from an earlier save, and the
     copy's has been touched, as a training run has them."""
@@ -219,7 +211,7 @@ def compare_background(
 
 
 def compare_memory(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """How much memory saving takes beyond the state, in a fresh process."""
     progress("peak memory")
@@ -240,7 +232,7 @@ def compare_memory(
 
 
 def compare_small(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """A state of many small tensors, whose cost is in their number."""
     small = {f"layer.{index}.weight": torch.full((4096,), float(index)) for index in range(settings.small_tensors)}
@@ -251,7 +243,7 @@ def compare_small(
 
 
 def compare_recycling(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """The blocks of the oldest checkpoint written over, against new ones."""
     runs = {True: deepnvme.CheckpointManager(directory / "run", keep=2), False: None}
@@ -276,7 +268,7 @@ def compare_recycling(
 
 
 def compare_parallel(
-    settings: Settings, state: State, directory: Path, measurements: Measurements, progress: Progress
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
 ) -> None:
     """Two processes that write one file, against one of them. Each has a state of its own."""
     described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
@@ -305,7 +297,7 @@ def compare_parallel(
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
+def as_json(settings: Settings, measurements: Comparisons, started: str) -> dict[str, Any]:
     return document("checkpoint", started, settings, measurements.verdicts, turns=all_turns(measurements.turns))
 
 

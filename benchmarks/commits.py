@@ -22,10 +22,9 @@ from typing import Any
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.documents import all_turns, document
-from harness.figures import Verdict
 from harness.optimizer_steps import quieten
 from harness.tables import turns_table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -60,11 +59,9 @@ class Settings:
 
 
 @dataclass
-class Measurements:
+class Measurements(Comparisons):
     """Everything one run found out."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     peaks: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     """Of memory: a sample for each pair of processes."""
 

@@ -20,10 +20,9 @@ from typing import Any
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.documents import all_turns, document
-from harness.figures import Verdict
 from harness.optimizer_steps import QUEUE_DEPTH, Library, Model, quieten, start_deepspeed
 from harness.tables import spread_text, table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -64,11 +63,9 @@ class Settings:
 
 
 @dataclass
-class Measurements:
+class Measurements(Comparisons):
     """Everything one run found out."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     described: dict[str, Any] = field(default_factory=dict)
 
 

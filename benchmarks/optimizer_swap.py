@@ -22,7 +22,7 @@ from harness.documents import all_turns, document
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
 from harness.tables import turns_table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -66,11 +66,9 @@ class Settings:
 
 
 @dataclass
-class Measurements:
+class Measurements(Comparisons):
     """Everything one run found out."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     described: dict[str, Any] = field(default_factory=dict)
 
 

@@ -27,7 +27,7 @@ from harness.figures import Verdict
 from harness.llama import Shape
 from harness.optimizer_steps import drive_limits, quieten
 from harness.tables import spread_text, table, turns_table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.turns import Comparisons, Counts, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -58,11 +58,9 @@ class Settings:
 
 
 @dataclass
-class Measurements:
+class Measurements(Comparisons):
     """Everything one run found out."""
 
-    verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
     bounds: dict[str, list[tuple[str, Spread]]] = field(default_factory=dict)
     """For each part what it cannot be faster than, in seconds: of what the drive needs, and of the model in memory."""
 

@@ -28,6 +28,15 @@ class Turns(Generic[Who, Taken]):
         return {"samples": self.samples, "absent": self.absent}
 
 
+@dataclass
+class Comparisons:
+    """What the comparisons of one run of a benchmark found out."""
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
+    """Of each comparison, by its name."""
+
+
 def take_turns(title: str, contenders: Mapping[Who, Callable[[], Taken]], rounds: int, progress: Progress) -> Turns[Who, Taken]:
     """Have each do its thing ``rounds`` times. One that raises ContenderFailed is left out from there on."""
     turns: Turns[Who, Taken] = Turns({who: [] for who in contenders})
