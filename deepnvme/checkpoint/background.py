@@ -96,15 +96,18 @@ class SaveFuture:
         return self._error
 
     def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
+        """Wait for a latch. Raises TimeoutError saying what the file is not yet."""
         self._check()
         if not event.wait(timeout):
             raise TimeoutError(f"'{self._path}' is not {what} after {timeout} s")
 
     def _check(self) -> None:
+        """Raise RuntimeError in a forked child, where the save never ends."""
         if os.getpid() != self._process:
             raise RuntimeError(f"the save of '{self._path}' is the parent process's: ask for it there")
 
     def _run(self) -> None:
+        """Write and publish the file, keeping the error for :meth:`exception`. Called by the saving thread."""
         try:
             self._destination.publish(self.nbytes, lambda file: self._snapshot.write(file, shared_engine()))
         except BaseException as error:
@@ -162,6 +165,7 @@ class _Saves:
             return self._unseen[0] if self._unseen else None
 
     def _work(self) -> None:
+        """Run the queued saves one after the other until none is left. The saving thread's target."""
         while True:
             with self._lock:
                 if not self._under_way:

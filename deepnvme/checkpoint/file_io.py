@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
 from .formats.file_image import FileImage, Source
 from .formats.pt_records import CorruptCheckpoint
+from .formats.sharding import Span
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -60,12 +62,10 @@ def clear_frames(error: BaseException) -> None:
             continue
         seen.add(id(each))
         waiting += each.__cause__, each.__context__
-        trace = each.__traceback__
-        while trace is not None:
-            if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
                 with contextlib.suppress(RuntimeError):  # still running
-                    trace.tb_frame.clear()
-            trace = trace.tb_next
+                    frame.clear()
 
 
 def clearing_frames(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -91,7 +91,7 @@ def write(
     file: File,
     engine: Engine,
     pool: BufferPool,
-    parts: Sequence[tuple[int, int]] | None = None,
+    parts: Sequence[Span] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write a file image, or parts of it, into a file. Blocks until everything is written.
@@ -166,13 +166,7 @@ def empty_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Unty
 
 
 @clearing_frames
-def read(
-    placed: Sequence[Placed],
-    path: str | os.PathLike[str],
-    engine: Engine,
-    pool: BufferPool,
-    progress: Progress | None = None,
-) -> None:
+def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool, progress: Progress | None = None) -> None:
     """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 
     Args:
@@ -265,6 +259,7 @@ def in_chunks(
         raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
 
     def start(run: Run, chunk: torch.Tensor) -> Future:
+        """Start reading a run. The chunk may be longer than what is left of the file."""
         return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
 
     for run, chunk in read_ahead(runs([(0, *place) for place in places], CHUNK, PAGE, _GAP), start, pool):
@@ -318,6 +313,7 @@ def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[Non
 
 
 def _refuse_replaced(versions: Mapping[Path, Version], what: str, cause: Exception | None) -> None:
+    """Raise OSError (ESTALE) if one of the files was replaced."""
     replaced = next((path for path, version in versions.items() if _replaced(path, version)), None)
     if replaced is not None:
         raise OSError(errno.ESTALE, f"{what} was replaced while it was read: load it again", os.fspath(replaced)) from cause

@@ -17,22 +17,10 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .file_io import Placed, memory_for, read, read_consistently, shared_engine
+from .formats import pt_records
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
-from .formats.pt_records import (
-    CorruptCheckpoint,
-    PtRecords,
-    WrongChecksum,
-    check_pickle,
-    data_offsets,
-    is_damage,
-    is_plain,
-    is_zip,
-    records_of,
-    refuse_damaged,
-    refuse_damaged_beginning,
-    wrong_size,
-)
+from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.zip_directory import Record
 from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
 from .verification import refuse_compressed, verify_records
@@ -92,12 +80,7 @@ def load(
         OSError: If the file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
-    options: dict[str, Any] = {
-        "map_location": map_location,
-        "pickle_module": pickle_module,
-        "weights_only": weights_only,
-        **pickle_load_args,
-    }
+    options = {"map_location": map_location, "pickle_module": pickle_module, "weights_only": weights_only, **pickle_load_args}
     chosen = None if keys is None else list(keys)
     if not isinstance(f, (str, bytes, os.PathLike)):
         if checksum:
@@ -116,7 +99,7 @@ def load(
         with following(progress, f"loading {path}") as told:
             return _load(path, chosen, mapped, checksum, safe, options, buffer_pool() if pool is None else pool, told)
 
-    if os.fspath(path).endswith(".safetensors") and not is_zip(path):
+    if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
@@ -161,6 +144,7 @@ def _mapped_by_default() -> bool:
 def _load_safetensors(
     path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: Wanted
 ) -> dict[str, torch.Tensor]:
+    """Load a safetensors file with the arguments of :func:`load`."""
     from .safetensors_files import load_entries
 
     if map_location is not None and not isinstance(map_location, (str, bytes, torch.device)):
@@ -184,14 +168,15 @@ def _load(
     """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
     if os.path.getsize(path) == 0:
         raise CorruptCheckpoint(path, "the file is empty")
-    found = records_of(path) if is_zip(path) else None
+    found = pt_records.records_of(path) if pt_records.is_zip(path) else None
     if found is not None:
-        check_pickle(path, found)
+        pt_records.check_pickle(path, found)
 
     locate = options["map_location"]
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # anything else torch.load calls as a function
 
     def by_torch() -> Any:
+        """Leave the file to ``torch.load``, and find out whether an error of it means damage."""
         plain = None if found is None or found.stored else refuse_compressed(path, found)
         if checksum and found is not None:
             verify_records(path)
@@ -200,10 +185,10 @@ def _load(
                 return torch_load(path, mmap=mmap, **{**options, "map_location": now.located_by(locate) if asks else locate})
             except Exception as error:
                 if error is not now.refused and found is not None:
-                    refuse_damaged(path, found, error, plain)
+                    pt_records.refuse_damaged(path, found, error, plain)
                 elif error is not now.refused:
-                    refuse_damaged_beginning(path)
-                    if is_damage(error) and (safe or isinstance(error, EOFError)):
+                    pt_records.refuse_damaged_beginning(path)
+                    if pt_records.is_damage(error) and (safe or isinstance(error, EOFError)):
                         raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
                 raise
 
@@ -211,23 +196,25 @@ def _load(
         return by_torch()
 
     def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
+        """Read storages from the file, and verify them if their checksums are wanted."""
         records = [_record_of(path, found, each) for each in placed]
         read(placed, path, shared_engine(), pool, progress)
         for each, record in zip(placed, records, strict=True) if checksum else ():
             if record.crc32 and (crc := crc32_of(each.memory)) != record.crc32:
                 raise WrongChecksum(path, record, each.offset, crc)
 
-    plain = is_plain(path, found)
+    plain = pt_records.is_plain(path, found)
     offsets = None if keys is None or not plain else _offsets_of(path, found, keys, options)
 
     def wanted(offset: int) -> bool:
+        """Return whether the storage at this offset belongs to one of the chosen keys."""
         return offsets is None or offset in offsets
 
     with UnpicklingFile(path, found, wanted, fill) as now:
         if asks or not plain:
             now.filled = {
                 offset: memory_for(record.nbytes, offset)
-                for offset, record in zip(data_offsets(path, found.storages), found.storages, strict=True)
+                for offset, record in zip(pt_records.data_offsets(path, found.storages), found.storages, strict=True)
                 if record.nbytes and wanted(offset)
             }
             fill([Placed(*item) for item in now.filled.items()], progress)
@@ -271,5 +258,5 @@ def _record_of(path: str | os.PathLike[str], found: PtRecords, placed: Placed) -
     """
     record = found.holding(placed.offset)
     if record is None or record.nbytes != placed.nbytes:
-        raise wrong_size(path, found, placed.offset, placed.nbytes)
+        raise pt_records.wrong_size(path, found, placed.offset, placed.nbytes)
     return record

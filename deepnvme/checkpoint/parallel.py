@@ -15,13 +15,12 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from .background import raise_unseen, wait_for_saves
 from .file_io import shared_engine, write
 from .formats.file_image import FileImage
-from .formats.sharding import equal_share, taken
+from .formats.sharding import Span, equal_share, taken
 from .publication import Destination, Publication, name_the_final_file
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Part = tuple[int, int]
 Result = TypeVar("Result")
 
 
@@ -118,6 +117,7 @@ def save_together(
     mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
     def prepare() -> Description:
+        """Make this rank's image, and return what the ranks compare of it."""
         raise_unseen()
         image = make()
         mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
@@ -131,6 +131,7 @@ def save_together(
     temporary = ""
 
     def start() -> str:
+        """Create the temporary file on rank 0 and return its path for the others."""
         if new is None:
             return ""
         wait_for_saves(path)
@@ -138,6 +139,7 @@ def save_together(
         return str(new.temporary)
 
     def write_part() -> None:
+        """Write this rank's ranges of the file."""
         try:
             with contextlib.nullcontext(new.file) if new is not None else engine.open(temporary, "r+") as file:
                 write(image, file, engine, memory, parts, progress)
@@ -148,11 +150,13 @@ def save_together(
             raise
 
     def publish() -> None:
+        """Give the file its name, on rank 0."""
         if new is not None:
             new.publish()
             destination.end()
 
     def discard() -> None:
+        """Remove the temporary file if it was not published, on rank 0."""
         if new is not None:
             new.discard()
 
@@ -192,9 +196,9 @@ def bytes_held(image: FileImage) -> list[int]:
     return held
 
 
-def own_share(image: FileImage, rank: int, size: int) -> list[Part]:
+def own_share(image: FileImage, rank: int, size: int) -> list[Span]:
     """Return the ranges that this rank writes of what all ranks hold."""
-    common: list[Part] = []
+    common: list[Span] = []
     at = 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
         if at < first:

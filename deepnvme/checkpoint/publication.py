@@ -113,7 +113,7 @@ class Publication:
         return self._file
 
     def begin(self) -> None:
-        """Create the temporary file; entering ``with`` calls this. After an error there is no temporary file."""
+        """Create the temporary file; entering ``with`` calls this. Whoever else does calls :meth:`discard` after any error."""
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         if self.path.exists() and not self.path.is_file():
@@ -129,11 +129,7 @@ class Publication:
             self._set_size(self._locked.fileno())
             self._file = self._engine.open(self._locked.name, "r+")
         except OSError as error:
-            self.discard()
             raise OSError(error.errno, error.strerror, self._name) from error
-        except BaseException:
-            self.discard()
-            raise
 
     def publish(self) -> None:
         """Rename the temporary file to its final path, replacing the file that has it. Blocks.
@@ -174,7 +170,7 @@ class Publication:
         try:
             self.begin()
             return self
-        except BaseException:  # Ctrl-C after begin() has created the file
+        except BaseException:  # begin() may have created the file
             self.discard()
             raise
 
@@ -184,6 +180,7 @@ class Publication:
             name_the_final_file(error, self._locked.name, self._name)
 
     def _close(self) -> None:
+        """Close and unlock the temporary file. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._locked is not None and not self._locked.closed:
@@ -191,6 +188,7 @@ class Publication:
             self._locked.close()
 
     def _set_size(self, descriptor: int) -> None:
+        """Give the temporary file its final size and reserve all of its space."""
         size = os.fstat(descriptor).st_size
         if size > self._nbytes:
             os.ftruncate(descriptor, self._nbytes)
@@ -217,6 +215,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _remove_leftover(name: str) -> None:
+    """Remove a temporary file. Raises BlockingIOError if a process is writing it."""
     with io.FileIO(name, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is(file.fileno(), name):
@@ -227,6 +226,7 @@ def _start(path: Path) -> io.FileIO:
     """Create and return a locked temporary file for ``path``."""
 
     def take_mode(file: io.FileIO) -> bool:
+        """Give the new file the permissions of the file that it replaces, if there is one."""
         with contextlib.suppress(OSError):
             os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
         return True
@@ -247,6 +247,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         return None
 
     def is_unshared(file: io.FileIO) -> bool:
+        """Return whether the file may be written over, once its old name is durably gone."""
         if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
             sync_directory(path.parent)
         return _is_ours_alone(file.fileno())
@@ -287,6 +288,7 @@ def _locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.
 
 
 def _temporary_name(path: Path) -> str:
+    """Return a new name beside the path for a temporary file."""
     name = os.fsencode(path.name)[:_LONGEST_NAME]
     return str(path.parent / os.fsdecode(b".%s.%s%s" % (name, secrets.token_hex(4).encode(), SUFFIX.encode())))
 
@@ -306,6 +308,7 @@ def _is_ours_alone(descriptor: int) -> bool:
 
 
 def _is(descriptor: int, path: str) -> bool:
+    """Return whether the path is a name of the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -16,21 +16,14 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
+from .formats import safetensors_header
 from .formats.file_image import FileImage
-from .formats.safetensors_header import (
-    INDEX_SUFFIX,
-    TensorEntry,
-    check_contiguous,
-    check_savable,
-    indexed,
-    make_header,
-    overlapping,
-    read_header,
-    shards_of,
-)
+from .formats.safetensors_header import TensorEntry
 from .publication import Destination
 from .saving import save_to
 
+Choice = Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]]
+"""Returns the entries to load, by name, of all those of a file."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
@@ -69,8 +62,8 @@ def save_file(
     """
 
     def make(across: object) -> FileImage:
-        check_savable(tensors)
-        header, names = make_header(tensors, metadata)
+        safetensors_header.check_savable(tensors)
+        header, names = safetensors_header.make_header(tensors, metadata)
         image = FileImage()
         image.add_text(header)
         image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
@@ -109,26 +102,22 @@ def load_file(
 
 
 def load_entries(
-    filename: str | os.PathLike[str],
-    device: str | int | torch.device,
-    choose: Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]],
-    pool: BufferPool | None,
-    progress: Wanted,
+    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None, progress: Wanted
 ) -> dict[str, torch.Tensor]:
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
 
     The arguments and errors are those of :func:`load_file`, and besides:
 
     Args:
-        choose: Returns the entries to load, by name, of all those of a file.
+        choose: What to load of each file.
     """
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
-    for shard, names in shards_of(filename).items():
+    for shard, names in safetensors_header.shards_of(filename).items():
         with following(progress, f"loading {shard}") as told:
             found = read_consistently(shard, partial(_load, shard, target, choose, pool, told))
-        loaded.update(indexed(filename, shard, names, found))
+        loaded.update(safetensors_header.indexed(filename, shard, names, found))
     return loaded
 
 
@@ -167,7 +156,7 @@ def save_model(
     if force_contiguous:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     else:
-        check_contiguous(tensors, "save with force_contiguous=True")
+        safetensors_header.check_contiguous(tensors, "save with force_contiguous=True")
     if kept_for:
         metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
     save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress)
@@ -216,23 +205,19 @@ def load_model(
 
 
 def _load(
-    path: str,
-    device: torch.device,
-    choose: Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]],
-    pool: BufferPool,
-    progress: Progress | None,
+    path: str, device: torch.device, choose: Choice, pool: BufferPool, progress: Progress | None
 ) -> dict[str, torch.Tensor]:
+    """Load the chosen tensors of one file."""
     direct = device if device.type == "cuda" else torch.device("cpu")
-    entries = choose({entry.name: entry for entry in read_header(path)})
+    entries = choose({entry.name: entry for entry in safetensors_header.read_header(path)})
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([Placed(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, shared_engine(), pool, progress)  # fmt: skip
-    return {
-        name: torch.empty(0, dtype=entry.dtype, device=direct)
-        .set_(storages[name], 0, entry.shape)  # type: ignore[call-overload]
-        .to(device)
-        for name, entry in sorted(entries.items())
-    }
+    loaded = {}
+    for name, entry in sorted(entries.items()):
+        tensor = torch.empty(0, dtype=entry.dtype, device=direct)
+        loaded[name] = tensor.set_(storages[name], 0, entry.shape).to(device)  # type: ignore[call-overload]
+    return loaded
 
 
 def _storage(entry: TensorEntry, device: torch.device) -> torch.UntypedStorage:
@@ -274,7 +259,7 @@ def save_sharded(
         ValueError: If ``max_shard_size`` is no positive size.
         Exception: Any error of :func:`save_file`.
     """
-    check_savable(tensors)
+    safetensors_header.check_savable(tensors)
     shards = _split(tensors, _bytes(max_shard_size))
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -289,7 +274,7 @@ def save_sharded(
         weights = {each: file for shard, file in zip(shards, names, strict=True) for each in shard}
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weights}
-        paths.append(folder / f"{name}.safetensors{INDEX_SUFFIX}")
+        paths.append(folder / f"{name}.safetensors{safetensors_header.INDEX_SUFFIX}")
         image = FileImage()
         image.add_text(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
         save_to(Destination(paths[-1], fsync), lambda across: image, pool)
@@ -346,7 +331,7 @@ def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = 
             place = storages.setdefault((tensor.device, storage.data_ptr(), storage.nbytes()), len(storages))
             located.append((place, name, tensor))
     kept_for = {}
-    for names in overlapping(located):
+    for names in safetensors_header.overlapping(located):
         whole = sorted(name for name in names if _is_whole(tensors[name]))
         if not whole:
             raise RuntimeError(

@@ -196,6 +196,7 @@ class Snapshot:
         return leases
 
     def _size(self, at: int) -> int:
+        """Return the bytes of the chunk that begins at this offset."""
         return min(self._chunk, self.nbytes - at)
 
     def _copied(self, lease: Lease) -> _Chunk:
@@ -240,7 +241,9 @@ class _Chunk:
         self._buffer = None
 
     def done(self) -> bool:
+        """Return whether the chunk's memory is no longer needed: written, failed or given up. Never blocks."""
         return self._buffer is None and (self._future is None or self._future.done())
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until a write that was started has ended, and return its error, or None."""
         return None if self._future is None else self._future.exception(timeout)

@@ -28,7 +28,7 @@ from torch.serialization import load as torch_load  # deepnvme.load may have rep
 from deepnvme.memory.host import address_range
 from deepnvme.transfer.gather import DIRECT_FROM
 
-from .file_io import Placed, empty_storage, memory_for
+from .file_io import Path, Placed, empty_storage, memory_for
 from .formats.pt_records import CorruptCheckpoint, PtRecords, read_at, refuse_damaged, wrong_size
 from .formats.zip_directory import LOCAL_HEADER, data_of
 
@@ -126,11 +126,7 @@ class UnpicklingFile(Refusals, io.RawIOBase):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        found: PtRecords,
-        wanted: Callable[[int], bool],
-        fill: Callable[[Sequence[Placed]], None],
+        self, path: Path, found: PtRecords, wanted: Callable[[int], bool], fill: Callable[[Sequence[Placed]], None]
     ) -> None:
         super().__init__()
         self._path = path
@@ -179,7 +175,7 @@ class UnpicklingFile(Refusals, io.RawIOBase):
         except Exception as error:
             if self.failed is not None:
                 raise self.failed from error
-            if "resize storage that is not resizable" in str(error):
+            if "resize storage that is not resizable" in str(error):  # torch has no type of its own for it
                 raise CorruptCheckpoint(self._path, "a tensor is larger than its storage") from error
             if error is not self.refused:
                 ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # other options may be the fault
@@ -187,14 +183,6 @@ class UnpicklingFile(Refusals, io.RawIOBase):
             raise
 
     # Called by torch's reader.
-
-    def readable(self) -> bool:
-        """Return True: the file can be read from."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True: the file can be positioned with :meth:`seek`."""
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position and return it, in bytes."""
@@ -334,7 +322,7 @@ class UnpicklingFile(Refusals, io.RawIOBase):
         return found
 
 
-def unread(path: str | os.PathLike[str], found: PtRecords) -> UnpicklingFile:
+def unread(path: Path, found: PtRecords) -> UnpicklingFile:
     """Return what unpickles the file without reading any storage: each gets addresses only.
 
     :meth:`UnpicklingFile.offset_of` tells where in the file each storage is.

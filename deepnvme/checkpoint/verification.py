@@ -22,21 +22,9 @@ from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
 from .file_io import clearing_frames, shared_engine, started
-from .formats import safetensors_header
+from .formats import pt_records, safetensors_header
 from .formats.pickle_scan import PickleScan, why_wasteful
-from .formats.pt_records import (
-    DAMAGE,
-    CorruptCheckpoint,
-    PtRecords,
-    WrongChecksum,
-    check_pickle,
-    data_offsets,
-    is_pickle,
-    is_zip,
-    records_of,
-    refuse_damaged_beginning,
-    scan_of,
-)
+from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.zip_directory import Record
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
@@ -87,14 +75,14 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     problems: list[str] = []
     try:
         with naming_file(path):
-            if not is_zip(path):
-                refuse_damaged_beginning(path)
-                return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if is_pickle(path) else _safetensors(name)
-            found = records_of(path)
+            if not pt_records.is_zip(path):
+                pt_records.refuse_damaged_beginning(path)
+                return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if pt_records.is_pickle(path) else _safetensors(name)
+            found = pt_records.records_of(path)
             if found.stored:
                 with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
-                    check_pickle(path, found)
-                    problems = _pickle_problems(scan_of(path, found), found)
+                    pt_records.check_pickle(path, found)
+                    problems = _pickle_problems(pt_records.scan_of(path, found), found)
                 problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
             else:
                 problems = _compressed_problems(path, found)
@@ -106,6 +94,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
 
 
 def _safetensors(path: str) -> Report:
+    """Return the report of a safetensors file, or of an index with its shards."""
     tensors = nbytes = 0
     problems = []
     try:
@@ -143,7 +132,7 @@ def _compressed_pickle(archive: zipfile.ZipFile, found: PtRecords) -> tuple[list
     Returns:
         What is wrong with the pickle itself or between it and the directory, and whether the pickle is plain.
     """
-    folder = archive.namelist()[0].partition("/")[0]  # that of all records
+    folder = archive.namelist()[0].partition("/")[0]  # that of all records, as zipfile decodes it
     entry = archive.getinfo(f"{folder}/data.pkl")
     if entry.file_size > max(_LARGEST_INFLATED, _MOST_INFLATED * entry.compress_size):
         why = f"the pickle has {entry.file_size} bytes, deflated to {entry.compress_size}: no pickle of tensors is like that"
@@ -207,13 +196,14 @@ def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: Buf
     records = [found.pickle, *found.storages]
     parts = (
         (record, offset, at, min(CHUNK, record.nbytes - at))
-        for record, offset in zip(records, data_offsets(path, records), strict=True)
+        for record, offset in zip(records, pt_records.data_offsets(path, records), strict=True)
         for at in range(0, record.nbytes if record.crc32 else 0, CHUNK)
     )
     crc = 0
     with engine.open(os.fspath(path), "r") as file:
 
         def start(part: tuple[Record, int, int, int], chunk: torch.Tensor) -> Future:
+            """Start reading a part of a record."""
             _, offset, at, nbytes = part
             return started(engine, chunk[:nbytes], file, offset + at)
 
@@ -240,7 +230,7 @@ def verify_records(path: str | os.PathLike[str]) -> None:
         raise CorruptCheckpoint(path, str(error)) from error
 
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, CorruptCheckpoint, *DAMAGE)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, CorruptCheckpoint, *pt_records.DAMAGE)
 """What zipfile raises for archives that it cannot read: later versions, encrypted ones, and damage that it does not check for."""
 
 
@@ -276,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _line(report: Report) -> str:
+    """Return the line that ``deepnvme verify`` prints for a file."""
     things = "storages" if report.format == "pt" else "tensors"
     verdict = "ok" if report.ok else f"{len(report.problems)} wrong"
     what = f"{report.tensors} {things}, {report.nbytes} bytes, {report.checksums} with a checksum"

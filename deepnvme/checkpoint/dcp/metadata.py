@@ -81,7 +81,7 @@ def load_metadata(path: Path) -> Metadata:
 
 
 class _Refused(Exception):
-    pass
+    """The pickle names something that is not allowed. The message is that name."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -187,6 +187,7 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 def _layout(name: str) -> torch.layout:
+    """Return torch's layout of this name. Raises ValueError for the name of anything else."""
     found = getattr(torch, name.removeprefix("torch."))
     if not isinstance(found, torch.layout):
         raise ValueError(f"{name} is no layout")
@@ -267,4 +268,5 @@ def _is_within(chunk: ChunkStorageMetadata, size: Any) -> bool:
 
 
 def _is_shape(found: Any) -> TypeGuard[Sequence[int]]:
+    """Return whether this is a tuple or a list of sizes."""
     return isinstance(found, tuple | list) and all(type(each) is int and each >= 0 for each in found)

@@ -136,10 +136,7 @@ class NVMeReader(FileSystemReader):
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
 
-        def read() -> tuple[Version, Metadata]:
-            return version_of(file), load_metadata(file)
-
-        version, metadata = read_consistently(file, read)
+        version, metadata = read_consistently(file, lambda: (version_of(file), load_metadata(file)))
         self._metadata_read = file, version
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -172,6 +169,7 @@ class NVMeReader(FileSystemReader):
         return done(None)
 
     def _read_items(self, plan: LoadPlan, checking: CheckingPlanner) -> None:
+        """Read what is requested, file by file, then leave to torch's reader what only that can read."""
         planner = cast(LoadPlanner, checking)
         by_file: dict[str, list[ReadItem]] = {}
         others = []
@@ -279,6 +277,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     to_copy = 0
 
     def end() -> None:
+        """Read the pending parts, copy those that were read beside their tensors, and tell the planner."""
         memory = [Placed(each.offset, flat_bytes(target) if buffer is None else buffer) for each, target, buffer in pending]
         read([each for each in memory if each.nbytes], path, shared_engine(), buffer_pool())
         for each, target, buffer in pending:
@@ -371,6 +370,7 @@ def _straight(elements: Elements, target: torch.Tensor) -> bool:
 
 
 def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> None:
+    """Copy elements into the target tensor, from a buffer that begins with the first of them."""
     if elements.nbytes:
         target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
 
@@ -405,11 +405,13 @@ def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Element
 
 
 def _cut_off(path: Path, request: ReadItem, offset: int, nbytes: int, size: int) -> CorruptCheckpoint:
+    """Return the error for an item whose bytes end past the end of the file, which has ``size`` bytes."""
     found = max(0, size - offset)
     why = f"item {_name(request)} is cut off: expected {nbytes} bytes from byte {offset} on, found {found}; the file has {size}"
     return CorruptCheckpoint(path, why)
 
 
 def _name(request: ReadItem) -> str:
+    """Return an item's name for messages, with the offsets of its shard if it has any."""
     index = request.storage_index
     return repr(index.fqn) if index.offset is None else f"{index.fqn!r} at {list(index.offset)}"

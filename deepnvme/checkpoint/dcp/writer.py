@@ -33,7 +33,6 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _BLOCK = 4 << 20
@@ -158,6 +157,7 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
     safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # since torch 2.7
 
     def write_one(file: PlannedFile) -> list[WriteResult]:
+        """Write and publish one file."""
         image, written = _image(file, planner, safetensors)
         _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
         return written
@@ -178,36 +178,38 @@ def done(result: Result) -> Future[Result]:
     return future
 
 
-def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """Call the function for each item in this many threads, including this one, and return the results. Blocks.
+def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[PlannedFile], threads: int) -> list[Result]:
+    """Call the function for each file in this many threads, including this one, and return the results. Blocks.
 
-    After an error no further item is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
+    After an error no further file is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
     # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread, and Thread.join takes the thread for ended in
     # some versions of Python. A Latch does neither.
-    left = deque(enumerate(items))
+    left = deque(enumerate(files))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
     ends: list[Latch] = []
 
     def work() -> None:
+        """Take files and call the function for them until none is left, or until a call has failed."""
         while left and not errors:
-            with contextlib.suppress(IndexError):  # another thread has taken the last item
-                number, item = left.popleft()
+            with contextlib.suppress(IndexError):  # another thread has taken the last file
+                number, file = left.popleft()
                 try:
-                    results[number] = function(item)
+                    results[number] = function(file)
                 except BaseException as error:
                     errors[number] = error
 
     def help_out(end: Latch) -> None:
+        """Work in a thread of its own, and tell when that has ended."""
         try:
             work()
         finally:
             end.set()
 
     try:
-        while len(ends) < min(threads, len(items)) - 1:
+        while len(ends) < min(threads, len(files)) - 1:
             end = Latch()
             with defer_interrupts():  # Ctrl-C must not leave a half-started thread
                 threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
@@ -222,7 +224,7 @@ def _in_threads(function: Callable[[Item], Result], items: Sequence[Item], threa
         raise
     if errors:
         raise errors[min(errors)]
-    return [results[number] for number in range(len(items))]
+    return [results[number] for number in range(len(files))]
 
 
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:

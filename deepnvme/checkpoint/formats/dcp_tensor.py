@@ -59,6 +59,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     begin = image.begin_of(storage)
 
     def text(first: int, last: int) -> bytes:
+        """Return these bytes of the archive."""
         copied = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         image.copy(first, last, copied)
         return memory_of(copied).tobytes()
@@ -182,6 +183,7 @@ class _MetaUnpickler(pickle.Unpickler):
     """Bytes of that storage."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what the pickle of a plain tensor names. A storage class becomes its dtype."""
         if (module, name) in _NAMES:
             return super().find_class(module, name)
         if (module, name) == ("torch.storage", "UntypedStorage"):
@@ -193,6 +195,7 @@ class _MetaUnpickler(pickle.Unpickler):
         return dtype
 
     def persistent_load(self, saved: Any) -> torch.TypedStorage:
+        """Return the tensor's storage, without memory, and note its key and size."""
         if self.key is not None:
             raise pickle.UnpicklingError("it has more than one storage")
         _, dtype, self.key, _, numel = saved

@@ -75,11 +75,7 @@ class FileImage:
         self.add_each([source])
 
     def add_each(
-        self,
-        sources: Sequence[Source],
-        text: bytes = b"",
-        headers: array[int] | None = None,
-        paddings: array[int] | None = None,
+        self, sources: Sequence[Source], text: bytes = b"", headers: array[int] | None = None, paddings: array[int] | None = None
     ) -> None:
         """Append several tensors or storages, each as by :meth:`add`, with text and padding before each.
 
@@ -215,6 +211,7 @@ class FileImage:
             self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
+        """Append a piece of memory."""
         end = self.nbytes = self.nbytes + nbytes
         self._addresses.append(address)
         self._lengths.append(nbytes)

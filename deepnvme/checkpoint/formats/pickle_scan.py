@@ -49,6 +49,7 @@ def _is_plain_name(module: str, name: str) -> bool:
 
 
 def _is_storage(module: str, name: str) -> bool:
+    """Return whether this is the name of a storage class of torch."""
     return module in ("torch", "torch.storage") and name.endswith("Storage")
 
 
@@ -139,6 +140,7 @@ class _Counted:
         self._most = self._left = most
 
     def read(self, nbytes: int) -> bytes:
+        """Read from the file. Raises UnpicklingError after the allowed number of reads."""
         self._left -= 1
         if self._left < 0:
             raise pickle.UnpicklingError(f"it has more than {self._most} operations")

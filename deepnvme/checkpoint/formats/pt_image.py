@@ -27,12 +27,7 @@ from .pt_pickle import pickled
 
 
 def pt_image(
-    obj: object,
-    pickle_module: ModuleType,
-    protocol: int,
-    checksum: bool,
-    across: Across | None = None,
-    alignment: int = PAGE,
+    obj: object, pickle_module: ModuleType, protocol: int, checksum: bool, across: Across | None = None, alignment: int = PAGE
 ) -> FileImage:
     """Return the image of the archive of an object.
 

@@ -87,6 +87,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         return "storage", _storage_class(dtype), key, location, numel
 
     def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
+        """Return what the pickle says of a DTensor: how to rebuild it as a whole, contiguous tensor."""
         if tensor.dtype not in _ITEMSIZES:
             raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
         strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
@@ -94,6 +95,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks())
 
     def persistent_id(obj: object) -> Any:
+        """Return the persistent id of a storage, or None for any other object."""
         if type(obj) is _Reference:
             return obj.persistent_id
         if isinstance(obj, TypedStorage):

@@ -298,6 +298,7 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
 
 
 def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
+    """Return the offset in the file at which a record's data begin. Raises like :func:`data_offsets`."""
     head = bytearray(LOCAL_HEADER.size)
     count = read_at(descriptor, memoryview(head), record.header)
     try:

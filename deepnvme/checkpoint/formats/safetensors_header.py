@@ -221,6 +221,7 @@ class JsonText:
         self._take(_END)
 
     def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:
+        """Pass what the pattern matches here. Raises WrongHeader if it matches nothing."""
         found = pattern.match(self._text, self._at)
         if found is None:
             raise WrongHeader(f"its header {wrong or f'is no JSON: unexpected text at character {self._at}'}")
@@ -389,6 +390,7 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
 
 
 def _is_offloaded_field(field: Any) -> bool:
+    """Return whether this is a string, such as the dtype, or a shape."""
     return isinstance(field, str) or (isinstance(field, list) and all(type(size) is int and size >= 0 for size in field))
 
 

@@ -166,6 +166,7 @@ def equal_share(runs: Sequence[Span], share: int, shares: int) -> Span:
     total = ends[-1] if ends else 0
 
     def border(number: int) -> int:
+        """Return where a share begins within the concatenated runs."""
         at = total * number // shares
         run = bisect.bisect_right(ends, at)
         if run == len(ends):
