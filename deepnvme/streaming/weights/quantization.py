@@ -109,7 +109,7 @@ class QuantizedLayout:
         return self.codes_at + self.rows * self.row_of_codes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Return the ranges of rows, as (begin, end), that :func:`dequantize` dequantises one after the other."""
+        """Return the ranges of rows, (begin, end), that :func:`dequantize` dequantises one after the other if memory overlaps."""
         step = max(1, VALUES_AT_A_TIME // max(1, self.columns))
         return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
 
@@ -199,9 +199,11 @@ def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threa
     _check_bytes(layout, source)
     if out.device.type != "cpu":
         return dequantize_with_torch(layout, source, out)
-    scales = source[: layout.scales_nbytes].clone()
-    pieces = [_described(layout, out, source, scales, rows) for rows in layout.pieces()]
-    load_async_io().quantization.dequantize(pieces, _processors(threads))
+    scales, pieces = source, [(0, layout.rows)]
+    if out.data_ptr() < source.data_ptr() + source.nbytes and source.data_ptr() < out.data_ptr() + out.nbytes:  # they overlap
+        scales, pieces = source[: layout.scales_nbytes].clone(), list(layout.pieces())
+    described = [_described(layout, out, source, scales, rows) for rows in pieces]
+    load_async_io().quantization.dequantize(described, _processors(threads))
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
