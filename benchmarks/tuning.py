@@ -119,8 +119,8 @@ def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 # -- the tuner against an exhaustive sweep -----------------------------------------------------------------------------
 
 
-class Rig:
-    """A file and a tensor, moved with any setting's handle. None of the tuner's search or timing, so their errors would show."""
+class SettingTimer:
+    """Times transfers between a file and a tensor with any setting, without the tuner's code, so that its errors would show."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._op = AsyncIOBuilder().load()
@@ -131,7 +131,7 @@ class Rig:
         settle(directory)
 
     def seconds_per_gb(self, setting: AioConfig) -> float:
-        """For a GB moved each way."""
+        """Return the seconds to read a GB and to write one."""
         handle = self._op.aio_handle(**setting.handle_arguments())
         seconds = 0.0
         for move in (handle.sync_pread, handle.sync_pwrite):
@@ -155,20 +155,20 @@ def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict]
     working = [name for name, obstacle in AsyncIOBuilder().load().backends().items() if obstacle is None]
     space = default_space(settings.io_size, working)
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=settings.directory) as directory:
-        rig = Rig(Path(directory), settings.io_size)
+        timer = SettingTimer(Path(directory), settings.io_size)
         swept: dict[AioConfig, list[float]] = {setting: [] for setting in space}
         order = random.Random(0)
         for turn in range(settings.passes):
             for index, setting in enumerate(order.sample(space, len(space))):
                 if index % 25 == 0:
                     progress(f"exhaustive sweep, pass {turn + 1} of {settings.passes}: {index} of {len(space)}")
-                swept[setting].append(rig.seconds_per_gb(setting))
+                swept[setting].append(timer.seconds_per_gb(setting))
         challengers = sorted(space, key=lambda setting: statistics.median(swept[setting]))[:CHALLENGERS]
         meeting: dict[AioConfig, list[float]] = {setting: [] for setting in dict.fromkeys([chosen, *challengers])}
         for turn in range(settings.rounds):
             progress(f"the tuner's choice and the sweep's best, round {turn + 1} of {settings.rounds}")
             for setting in order.sample(list(meeting), len(meeting)):
-                meeting[setting].append(rig.seconds_per_gb(setting))
+                meeting[setting].append(timer.seconds_per_gb(setting))
     best = min(challengers, key=lambda setting: statistics.median(meeting[setting]))
     ratios = [theirs / ours for theirs, ours in zip(meeting[best], meeting[chosen], strict=True)]
     verdicts = [

@@ -155,7 +155,7 @@ def _of_the_user() -> Path | None:
 
 
 def private_places() -> Iterator[Path]:
-    """For where the place that was chosen is unusable."""
+    """Yield directories to use if the chosen one cannot be: in the user's cache, then the user's own below /var/tmp and /tmp."""
     own = _of_the_user()
     if own is not None:
         yield own
@@ -186,9 +186,9 @@ def _owners() -> tuple[int, ...]:
 
 
 def _follow(path: Path) -> tuple[Path, list[str]]:
-    """Of an absolute path, the part that exists, without symbolic links, and the names of what does not.
+    """Follow an absolute path; return its part that exists, without symbolic links, and the names that are missing.
 
-    Raises Unusable where another user could change the way.
+    Raises Unusable if another user could change a directory or a link on the way.
     """
     owners = _owners()
     found = Path("/")

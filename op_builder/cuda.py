@@ -63,7 +63,7 @@ class GdsProbe:
 
 
 def probe() -> GdsProbe:
-    """Look for all of it. Never raises. Takes about 0.02 s, most of it nvcc's."""
+    """Look for all that GPU-direct storage needs. Never raises. Takes about 0.02 s, most of it nvcc's."""
     toolkit, nvcc = _toolkit()
     torch = installed_torch()
     torch_cuda = torch.cuda if torch else None

@@ -57,8 +57,10 @@ class GDSBuilder(AsyncIOBuilder):
         return module
 
     def _open_cufile(self) -> None:
-        """Where cuFile is not to be had by its name alone, as in a wheel, it is once it was loaded by its path. What fails here
-        is said by the op."""
+        """Load cuFile by its name or, as it is in a wheel, by its path: the op then finds it by its name.
+
+        Never raises: the op itself says why it cannot be loaded.
+        """
         for name in (_CUFILE, self.probe().cufile_library.path):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(name)
