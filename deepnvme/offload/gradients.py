@@ -133,6 +133,8 @@ class SubGroupGradients:
         self._store = _GradientStore(traffic)
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self._cache = BlockCache(self._store, self._memory, retain=False, read_again=False)
+        self._largest = 0
+        """Bytes of the largest sub-group's gradients."""
         self._taken: StoredBlock | None = None
         """The gradients that :meth:`take` has read, and may have scaled."""
         self._scratch = GrowableLease(pool)
@@ -188,9 +190,11 @@ class SubGroupGradients:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise TypeError(f"a gradient of layout {gradient.layout} cannot be offloaded: set offload_gradients to False")
-        if sub_group not in self._collected:
-            self._collected[sub_group] = _Collected(sub_group)
-        kept = self._collected[sub_group]
+        kept = self._collected.get(sub_group)
+        if kept is None:
+            kept = _Collected(sub_group)
+            self._largest = max(self._largest, kept.block.nbytes)
+            self._collected[sub_group] = kept
         view = kept.layout.sections[index].of(self._in_memory(kept))
         with defer_interrupts():  # an interrupt between adding and recording would add the gradient twice
             if index in kept.present:
@@ -276,7 +280,7 @@ class SubGroupGradients:
             if block.state is State.WRITING:
                 self._cache.settle(block)
         self._raise_if_lost()
-        self._allow(2 * OPEN)  # the last ones of backward may still be being written
+        self._memory.set_limit(2 * OPEN * self._largest)  # the last ones of backward may still be being written
         self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -387,7 +391,7 @@ class SubGroupGradients:
         """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
         block = kept.block
         if not block.users:
-            self._allow(OPEN)
+            self._memory.set_limit(OPEN * self._largest)
             self._cache.keep({block: bool(kept.sub_group.in_memory)})
             used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
             if len(used) == OPEN:
@@ -397,10 +401,6 @@ class SubGroupGradients:
             else:
                 self._cache.create(block)
         return block.content
-
-    def _allow(self, count: int) -> None:
-        """Make the limit of memory large enough for the gradients of so many sub-groups."""
-        self._memory.set_limit(count * max(kept.block.nbytes for kept in self._collected.values()))
 
     def _read(self, block: StoredBlock) -> None:
         """Begin a use of gradients that were written. Blocks until they are in memory."""

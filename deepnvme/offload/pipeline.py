@@ -223,7 +223,7 @@ class SubGroupPipeline:
         return len(stepped)
 
     def abandon(self) -> None:
-        """Wait for all transfers, however they end, and have what is on the drive read again.
+        """Wait for all transfers, however they end, and release all memory: what is on the drive is read again.
 
         Copies of parameters that are in memory stay there while a step may have to be undone: on the drive they may be torn.
         """
@@ -231,11 +231,6 @@ class SubGroupPipeline:
         self._cache.clear()
         self._states.clear()
         self._upcoming.clear()
-
-    def release(self) -> None:
-        """Wait for all transfers, however they end, and release all memory."""
-        self._copies.clear()
-        self._cache.clear()
 
     # -- blocks, and the memory for them
 

@@ -31,12 +31,7 @@ class OffloadedStates(MutableMapping[Any, Any]):
     """
 
     def __init__(
-        self,
-        pieces: Pieces,
-        store: TensorStore,
-        blocks: BlockVersions,
-        residents: ResidentBlocks,
-        check: Callable[[], None],
+        self, pieces: Pieces, store: TensorStore, blocks: BlockVersions, residents: ResidentBlocks, check: Callable[[], None]
     ) -> None:
         """Present the states of ``pieces``.
 

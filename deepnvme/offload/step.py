@@ -197,7 +197,7 @@ class StepRunner:
         self._take_all_back()
         self.guard.close()
         self._hooks.remove()
-        self._pipeline.release()
+        self._pipeline.abandon()
         self._gradients.release()
         for sub_group in self.sub_groups:
             sub_group.release_memory()

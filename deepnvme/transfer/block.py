@@ -17,11 +17,9 @@ class Memory(Protocol):
     @property
     def buffer(self) -> torch.Tensor:
         """The memory as a one-dimensional uint8 tensor. Raises ValueError after release."""
-        ...
 
     def release(self) -> None:
         """Give the memory back. Never blocks."""
-        ...
 
 
 class State(enum.Enum):
@@ -79,11 +77,6 @@ class Block:
     def in_memory(self) -> bool:
         """Whether it has memory, possibly one that is still being read into."""
         return self._memory is not None
-
-    @property
-    def in_transfer(self) -> bool:
-        """Whether it is being read or written."""
-        return self.state in (State.READING, State.WRITING)
 
     def create(self, memory: Memory) -> None:
         """ABSENT -> DIRTY: the block has memory, whose content is new."""

@@ -23,11 +23,9 @@ class Transfer(Protocol):
 
     def done(self) -> bool:
         """Return whether it has ended, well or not. Never blocks."""
-        ...
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error that it ended with, or None. Raises TimeoutError."""
-        ...
 
 
 class Backing(Protocol):
@@ -35,11 +33,9 @@ class Backing(Protocol):
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start to fill the buffer, which has as many bytes as the block."""
-        ...
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start to store the buffer's bytes."""
-        ...
 
 
 class ReadOnly:
@@ -65,14 +61,12 @@ class BlockMemory(Protocol):
 
         Raises MemoryError or OutOfBuffers if the system has not so much memory to pin.
         """
-        ...
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
         """Return memory for a block beyond the limit. May wait for others, but not for ``held``, what blocks have.
 
         Raises OutOfBuffers if there is none.
         """
-        ...
 
 
 class Use(NamedTuple):
@@ -233,7 +227,6 @@ class BlockCache(Monitor):
                 if write:
                     self._write_soon(block)
                 self._drop_unless_kept(block)
-            self._go_on()
 
     def reject(self, blocks: Iterable[Block]) -> None:
         """End a use of blocks whose memory has not their bytes any more: it is dropped, unless others use it. Never blocks."""
@@ -242,7 +235,6 @@ class BlockCache(Monitor):
                 block.users = max(block.users - 1, 0)
                 if block.users == 0:
                     self._drop(block)
-            self._go_on()
 
     def discard(self, block: Block) -> None:
         """Forget a block's content, in memory and on the drive. Waits for its transfer."""
@@ -266,7 +258,6 @@ class BlockCache(Monitor):
             for block in left:
                 block.users = 0
                 self._drop(block)
-            self._go_on()
         return left
 
     # What comes next, and what stays
@@ -277,11 +268,7 @@ class BlockCache(Monitor):
         A block is not expected any more when it is acquired. Without ``retain``, clean blocks that are neither used nor among
         these nor resident are dropped.
         """
-        self._look()
-        with self._changing():
-            self._take_note()
-            self._set_expected(uses)
-            self._go_on()
+        self._until(lambda: self._set_expected(uses))
 
     def keep(self, resident: Mapping[Block, bool]) -> None:
         """Set whether these blocks stay in memory, from their next use on. Never blocks."""
@@ -290,20 +277,15 @@ class BlockCache(Monitor):
                 block.resident = stays
                 self._drop_unless_kept(block)
                 self._write_soon(block)
-            self._go_on()
 
     def write(self, block: Block) -> None:
         """Write a dirty block soon, unless it is used or resident. Never blocks."""
         with self._changing():
             self._write_soon(block)
-            self._go_on()
 
     def poll(self) -> None:
         """Take note of transfers that have ended, and start more. Never blocks."""
-        self._look()
-        with self._changing():
-            self._take_note()
-            self._go_on()
+        self._until(lambda: None)
 
     def settle(self, block: Block) -> None:
         """Wait until a block is not in transfer."""
@@ -365,19 +347,9 @@ class BlockCache(Monitor):
 
         Meanwhile memory goes to ``wanted`` first, and is not taken from them.
         """
-        to_prepare = [prepare]
-
-        def wanting() -> Wait | None:
-            while to_prepare:
-                to_prepare.pop()()
-            wait = step()
-            if wait is None:
-                self._wanted = ()
-            return wait
-
         try:
             self._wanted = wanted
-            self._until(wanting, timed)
+            self._until(step, prepare, timed)
         except BaseException:
             for block in wanted:  # the next expectation drops them, unless they are part of it
                 self._expected.setdefault(block, sys.maxsize)

@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.0005
 
 
 class Monitor(ABC):
-    """All changes are made in :meth:`_changing`, with the lock held and signals deferred. No code waits for a transfer in there.
+    """All changes are made with the lock held and signals deferred. No code waits for a transfer meanwhile.
 
     A method that has to wait is a step that :meth:`_until` repeats: it returns what to wait for, and the waiting is done outside.
     So Ctrl-C never leaves a change half made: it comes during a wait, or after a change.
@@ -62,23 +62,28 @@ class Monitor(ABC):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
+        """Change the state in the ``with`` body, then start what can be started."""
         with defer_interrupts(), self._lock:
             yield
+            self._go_on()
 
-    def _until(self, step: Callable[[], Wait | None], timed: bool = False) -> None:
-        """Repeat ``step`` until it returns None; between repetitions, wait for what it returns. Raises what it raises.
+    def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
+        """Call ``first``, and repeat ``step`` until it returns None; between repetitions, wait for what it returns.
 
-        With ``timed``, the waits are added to ``seconds_waited``.
+        Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``.
         """
         while True:
             self._look()
-            with self._changing():
+            with defer_interrupts(), self._lock:
                 self._take_note()
+                if first is not None:
+                    first()
+                    first = None
                 wait = step()
                 self._go_on()
+                if wait is None:
+                    return
                 starved = self._helper_name is None and self._starved()
-            if wait is None:
-                return
             begun = time.perf_counter()
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
                 wait(_POLL_SECONDS if starved else None)
@@ -86,7 +91,7 @@ class Monitor(ABC):
             self.seconds_waited += time.perf_counter() - begun if timed else 0.0
 
     def _start_helper(self) -> None:
-        """Start the helper thread if there is something for it to wait for. Call within :meth:`_changing`."""
+        """Start the helper thread if there is something for it to wait for. Call with the lock held."""
         if self._helper_name is not None and self._helper is None and self._awaited() is not None:
             self._helper = threading.Thread(target=self._help, name=self._helper_name)
             self._helper.start()
@@ -94,7 +99,7 @@ class Monitor(ABC):
     def _help(self) -> None:
         while True:
             self._look()
-            with self._changing():
+            with defer_interrupts(), self._lock:
                 self._take_note()
                 self._go_on()
                 wait = self._awaited()

@@ -459,7 +459,7 @@ class Rules(RuleBasedStateMachine):
     @rule(name=names)
     def settle(self, name: str) -> None:
         self.cache.settle(self.blocks[name])
-        assert not self.blocks[name].in_transfer
+        assert self.blocks[name].state not in (State.READING, State.WRITING)
 
     @rule()
     def flush(self) -> None:
