@@ -378,8 +378,9 @@ class SubGroupGradients:
             self._traffic.look()
         found = {index: kept.layout.sections[index].of(kept.block.content) for index in sorted(present)}
         if self._scale is not None:
+            in_place = not stays and kept.block.state is State.CLEAN
             for index, gradient in found.items():
-                found[index] = gradient * self._scale if stays else gradient.mul_(self._scale)
+                found[index] = gradient.mul_(self._scale) if in_place else gradient * self._scale
         return found
 
     def _present(self, sub_group: SubGroup) -> set[int]:
@@ -428,7 +429,8 @@ class SubGroupGradients:
             raise error
 
     def _release_taken(self) -> None:
-        """Have gradients that may have been scaled read again."""
+        """Have gradients that may have been scaled read again. Those that only memory has, as writing them failed, stay."""
         taken, self._taken = self._taken, None
         if taken is not None and taken.users:
-            self._cache.reject([taken])
+            end_use = self._cache.reject if taken.state is State.CLEAN else self._cache.release
+            end_use([taken])

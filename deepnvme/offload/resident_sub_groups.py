@@ -192,8 +192,12 @@ class ResidentBlocks:
                 assert each.layout is not None
                 blocks[each] = StoredBlock(block_name(each), each.layout.nbytes)
         memory = PooledMemory(self._pool, sum(block.nbytes for block in blocks.values()), shortage)
+        cache = BlockCache(self._traffic, memory)
         with self._traffic.times.waiting:
-            BlockCache(self._traffic, memory).acquire(blocks.values())
+            try:
+                cache.acquire(blocks.values())
+            finally:
+                cache.drain()  # one error is raised, and the others are the same drive's
         for each, block in blocks.items():
             each.came_to_memory(block.memory)
 

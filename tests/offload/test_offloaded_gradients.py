@@ -16,7 +16,7 @@ from deepnvme.swap import BufferPool
 from deepnvme.transfer.block import State
 
 from ..support import training
-from ..support.engines import failing
+from ..support.engines import FailingDrive, failing
 from ..support.training import (
     ADAM,
     assert_same,
@@ -210,6 +210,44 @@ def test_a_lost_gradient_is_told_of_also_if_the_states_have_come_into_memory_sin
                     optimizer.step()
         number += 1
     assert number > 4
+
+
+@pytest.mark.parametrize("clipping", [False, True])
+def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(drive: Path, clipping: bool) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        backward(plain, 0)
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        writes = 0
+
+        def is_the_last(operation: str) -> bool:
+            nonlocal writes
+            writes += operation == "write"
+            return operation == "write" and writes == len(optimizer._sub_groups)
+
+        with FailingDrive(is_the_last, at_once=lambda: True) as engine:
+            backward(params, 1)
+        backward(plain, 1)
+        assert engine.failed == 1
+        if clipping:
+            with pytest.raises(OSError, match="as after step 1"):
+                optimizer.clip_grad_norm_(0.1)
+            optimizer.clip_grad_norm_(0.1)
+            torch.nn.utils.clip_grad_norm_(plain, 0.1)
+        else:
+            with pytest.raises(OSError, match="as after step 1"):
+                optimizer.step()
+        for _ in range(2):
+            with failing("read", 3, 1000), pytest.raises(OSError, match="as after step 1"):
+                optimizer.step()
+        optimizer.step()
+        reference.step()
+        assert_same(params, plain)
 
 
 def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(

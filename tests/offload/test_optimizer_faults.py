@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import re
@@ -25,7 +26,7 @@ from deepnvme.store.tensor_store import CorruptTensor
 from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..support.disks import MIB, Disk, loop_disk
-from ..support.engines import failing
+from ..support.engines import FailingDrive, failing
 from ..support.interpreters import Interpreters
 from ..support.interrupts import interrupt_at
 from ..support.training import (
@@ -166,15 +167,18 @@ def test_close_undoes_a_step_first_and_closes_nothing_where_it_cannot(pair: Pair
     assert not (drive / "states").exists()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("options", [{"dram_budget": 1 << 40}, {"offload_gradients": True}, {"step_in_backward": True}], ids=str)
-def test_errors_that_were_raised_are_not_raised_again_by_close(drive: Path, options: dict[str, Any]) -> None:
-    """Nor those of other reads for the same step, and of what was dropped."""
+def test_errors_that_were_raised_are_not_raised_again_by_close(drive: Path, options: dict[str, Any], at_once: bool) -> None:
+    """Nor those of other reads for the same step, and of what was dropped; ``at_once``: every other read cannot be started."""
+    reads = itertools.count()
+    drive_fails = FailingDrive(lambda operation: operation == "read", lambda: at_once and next(reads) % 2 == 1)
     params = parameters(shapes=FULL_SHAPES)
     with optimizer_in(drive, params, **options) as optimizer:
         backward(params, 0)
         optimizer.step()
         optimizer.zero_grad()
-        with failing("read", 0, 1000), pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
+        with drive_fails, pytest.raises(OSError, match="as after step 1"):  # noqa: PT012
             backward(params, 1)
             optimizer.step()
         if "offload_gradients" in options:
