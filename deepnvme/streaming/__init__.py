@@ -35,25 +35,16 @@ __all__ = [
     "streaming_of",
 ]
 
-_WHERE = {
-    "CacheReport": "kv.cache",
-    "CorruptExtent": "weights.weight_store",
-    "Extent": "weights.manifest",
-    "Location": "weights.weight_locations",
-    "OffloadedCache": "kv.cache",
-    "Source": "weights.weight_locations",
-    "StoreMismatch": "weights.model_blocks",
-    "StreamReport": "stream_report",
-    "Streaming": "streamed_model",
-    "Weight": "weights.manifest",
-    "WeightInfo": "weights.manifest",
-    "WeightStore": "weights.weight_store",
-    "close_cache": "kv.cache",
-    "from_pretrained": "pretrained",
-    "offload_kv": "kv.cache",
-    "offloaded_cache": "kv.cache",
-    "stream": "streamed_model",
-    "streaming_of": "streamed_model",
+_NAMES = {
+    "kv.cache": ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"),
+    "pretrained": ("from_pretrained",),
+    "stream_report": ("StreamReport",),
+    "streamed_model": ("Streaming", "stream", "streaming_of"),
+    "weights.manifest": ("Extent", "Weight", "WeightInfo"),
+    "weights.model_blocks": ("StoreMismatch",),
+    "weights.weight_locations": ("Location", "Source"),
+    "weights.weight_store": ("CorruptExtent", "WeightStore"),
 }
+"""Public names by the module that defines them."""
 
-__getattr__, __dir__ = from_modules(__name__, _WHERE)
+__getattr__, __dir__ = from_modules(__name__, {name: module for module, names in _NAMES.items() for name in names})

@@ -46,7 +46,5 @@ class AccessPredictor:
         """Return what is used after ``before`` and then ``last``; None if nothing is known."""
         if last is None:
             return self._start
-        following = self._after_two.get((before, last))
-        if following is None:
-            following = self._after_one.get(last)
-        return self._given.get(last, self._start) if following is None else following
+        given = self._given.get(last, self._start)
+        return self._after_two.get((before, last), self._after_one.get(last, given))

@@ -5,22 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from deepnvme.memory.lease import Computed
+from deepnvme.store.futures import StoreFuture
+from deepnvme.transfer.block import Memory
+from deepnvme.transfer.block_cache import Transfer
 
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
 from .weights.model_blocks import REST
-
-if TYPE_CHECKING:
-    from deepnvme.store.futures import StoreFuture
-    from deepnvme.transfer.block import Memory
-    from deepnvme.transfer.block_cache import Transfer
-
-    from .weights.weight_store import WeightStore
+from .weights.weight_store import WeightStore
 
 
 class DeviceSlots(Slots):
@@ -103,10 +99,7 @@ class DeviceExtentReader(ExtentReader):
         self._copying.shutdown()
 
     def _copy(
-        self,
-        extent: str,
-        only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]],
-        computed: Computed,
+        self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]], computed: Computed
     ) -> None:
         reading, staged, host, memory = only.pop()
         try:

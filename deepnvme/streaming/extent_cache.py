@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme.transfer.block import Block, State
 from deepnvme.transfer.block_cache import BlockCache, ReadOnly, Transfer, Use
 
-if TYPE_CHECKING:
-    import torch
-
-    from .extent_memory import Slots
+from .extent_memory import Slots
 
 
 class ExtentCache:

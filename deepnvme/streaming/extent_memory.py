@@ -7,18 +7,16 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.ops import load_async_io
+from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_memory import OwnMemory
-
-if TYPE_CHECKING:
-    import torch
-
-    from deepnvme.transfer.block import Block, Memory
 
 LINGER_SECONDS = 0.5
 """How long a thread that is done with memory may take to let go of it."""
@@ -135,8 +133,6 @@ class PinnedSlot:
     """Memory on loan; one that is dropped has been given back, too."""
 
     def __init__(self, memory: memoryview) -> None:
-        import torch
-
         self.nbytes = memory.nbytes
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
             self._buffer = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from deepnvme.memory.alignment import padded
+from deepnvme.store.futures import StoreFuture
+from deepnvme.transfer.block_cache import Transfer
 
 from .weights.manifest import Extent, Weight, laid_out
 from .weights.quantization import QuantizedLayout, dequantize
-
-if TYPE_CHECKING:
-    from deepnvme.store.futures import StoreFuture
-    from deepnvme.transfer.block_cache import Transfer
-
-    from .weights.weight_store import WeightStore
+from .weights.weight_store import WeightStore
 
 _THREADS = 2
 """Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""

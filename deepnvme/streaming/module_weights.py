@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from .placeholder import Placeholder
+from .weights.manifest import Extent, Weight
 from .weights.model_blocks import weights_of
-
-if TYPE_CHECKING:
-    from .weights.manifest import Extent, Weight
-    from .weights.weight_store import WeightStore
-
+from .weights.weight_store import WeightStore
 
 Tensors = dict[str, torch.Tensor | None]
 """A module's ``_parameters`` or ``_buffers``. Written to directly: ``Module.__setattr__`` would search all of them first."""

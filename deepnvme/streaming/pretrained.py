@@ -175,10 +175,8 @@ def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Map
     facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}
     if os.path.isdir(name):
-        weights = [
-            path for path in Path(name, options.get("subfolder") or "").iterdir() if path.suffix in (".safetensors", ".bin")
-        ]
-        status = {path.name: path.stat() for path in sorted(weights)}
+        folder = Path(name, options.get("subfolder") or "")
+        status = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".bin")}
         return facts | {file: [each.st_size, each.st_mtime_ns] for file, each in status.items()}
     return facts | {"checkpoint": name, "revision": _commit(transformers, name, options)}
 

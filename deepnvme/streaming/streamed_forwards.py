@@ -75,13 +75,7 @@ class StreamedForwards:
     """
 
     def __init__(
-        self,
-        store: WeightStore,
-        cache: ExtentCache,
-        weights: ModuleWeights,
-        sizes: Mapping[str, int],
-        room: int,
-        budget: int,
+        self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights, sizes: Mapping[str, int], room: int, budget: int
     ) -> None:
         self._store, self._cache, self._weights = store, cache, weights
         self._sizes, self._room, self._budget = sizes, room, budget

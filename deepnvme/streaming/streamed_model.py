@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -82,7 +82,7 @@ def check_not_streamed(model: nn.Module) -> None:
         raise RuntimeError(f"this {kind} is streamed already: close() that stream, deepnvme.streaming.streaming_of(model), first")
 
 
-class Streaming:
+class Streaming(contextlib.AbstractContextManager["Streaming"]):
     """A model's active weight stream: reports on it, measures it and ends it. Made by :func:`stream`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
@@ -216,10 +216,7 @@ class Streaming:
             self._ended = True
             self._restored = None
 
-    def __enter__(self) -> Streaming:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, extent: str) -> torch.Tensor:

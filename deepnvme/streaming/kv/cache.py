@@ -6,10 +6,8 @@ import contextlib
 import functools
 import inspect
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -25,6 +23,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
+
+from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
 from .layer import OffloadedLayer
@@ -92,7 +92,7 @@ class OffloadedCache(DynamicCache):
         config: PreTrainedConfig,
         where: Where = "nvme",
         *,
-        path: str | os.PathLike[str] | None = None,
+        path: Directory | None = None,
         memory_budget: int = 0,
         prefetch: int = 1,
     ) -> None:
@@ -152,7 +152,7 @@ class OffloadedCache(DynamicCache):
     def __enter__(self) -> OffloadedCache:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -190,12 +190,7 @@ class OffloadedCache(DynamicCache):
 
 
 def offloaded_cache(
-    config: PreTrainedConfig,
-    where: Where = "nvme",
-    *,
-    path: str | os.PathLike[str] | None = None,
-    memory_budget: int = 0,
-    prefetch: int = 1,
+    config: PreTrainedConfig, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
 ) -> OffloadedCache | EncoderDecoderCache:
     """Return an offloaded cache for any kind of model; arguments and errors as for :class:`OffloadedCache`.
 
@@ -218,12 +213,7 @@ def close_cache(cache: Cache) -> None:
 
 
 def offload_kv(
-    model: PreTrainedModel,
-    where: Where = "nvme",
-    *,
-    path: str | os.PathLike[str] | None = None,
-    memory_budget: int = 0,
-    prefetch: int = 1,
+    model: PreTrainedModel, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
 ) -> None:
     """Make ``model.generate()`` use an offloaded KV cache in each call that is not given a cache or asked for another kind.
 

@@ -303,8 +303,6 @@ def _without_traceback(error: BaseException) -> BaseException:
 def _open(path: Path, engine: Engine) -> TensorStore:
     """In a directory of its own in ``path``: the first that nobody has. What a dead process has left in it goes."""
     for number in itertools.count():
-        try:
+        with contextlib.suppress(StoreLocked):
             return TensorStore(path / f"deepnvme-kv-{number}", engine=engine)
-        except StoreLocked:
-            continue
     raise AssertionError

@@ -48,10 +48,6 @@ class KVShape:
         """Bytes of the keys and values of one position, for all rows of the batch."""
         return self.batch * sum(map(math.prod, zip(self.heads, self.dims, strict=True))) * self.dtype.itemsize
 
-    def with_batch(self, batch: int) -> KVShape:
-        """Return the same shape for another batch size."""
-        return replace(self, batch=batch)
-
     def pair(self, memory: torch.Tensor, positions: int) -> Pair:
         """Return keys and values as contiguous views of ``memory``: first all keys, then all values.
 
@@ -136,7 +132,7 @@ class Strip:
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch, in this order; a row may be named several times. Copies the strip."""
         old = self.view(self.start, self.end)
-        self.form = self.form.with_batch(len(rows))
+        self.form = replace(self.form, batch=len(rows))
         self._replace(self._capacity, tuple(states.index_select(0, rows) for states in old))
 
     def _capacity_with(self, new: int) -> int:

@@ -243,12 +243,11 @@ class _Written:
     def each(self, begin: str, end: str) -> Iterator[None]:
         """Yield once before each member of a list or object; the caller parses the member."""
         self.expect(begin)
-        following = False
-        while not self.passes(end):
-            if following:
-                self.expect(",")
+        if not self.passes(end):
             yield
-            following = True
+            while not self.passes(end):
+                self.expect(",")
+                yield
 
     def finish(self) -> None:
         """Check that the text ends here."""

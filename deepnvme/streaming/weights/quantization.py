@@ -242,11 +242,7 @@ def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = 
 
 
 def _described(
-    layout: QuantizedLayout,
-    values: torch.Tensor,
-    quantized: torch.Tensor,
-    scales: torch.Tensor,
-    rows: tuple[int, int],
+    layout: QuantizedLayout, values: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, rows: tuple[int, int]
 ) -> tuple[str | int, ...]:
     """Return rows of a weight as the native kernels take them: scheme, dtype, rows, columns, addresses of values, scales, codes.
 

@@ -49,11 +49,9 @@ class Source(Protocol):
 
     def names(self) -> Iterable[str]:
         """Return the names of all weights; of tied weights all names."""
-        ...
 
     def info(self, name: str) -> WeightInfo:
         """Return dtype and shape of a weight."""
-        ...
 
     def ties(self) -> Mapping[str, str]:
         """Return the first name of each tied weight by its further names, all of them among ``names``."""

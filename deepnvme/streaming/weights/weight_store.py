@@ -47,7 +47,7 @@ class CorruptExtent(OSError):
     """Raised if the bytes of an extent are not those that were built (errno EBADMSG). The message names extent and weights."""
 
 
-class WeightStore:
+class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     """A model's weights on the drive, grouped into extents: the ranges of bytes that are read as one when a block needs them.
 
     >>> store = WeightStore.build("checkpoint/", "/mnt/nvme/model", model=model)
@@ -285,9 +285,6 @@ class WeightStore:
         """Wait for reads in flight, and unlock the directories. Idempotent."""
         with contextlib.closing(self._engine):
             self._tensors.close()
-
-    def __enter__(self) -> WeightStore:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with contextlib.closing(self._engine):
