@@ -1,4 +1,4 @@
-"""Extents on a CUDA device: from the drive into pinned memory, and from there on a stream of their own, beside what computes."""
+"""Extents on a CUDA device: read into pinned memory, and copied from there on a stream of their own while others compute."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from .weights.weight_store import WeightStore
 
 
 class DeviceSlots(Slots):
-    """Slots of a device's memory, which torch's allocator hands out and takes back. What somebody keeps a view of is not handed
-    out again, but does not count as a slot either.
+    """Slots of a device's memory, allocated and freed by torch.
 
-    ``nbytes``: of all together.
+    Memory that somebody keeps a view of after its slot was dropped is not handed out again, and does not count as a slot.
+
+    Args:
+        device: The device.
+        nbytes: Bytes of all slots together.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         super().__init__(nbytes)
         self._device = device
         self._lent = weakref.WeakSet[DeviceSlot]()  # one that is dropped has been given back, too
-        self._released: list[DeviceSlot] = []  # and are still used
+        self._released: list[DeviceSlot] = []  # slots that were released while the device still used them
 
     def lease(self, nbytes: int, limit: int = 0) -> DeviceSlot | None:
-        """A slot, or None if more than ``nbytes`` of all, or ``limit`` if that is more, would be lent, or were and are still
-        computed with. Never waits."""
+        """Return a slot; None if more bytes would be lent than the limit of all slots, or ``limit`` if that is more.
+
+        Slots that were released count until the device has finished with them. Never waits.
+        """
         self._released[:] = [slot for slot in self._released if not slot.has_ended()]
         if sum(slot.nbytes for slot in self._lent) + nbytes > max(self.limit, limit):
             return None
@@ -43,13 +48,18 @@ class DeviceSlots(Slots):
         return slot
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory beside the slots, for as long as it is wanted."""
+        """Return memory beside the slots, for as long as it is wanted."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class DeviceSlot:
-    """Memory on loan. It belongs to the stream that was current when it was lent."""
+    """A device's memory on loan. It belongs to the stream that was current when it was lent.
+
+    Args:
+        buffer: The memory.
+        released: Where the slot puts itself when it is released.
+    """
 
     def __init__(self, buffer: torch.Tensor, released: list[DeviceSlot]) -> None:
         self.nbytes = buffer.nbytes
@@ -65,18 +75,24 @@ class DeviceSlot:
         return self._buffer
 
     def release(self) -> None:
-        """Give it back when what the current stream has been given so far has ended. Never blocks."""
+        """Give the memory back once the work that the current stream has now is done. Never blocks."""
         self._computed = Computed(self.buffer.device)
         self._released.append(self)
 
     def has_ended(self) -> bool:
-        """Whether it was released, and nothing is done with it any more."""
+        """Return whether the slot was released and the device has finished with it."""
         return self._computed is not None and self._computed.done()
 
 
 class DeviceExtentReader(ExtentReader):
-    """The extents of a store, read into a device's memory. ``count``: of the largest, how many there is pinned memory for, to
-    read them into; where more are under way it is pinned for each anew."""
+    """Reads the extents of a store into a device's memory.
+
+    Args:
+        store: Holds the extents.
+        device: The device.
+        count: Number of reads of the largest extent that pinned memory is kept for. If more are in flight, memory is pinned for
+            each anew.
+    """
 
     def __init__(self, store: WeightStore, device: torch.device, count: int) -> None:
         super().__init__(store)
@@ -86,7 +102,7 @@ class DeviceExtentReader(ExtentReader):
         self._copying = ThreadPoolExecutor(1, "deepnvme-device")
 
     def read(self, extent: str, memory: torch.Tensor) -> Transfer:
-        """Start reading an extent into ``nbytes`` bytes of the device; return at once."""
+        """Start reading an extent into ``nbytes(extent)`` bytes of the device; return at once."""
         staged = self._staging.lease(self._store.extents[extent].nbytes, sys.maxsize)
         assert staged is not None
         computed = Computed(memory.device)  # what the memory was used for before it was handed out for this
@@ -95,12 +111,21 @@ class DeviceExtentReader(ExtentReader):
         return self._copying.submit(self._copy, extent, [(reading, staged, host, memory)], computed)
 
     def close(self) -> None:
+        """End the threads. Waits for them."""
         super().close()
         self._copying.shutdown()
 
     def _copy(
         self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]], computed: Computed
     ) -> None:
+        """Wait for a read, copy the extent to the device, and make it ready there.
+
+        Args:
+            extent: Name of the extent.
+            only: The read, its pinned memory as a slot and as a tensor, and the device's memory. Taken out of the list, because
+                the thread keeps its arguments when this has ended.
+            computed: The work for which the device's memory was used before.
+        """
         reading, staged, host, memory = only.pop()
         try:
             error = reading.exception()

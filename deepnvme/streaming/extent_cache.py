@@ -143,6 +143,7 @@ class _Reads(ReadOnly):
         self.nbytes = 0
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start reading an extent, and count its bytes on the drive."""
         reading = self._read(block.name, buffer)
         self.nbytes += self._stored[block.name]
         return reading

@@ -1,4 +1,4 @@
-"""Memory that extents are read into: slots of the sizes that are asked for, in a ring; and what is to stay."""
+"""Memory that extents are read into: slots of any size within a limit, and memory of their own for residents."""
 
 from __future__ import annotations
 
@@ -67,25 +67,28 @@ class Slots(ABC):
 
 
 class PinnedSlots(Slots):
-    """Slots in one piece of pinned host memory, so that after the first nothing is pinned anew. Not thread-safe.
+    """Slots in one piece of pinned host memory, which is pinned when the first is leased. Not thread-safe.
 
-    ``nbytes``: of all together.
+    Args:
+        nbytes: Bytes of all slots together.
     """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(padded(nbytes))
         self._memory: Any = None
-        self._taken: list[_Range] = []  # those in the one piece by their place, others before them
+        self._taken: list[_Range] = []  # by their place; those with memory of their own come first
 
     @property
     def in_use(self) -> int:
-        """Bytes that are lent, or seen by tensors of somebody."""
+        """Bytes of slots that are lent, or that somebody still has a tensor over."""
         self._take_back()
         return sum(taken.size for taken in self._taken)
 
     def lease(self, nbytes: int, limit: int = 0) -> PinnedSlot | None:
-        """A slot, or None where nothing is left for it, and more than ``limit`` bytes would be lent if it had memory of its own.
-        Never waits, but for the first to be pinned. Raises OutOfBuffers where the system has not that much memory."""
+        """Return a slot; None if there is no room, and more than ``limit`` bytes would be lent with memory of its own.
+
+        Waits for nothing but the first pinning. Raises OutOfBuffers if the system has not so much memory.
+        """
         self._take_back()
         size = padded(max(nbytes, 1))
         index, place = self._gap(size)
@@ -102,11 +105,11 @@ class PinnedSlots(Slots):
         return PinnedSlot(memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory beside the slots, for as long as it is wanted."""
+        """Return memory beside the slots, for as long as it is wanted."""
         return empty_aligned(nbytes)
 
     def _gap(self, size: int) -> tuple[int, int]:
-        """The first that is so large, or else what is behind all: before which of those taken, and where."""
+        """Return the first gap of this size, or the end: the index in ``_taken`` at which it belongs, and its place in bytes."""
         place = 0
         for index, taken in enumerate(self._taken):
             if taken.place - place >= size:
@@ -115,11 +118,12 @@ class PinnedSlots(Slots):
         return len(self._taken), place
 
     def _take_back(self) -> None:
+        """Forget the ranges that no tensor is left over."""
         self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 
 class _Range(NamedTuple):
-    """Memory that a slot has or had."""
+    """The memory of a slot, which may have been released."""
 
     place: int
     """Bytes from the beginning of the one piece; less than 0 if it is not in there."""
@@ -130,7 +134,7 @@ class _Range(NamedTuple):
 
 
 class PinnedSlot:
-    """Memory on loan; one that is dropped has been given back, too."""
+    """Pinned memory on loan, until it is released or dropped."""
 
     def __init__(self, memory: memoryview) -> None:
         self.nbytes = memory.nbytes
@@ -150,6 +154,7 @@ class PinnedSlot:
 
 
 def _pinned(nbytes: int) -> Any:
+    """Pin new memory. Raises OutOfBuffers if the system has not so much."""
     try:
         return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:

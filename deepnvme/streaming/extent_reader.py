@@ -31,7 +31,7 @@ class ExtentReader:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self.extents: Mapping[str, Extent] = {name: _dequantized(extent) for name, extent in store.extents.items()}
-        """As they lie in memory once they are ready."""
+        """The extents by name, laid out as they are in memory when they are ready."""
         self._starts = {name: _start(extent, self.extents[name]) for name, extent in store.extents.items()}
         self._threads = ThreadPoolExecutor(_THREADS, "deepnvme-weights")
         # Together as many as there are processors: more would only wait for each other, and for what computes.
@@ -42,7 +42,7 @@ class ExtentReader:
         return self._starts[extent] + self._store.extents[extent].nbytes
 
     def read(self, extent: str, memory: torch.Tensor) -> Transfer:
-        """Start reading an extent into ``nbytes`` bytes; return at once."""
+        """Start reading an extent into ``nbytes(extent)`` bytes of memory; return at once."""
         ready = not self._starts[extent] and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])
         if ready:

@@ -107,6 +107,7 @@ def from_pretrained(
     where: dict[Any, float] = dict(directories_of(offload_dir))
 
     def build(directory: Path) -> WeightStore:
+        """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
             return WeightStore.build(source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin))
@@ -202,6 +203,7 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
     import safetensors
 
     def offloaded() -> Any:
+        """Load the model as accelerate offloads it: on the meta device, with an index of its weights."""
         as_accelerate_does.set(True)
         return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder, **options)
 

@@ -1,4 +1,4 @@
-"""Which extents stay in memory. Nothing is read here."""
+"""Chooses which extents stay in memory. Reads nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _STATES = 512
-"""Sums that are tried at a time: all there are for models, whose extents have few different sizes; beyond, the best of those that
-are near each other."""
+"""Choices that are followed at a time. Models, whose extents have few different sizes, have fewer; beyond, of choices with nearly
+the same bytes only the best is followed."""
 
 
 class _State(NamedTuple):
@@ -22,12 +22,15 @@ class _State(NamedTuple):
 
 
 def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) -> set[str]:
-    """Those that together have at most ``budget`` bytes, such that a pass reads least without them.
+    """Return the extents that stay in memory, so that a pass reads as few bytes as possible.
 
-    ``sizes``: bytes of each, in the order of their use. ``uses``: how often a pass uses each, 1 where it says nothing.
+    Which of several extents with equal size and uses stay makes no difference to the bytes read. They are spread evenly, so that
+    the drive always has something to do while those in memory are used.
 
-    Of those with equal size and uses, which of them stays makes no difference to what is read: they are taken evenly spread, so
-    that the drive always has something to do while those in memory are used.
+    Args:
+        sizes: Bytes of each extent, in the order of their use.
+        uses: How often a pass uses each extent; 1 for those that are missing.
+        budget: Bytes that those which stay may have together.
     """
     groups: dict[tuple[int, int], list[str]] = {}
     for key, size in sizes.items():
@@ -38,7 +41,7 @@ def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) ->
 
 
 def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str, int]) -> int:
-    """What a pass does not read because these stay."""
+    """Return the bytes that a pass does not read because these extents stay in memory."""
     return sum(sizes[key] * uses[key] for key in kept)
 
 
@@ -58,7 +61,7 @@ def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> tuple[int, ..
 
 
 def _best(states: list[_State], budget: int) -> list[_State]:
-    """Those that no other beats with fewer bytes; each takes and saves more than those before."""
+    """Return the choices that no other beats with fewer bytes, in order: each takes and saves more than those before."""
     kept: list[_State] = []
     for state in sorted(states, key=lambda state: (state.nbytes, -state.saved)):
         if not kept or state.saved > kept[-1].saved:
@@ -69,5 +72,5 @@ def _best(states: list[_State], budget: int) -> list[_State]:
 
 
 def _spread(keys: list[str], number: int) -> list[str]:
-    """So many of them, at even distances; the first is not among them unless all are: reading it can begin before a pass does."""
+    """Return ``number`` of the extents, evenly spread. The first only if all are: its read can begin before a pass does."""
     return [key for index, key in enumerate(keys) if (index + 1) * number // len(keys) > index * number // len(keys)]

@@ -237,6 +237,7 @@ def offload_kv(
 
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
+        """Generate with a cache made for this call, if the caller gives none and asks for no other kind."""
         if kwargs.get("past_key_values") is not None or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
         cache = offloaded_cache(model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
@@ -257,6 +258,7 @@ def _caches_otherwise(
     defaults = model.generation_config
 
     def chosen(name: str) -> object:
+        """Return a setting: of the call, else of its configuration, else of the model's."""
         said = (options.get(name), getattr(generation_config, name, None), getattr(defaults, name, None))
         return next((each for each in said if each is not None), None)
 

@@ -1,4 +1,4 @@
-"""The part of a KV cache that is on a drive: chunks of positions, read in the order in which layers will want them."""
+"""The part of a KV cache that is on a drive: chunks of positions, read in the order in which layers will need them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deepnvme.transfer.block_memory import OwnMemory
 from .memory import KVShape, Pair
 
 CHUNK_BYTES = 2 << 20
-"""Keys and values of so many bytes are written together: that reaches a drive's pace, and keeps little of a layer back."""
+"""Bytes of keys and values that are written together: enough for a drive's full speed, and little to keep back in memory."""
 _WRITING = 16 << 20
 """Bytes that are being written at a time: enough to keep a drive busy."""
 _ROOM = 4
@@ -40,7 +40,7 @@ class KVChunk(Block):
     """Positions of a layer on the drive. They never change there.
 
     Args:
-        name: Its name in the store.
+        name: Name of the chunk in the store.
         start: The first position.
         end: The position after the last.
         form: Shape of the keys and values, as they are written.
@@ -56,24 +56,26 @@ class KVChunk(Block):
         self.rows: torch.Tensor | None = None
         """Which row of the batch each of the cache's rows is; None while they are the same."""
         self.created_on: torch.device | None = None
-        """The device on which memory for it is to be; None for host memory."""
+        """The device whose memory the chunk is created in; None for host memory."""
         self.copied_to: torch.device | None = None
-        """The device that its host memory is copied to, perhaps after its use has ended."""
+        """The device that the chunk's host memory is copied to, perhaps after its use has ended."""
 
 
 class KVDrive:
-    """The chunks of all layers, and the memory through which they come and go.
+    """The chunks of all layers on the drive, and the memory through which they are read and written.
 
-    ``path``: where a directory of its own is made; None for a cache that has nothing on a drive. ``layers``: how many there are.
-    ``prefetch``: for how many layers chunks are read ahead.
+    Memory: one layer as attention sees it, chunks of ``prefetch`` layers that are being read, and 16 MiB that are being written.
+    More only while somebody keeps tensors that were returned.
 
-    Memory: one layer as attention sees it, the chunks of ``prefetch`` layers that are being read, 16 MiB that are being written.
-    More only where somebody keeps what he was given.
+    Args:
+        path: Where a directory of the cache's own is made; None for a cache with all layers in memory.
+        layers: Number of layers.
+        prefetch: Number of layers whose chunks are read ahead.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
-        """By layer, in the order of their positions."""
+        """The chunks of each layer, in the order of their positions."""
         self.engine = Engine()
         self._prefetch = prefetch
         self.pool = BufferPool(_WRITING)
@@ -81,20 +83,24 @@ class KVDrive:
         self._names = itertools.count()
         self._whole: Lease | None = None
         self.shown: tuple[int, Pair] | None = None
-        """Which layer :meth:`whole` has been made for, and filled with."""
+        """The layer that the memory of :meth:`whole` is filled with, and its keys and values."""
         self._closed = False
         self._broken: BaseException | None = None
         self.store = None if path is None else _open(Path(path), self.engine)
-        """Has the chunks' bytes; None for a cache that has nothing on a drive."""
+        """The store of the chunks; None for a cache with all layers in memory."""
         self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 
     @contextlib.contextmanager
     def changing(self, layer: int | None = None) -> Iterator[None]:
-        """Around what changes a layer: after an error in it layers may not fit each other any more, and nothing uses them.
+        """Surround what changes a layer. After an error in it layers may differ in their positions, and cannot be used.
 
-        ``layer``: whose :meth:`whole` is let go of. Raises RuntimeError on entering after an error, which is its cause, until
-        :meth:`mend`; ValueError once closed.
+        Args:
+            layer: If the memory of :meth:`whole` is filled with this layer, it is released.
+
+        Raises:
+            RuntimeError: On entering after an error, which is its cause, until :meth:`mend`.
+            ValueError: On entering after :meth:`close`.
         """
         self.check()
         self._broken = _INTERRUPTED  # from here to the end, whatever interrupts it
@@ -119,12 +125,12 @@ class KVDrive:
             raise RuntimeError(text) from broken
 
     def break_off(self, error: BaseException) -> NoReturn:
-        """Raise an error, after which nothing uses the layers until :meth:`mend`."""
+        """Raise an error, after which the layers cannot be used until :meth:`mend`."""
         self._broken = error
         raise error
 
     def mend(self) -> None:
-        """All layers are empty. What is on the drive for none of them, after an interrupt say, goes."""
+        """Make the drive usable again when all layers are empty. Deletes chunks that an interrupt has left without a layer."""
         self.cache.clear()
         if self.store is not None:
             kept = {chunk.name for chunks in self.chunks for chunk in chunks}
@@ -135,9 +141,10 @@ class KVDrive:
         self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start writing positions from ``start`` on, as the layer's last chunk. They may change afterwards.
+        """Start writing positions from ``start`` on as the layer's last chunk. The tensors may change afterwards.
 
-        Raises OSError (ENOSPC) naming the directory, or what an earlier write ended with.
+        Raises:
+            OSError: With ENOSPC, naming the directory; or the error of an earlier write.
         """
         chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values))
         if not keys.is_cpu:  # a device's tensor is written as its stream leaves it: the store sees to that
@@ -151,17 +158,21 @@ class KVDrive:
         self.chunks[layer].append(chunk)
 
     def expect(self, layer: int) -> None:
-        """The layer's chunks are wanted now, and then those of the layers after it: start reading, as far as there is room."""
+        """Start reading the layer's chunks, and then those of the layers after it, as far as there is room."""
         after = range(layer, layer + min(self._prefetch + 1, len(self.chunks)))
         ahead = itertools.chain.from_iterable(self.chunks[index % len(self.chunks)] for index in after)
         self.cache.expect(Use(chunk, self._memory.reading) for chunk in ahead)
 
     def read(self, chunk: KVChunk, device: torch.device, use: Callable[[Pair], None]) -> None:
-        """Have ``use`` see the chunk's keys and values as they were written, on the CPU. Waits for them, and starts what comes
-        next.
+        """Call ``use`` with the chunk's keys and values as they were written, on the CPU. Waits for them, and starts later reads.
 
-        ``device``: where they are copied to; a copy that its current stream has been given may go on afterwards. Raises OSError
-        naming the file, also of an earlier write.
+        Args:
+            chunk: The chunk.
+            device: Where ``use`` copies them; a copy enqueued on its current stream may go on afterwards.
+            use: Is called once. May not keep what it is given.
+
+        Raises:
+            OSError: Naming the file; also the error of an earlier write.
         """
         self.cache.acquire([chunk])
         try:
@@ -172,7 +183,7 @@ class KVDrive:
             self.cache.release([chunk])
 
     def delete(self, layer: int, index: int) -> None:
-        """Give the place of the layer's chunk on the drive back."""
+        """Delete one of the layer's chunks from the drive."""
         assert self.store is not None
         chunk = self.chunks[layer].pop(index)
         self.cache.discard(chunk)
@@ -180,7 +191,7 @@ class KVDrive:
             self.store.delete(chunk.name)
 
     def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
-        """Memory for a layer as attention sees it. What was given before goes to others, unless somebody still has it."""
+        """Return memory for a layer as attention sees it. That of the last call is reused unless somebody keeps a view of it."""
         nbytes = form.position_bytes * positions
         size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
         self.let_go()
@@ -194,14 +205,14 @@ class KVDrive:
         return form.pair(self._whole.buffer, positions)
 
     def let_go(self) -> None:
-        """Of the memory for a layer."""
+        """Release the memory of :meth:`whole`."""
         self.shown = None
         if self._whole is not None:
             self._whole.release()
             self._whole = None
 
     def close(self) -> None:
-        """Wait for what is under way, and remove the files. Idempotent."""
+        """Wait for I/O in flight, and remove the files. Idempotent."""
         self._closed = True
         self.cache.clear()
         self.let_go()
@@ -213,35 +224,39 @@ class KVDrive:
 
 
 class _Chunks:
-    """The store of the chunks. None if all layers are in memory: then there are no chunks."""
+    """Reads and writes chunks in a store; None if all layers are in memory, because then there are no chunks."""
 
     def __init__(self, store: TensorStore | None) -> None:
         self._store = store
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start reading a chunk."""
         assert self._store is not None
         return _Copying(self._store.get(block.name, out=buffer))
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start writing a chunk."""
         assert self._store is not None
         return _Copying(self._store.put(block.name, buffer))
 
 
 class _Copying:
-    """A store's transfer. The store keeps its error; this has another, whose traceback would keep the memory of all callers."""
+    """A transfer of a store. Its errors are copies, because the traceback of the one that the store keeps would keep memory."""
 
     def __init__(self, future: StoreFuture[Any]) -> None:
         self._future = future
 
     def done(self) -> bool:
+        """Return whether the transfer has ended."""
         return self._future.done()
 
     def exception(self, timeout: float | None = None) -> OSError | None:
+        """Wait until the transfer has ended, and return a copy of its error, or None."""
         return copy.copy(self._future.exception(timeout))
 
 
 class _ChunkMemory:
-    """Memory for chunks: ``reading`` bytes for those that are read ahead, and 16 MiB for those that are written."""
+    """Memory for chunks: ``reading`` bytes for chunks that are read ahead, and 16 MiB for chunks that are written."""
 
     separate_residents = False
 
@@ -251,12 +266,13 @@ class _ChunkMemory:
         self.limit = _WRITING
 
     def make_room(self, reading: int, beside: int) -> None:
-        """Set how much may be read ahead, and how much others lease of the pool."""
+        """Set the bytes for reading ahead, and the bytes of the pool that are leased for other things."""
         self.reading = reading
         self.limit = reading + _WRITING
         self.pool.set_budget(self.limit + beside)
 
     def take(self, block: Block) -> Memory | None:
+        """Return memory for a chunk, on the device on which it is created; None if the pool has no room. Never waits."""
         assert isinstance(block, KVChunk)
         if block.created_on is not None:
             return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))
@@ -264,6 +280,7 @@ class _ChunkMemory:
         return None if lease is None else _Staged(lease, block)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Return memory for a chunk, beyond the limit if need be."""
         assert isinstance(block, KVChunk)
         return _Staged(self.lease(block.nbytes), block)
 
@@ -285,9 +302,11 @@ class _Staged:
 
     @property
     def buffer(self) -> torch.Tensor:
+        """The memory as a one-dimensional uint8 tensor."""
         return self._lease.buffer
 
     def release(self) -> None:
+        """Give the memory back, after the device has copied it if it does."""
         device, self._chunk.copied_to = self._chunk.copied_to, None
         self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else None)
 
@@ -296,12 +315,12 @@ _INTERRUPTED = KeyboardInterrupt("a change was interrupted")
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Another like it: its traceback would keep the memory of all callers."""
+    """Return an error like this one without its traceback, which would keep the memory of all callers."""
     return copy.copy(error) if isinstance(error, OSError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _open(path: Path, engine: Engine) -> TensorStore:
-    """In a directory of its own in ``path``: the first that nobody has. What a dead process has left in it goes."""
+    """Open a store in the first directory in ``path`` that no process uses. Files of a process that has died are removed."""
     for number in itertools.count():
         with contextlib.suppress(StoreLocked):
             return TensorStore(path / f"deepnvme-kv-{number}", engine=engine)

@@ -230,6 +230,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def _chunks(self) -> list[KVChunk]:
+        """The layer's positions on the drive, in their order."""
         return self._drive.chunks[self._index]
 
     def _seen_from(self) -> int:
@@ -286,6 +287,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._drive.expect(self._index)
 
         def bring() -> None:
+            """Read the chunks, and copy them to their positions."""
             for chunk in self._chunks:
                 if chunk.end > begin:  # earlier chunks have left the window; they are kept in case of a crop
                     self._drive.read(chunk, self._device, functools.partial(_place, chunk, states, begin))

@@ -167,6 +167,7 @@ class Weights:
             return reading
 
         def rearrange() -> None:
+            """Copy the weight from the span of the file to where it is wanted."""
             reading.result()
             values = span.view(elements.dtype).as_strided(elements.shape, elements.stride)
             values = values.conj() if weight.conj else values

@@ -216,6 +216,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             return future
 
         def conclude(read: torch.Tensor) -> torch.Tensor:
+            """Check the checksum, and remember that it was right."""
             self._check(wanted, read)
             with self._lock:
                 self._unverified.discard(extent)
@@ -245,6 +246,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         wrong: list[str] = []
 
         def start(extent: Extent, memory: torch.Tensor) -> StoreFuture[torch.Tensor]:
+            """Start reading an extent without checking it."""
             return self._tensors.get(key_of(extent.name), memory)
 
         for extent, lease, future in read_ahead(wanted, _VERIFIED_AT_A_TIME, pool, lambda extent: extent.nbytes, start):
