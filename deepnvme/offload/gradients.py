@@ -221,8 +221,8 @@ class SubGroupGradients:
 
     @property
     def any_collected(self) -> bool:
-        """Whether any gradient was collected and not dropped yet."""
-        return any(kept.present for kept in self._collected.values())
+        """Whether any gradient was collected and not dropped yet, or has memory to be collected in."""
+        return any(kept.present or kept.block.users for kept in self._collected.values())
 
     def note_arrival(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
         """Record, with ``step_in_backward``, that the gradient of a parameter with these pieces has arrived.
@@ -415,9 +415,13 @@ class SubGroupGradients:
         self._write(kept)
 
     def _write(self, kept: _Collected) -> None:
-        """Begin to write a sub-group's gradients and to free their memory, unless it is resident."""
+        """Begin to write a sub-group's gradients and to free their memory, unless it is resident.
+
+        Raises the OSError of a write that could not be started: then the gradients stay in memory.
+        """
         if not kept.sub_group.in_memory:
             self._cache.release([kept.block], changed=True)
+            self._cache.raise_failure()
 
     def _raise_if_lost(self) -> None:
         """Raise the error of a gradient that could not be written."""

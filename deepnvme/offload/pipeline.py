@@ -98,14 +98,13 @@ class SubGroupPipeline:
         Returns:
             The order in which it is read ahead: the one given or its reverse, so that what is still in memory comes first.
         """
+        for sub_group in [each for each in self._states if each.in_memory]:
+            self._cache.discard(self._states.pop(sub_group))  # if it leaves memory again, then to another place on the drive
         kept = {sub_group for sub_group, states in self._states.items() if states.in_memory}
         half = len(sub_groups) // 2
         front = sum(sub_group in kept for sub_group in sub_groups[:half])
         back = sum(sub_group in kept for sub_group in sub_groups[half:])
         order = list(sub_groups if front >= back else reversed(sub_groups))
-        for sub_group in kept:
-            if sub_group.in_memory:  # it is stepped in its resident block from now on
-                self._cache.discard(self._states.pop(sub_group))
         self._cache.expect(())  # what could not be read for an earlier step is read again
         self._images_bytes = 0
         self._upcoming = list(order)

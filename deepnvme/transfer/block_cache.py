@@ -108,6 +108,7 @@ class BlockCache(Monitor):
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        retain_written: Whether that holds for blocks that were changed as well. Otherwise they are dropped once they are written.
         read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
@@ -122,6 +123,7 @@ class BlockCache(Monitor):
         memory: BlockMemory,
         *,
         retain: bool = True,
+        retain_written: bool = True,
         read_again: bool = True,
         write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
@@ -137,6 +139,7 @@ class BlockCache(Monitor):
         """Bytes of all writes started so far."""
         self._backing = backing
         self._retain = retain
+        self._retain_written = retain_written
         self._read_again = read_again
         self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
@@ -347,15 +350,21 @@ class BlockCache(Monitor):
 
         Meanwhile memory goes to ``wanted`` first, and is not taken from them.
         """
+
+        def last_step() -> Wait | None:
+            wait = step()
+            if wait is None:
+                self._wanted, self._grown = (), None
+            return wait
+
         try:
             self._wanted = wanted
-            self._until(step, prepare, timed)
+            self._until(last_step, prepare, timed)
         except BaseException:
+            self._wanted, self._grown = (), None  # if Ctrl-C prevents this, the next call does it
             for block in wanted:  # the next expectation drops them, unless they are part of it
                 self._expected.setdefault(block, sys.maxsize)
             raise
-        finally:  # if Ctrl-C prevents this, the next call does it
-            self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:
         """Return the end of a write that frees memory, or else of any transfer; None if nothing is left to be read or written."""
@@ -388,7 +397,10 @@ class BlockCache(Monitor):
                     self._failures.append(error)
                     continue
                 block.written()
-                self._drop_unless_kept(block)
+                if self._retain_written:
+                    self._drop_unless_kept(block)
+                elif self._is_idle(block) and not block.resident:
+                    self._drop(block)
             elif error is not None:
                 self._let_go(block, block.fail_reading(error))
             else:

@@ -230,24 +230,22 @@ def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(dri
             writes += operation == "write"
             return operation == "write" and writes == len(optimizer._sub_groups)
 
-        with FailingDrive(is_the_last, at_once=lambda: True) as engine:
+        with FailingDrive(is_the_last, at_once=lambda: True) as engine, pytest.raises(OSError, match="write of"):
             backward(params, 1)
         backward(plain, 1)
         assert engine.failed == 1
         if clipping:
-            with pytest.raises(OSError, match="as after step 1"):
-                optimizer.clip_grad_norm_(0.1)
             optimizer.clip_grad_norm_(0.1)
             torch.nn.utils.clip_grad_norm_(plain, 0.1)
-        else:
-            with pytest.raises(OSError, match="as after step 1"):
-                optimizer.step()
         for _ in range(2):
-            with failing("read", 3, 1000), pytest.raises(OSError, match="as after step 1"):
+            with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|the next call undoes it"):
                 optimizer.step()
         optimizer.step()
         reference.step()
-        assert_same(params, plain)
+        if clipping:  # the norm of a parameter that was taken in twice is that of its pieces, and rounded differently
+            torch.testing.assert_close(params, plain, rtol=1e-6, atol=1e-7)
+        else:
+            assert_same(params, plain)
 
 
 def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(

@@ -26,7 +26,7 @@ from ..support.training import assert_same, assert_same_state
 pytestmark = pytest.mark.slow
 
 PACKAGE = Path(deepnvme.__file__).parent
-OURS = {path for path in (PACKAGE / "offload").glob("*.py") if path.stem != "__init__"}
+OURS = {path for part in ("offload", "transfer") for path in (PACKAGE / part).glob("*.py") if path.stem != "__init__"}
 NOT_OURS = (
     "<frozen ",  # the checks of abstract classes, which remember their answers
     TORCH,

@@ -54,7 +54,8 @@ class TileCache(BlockCache):
             )
 
         memory = PooledMemory(pool, limit, shortage)
-        super().__init__(_Files(engine), memory, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        # Written tiles give their memory back, since the pool is the process's: a checkpoint is saved between steps, say.
+        super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
         """The place of the sub-group in use, or used last, in the order of a step."""
