@@ -5,7 +5,6 @@ What this leaves out is at random, and longer, in tests/faults/torture: all plac
 
 from __future__ import annotations
 
-import contextlib
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +44,17 @@ class Places(Interruption):
     def _point(self, frame: FrameType) -> None:
         super()._point(frame)
         self.found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+
+
+class SinceUndoing(Interruption):
+    """Counts points from when a failed step begins to be undone: how many come before depends on the drive."""
+
+    _begun = False
+
+    def _point(self, frame: FrameType) -> None:
+        self._begun = self._begun or frame.f_code.co_name == "_undo"
+        if self._begun:
+            super()._point(frame)
 
 
 def one_point_for_each_place(operation: Callable[..., Any], random: Random) -> list[int]:
@@ -135,18 +145,14 @@ def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
     world = World(drive, options={"fused": True}, **WORLDS[kind])
     world.round(2)
     skip = all_but("offload/step", "_interrupts")
-    places = Places(skip)
     world.backward()
-    with failing("write", 2), pytest.raises(OSError, match="as after step 2"), places:
-        world.optimizer.step()
-    numbers = [number for number, (_, _, name) in enumerate(places.found, 1) if name in ("_undo", "defer_interrupts")][-60::5]
-    assert len(numbers) == 12
-    undone = 0
-    for number in numbers:
-        with failing("write", 2), contextlib.suppress(OSError):
-            undone += bool(interrupt_at(number, skip)(world.optimizer.step).where)
+    for number in (*range(1, 17, 2), *range(20, 60, 10)):  # before signals are deferred, and meanwhile
+        interruption = SinceUndoing(number, skip)
+        with failing("write", 2), pytest.raises(KeyboardInterrupt), interruption:
+            world.optimizer.step()
+        assert interruption.where
         assert world.optimizer.steps == world.backwards - 1
-        if number % 2:
+        if number % 4 != 1:
             assert_same_state(world.optimizer.state_dict(), world.reference.state_dict())
             assert_same(world.params, world.plain)
         world.optimizer.step()
@@ -154,7 +160,6 @@ def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
         world.reference_step()
         world.check()
         world.backward()
-    assert undone > 2  # in the others the undoing had begun, and was finished before
     world.optimizer.zero_grad()
     world.reference_step()
     world.optimizer.close()
