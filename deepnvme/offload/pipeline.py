@@ -137,6 +137,7 @@ class SubGroupPipeline:
                 del held
                 give_back_heap()
         self._write(sub_group, images)
+        self._cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._traffic.look()
         self._gradients.expect(self._upcoming)
 
