@@ -50,7 +50,7 @@ class CacheReport:
     """Seconds spent waiting for reads that had not ended when they were needed."""
 
 
-class OffloadedCache(DynamicCache):
+class OffloadedCache(DynamicCache, contextlib.AbstractContextManager["OffloadedCache"]):
     """A KV cache in host memory or on a drive, for ``model.generate(..., past_key_values=cache)``.
 
     >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
@@ -148,9 +148,6 @@ class OffloadedCache(DynamicCache):
         self._drive.close()
         for layer in self._offloaded().values():
             layer.drop()
-
-    def __enter__(self) -> OffloadedCache:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
