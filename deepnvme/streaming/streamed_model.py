@@ -25,12 +25,7 @@ from .weights.weight_store import WeightStore
 
 
 def stream(
-    model: nn.Module,
-    store: WeightStore,
-    *,
-    prefetch: int = 2,
-    memory_budget: int = 0,
-    device: torch.device | str | None = None,
+    model: nn.Module, store: WeightStore, *, prefetch: int = 2, memory_budget: int = 0, device: torch.device | str | None = None
 ) -> Streaming:
     """Read a model's weights from ``store`` while it runs, and keep them in memory only while its blocks use them.
 

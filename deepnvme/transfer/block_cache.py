@@ -7,15 +7,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
+
+import torch
 
 from deepnvme.memory.pool import OutOfBuffers
 
 from .block import Block, Memory, State
 from .monitor import Monitor, Wait
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Transfer(Protocol):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 
 from .block import Block, Memory
-
-if TYPE_CHECKING:
-    import torch
 
 
 class OwnMemory:

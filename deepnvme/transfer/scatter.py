@@ -116,7 +116,5 @@ def scatter(addresses: Iterable[int], places: Sequence[tuple[int, int]], chunk: 
     """
     base = chunk.data_ptr() - begin
     copy_many(
-        array("Q", addresses),
-        array("Q", [base + offset for offset, _ in places]),
-        array("Q", [nbytes for _, nbytes in places]),
+        array("Q", addresses), array("Q", [base + offset for offset, _ in places]), array("Q", [nbytes for _, nbytes in places])
     )

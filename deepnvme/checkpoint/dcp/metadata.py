@@ -17,13 +17,7 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as torch_metadata
 
 from deepnvme._files import UnfitFile, read_regular
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, refuse_wasteful
@@ -45,7 +39,7 @@ _LARGEST = 2 << 30
 """Most bytes of a metadata file, enough for ten million parts. Unpickled, it takes up to 40 times as much memory."""
 
 
-def load_metadata(path: Path) -> Metadata:
+def load_metadata(path: Path) -> torch_metadata.Metadata:
     """Read the metadata file of a distributed checkpoint. Blocks.
 
     Allowed are the classes that torch's writer uses and those that the user has added with
@@ -226,7 +220,7 @@ def _allowed(module: str, name: str) -> Any:
 
 def _check(path: Path, loaded: Any) -> None:
     """Raise CorruptCheckpoint unless this is the metadata of files in the same directory."""
-    if not isinstance(loaded, Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
+    if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
         if not isinstance(key, str) or not _is_described(item):
@@ -234,7 +228,7 @@ def _check(path: Path, loaded: Any) -> None:
     items = loaded.storage_data
     if not isinstance(items, dict):
         raise CorruptCheckpoint(path, "it does not say where the items are")
-    if not isinstance(getattr(loaded, "storage_meta", None), StorageMeta | None):
+    if not isinstance(getattr(loaded, "storage_meta", None), torch_metadata.StorageMeta | None):
         raise CorruptCheckpoint(path, "its storage_meta is no StorageMeta")
     places = [[getattr(info, field, None) for field in ("relative_path", "offset", "length")] for info in items.values()]
     for index, (name, *numbers) in zip(items, places, strict=True):
@@ -247,19 +241,19 @@ def _check(path: Path, loaded: Any) -> None:
 
 def _is_described(item: Any) -> bool:
     """Return whether the item has the fields that a planner uses. Unpickling can make objects that lack any field."""
-    if isinstance(item, BytesStorageMetadata):
+    if isinstance(item, torch_metadata.BytesStorageMetadata):
         return True
     properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
     return (
-        isinstance(item, TensorStorageMetadata)
+        isinstance(item, torch_metadata.TensorStorageMetadata)
         and isinstance(getattr(properties, "dtype", None), torch.dtype)
         and _is_shape(size)
         and isinstance(chunks, list)
-        and all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, size) for chunk in chunks)
+        and all(isinstance(chunk, torch_metadata.ChunkStorageMetadata) and _is_within(chunk, size) for chunk in chunks)
     )
 
 
-def _is_within(chunk: ChunkStorageMetadata, size: Any) -> bool:
+def _is_within(chunk: torch_metadata.ChunkStorageMetadata, size: Any) -> bool:
     """Return whether the chunk has offsets and sizes within a tensor of this shape."""
     offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
     if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)):

@@ -18,17 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from deepnvme._files import naming_file
-from deepnvme.checkpoint.file_io import (
-    Placed,
-    Version,
-    clearing_frames,
-    in_chunks,
-    read,
-    read_consistently,
-    shared_engine,
-    unless_replaced,
-    version_of,
-)
+from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
@@ -114,7 +104,7 @@ class NVMeReader(FileSystemReader):
         ValueError: If a part is requested that a saved tensor does not have.
     """
 
-    _metadata_read: tuple[Path, Version] | None = None
+    _metadata_read: tuple[Path, file_io.Version] | None = None
     """The metadata file that was read, and its version."""
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
@@ -136,7 +126,7 @@ class NVMeReader(FileSystemReader):
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
 
-        version, metadata = read_consistently(file, lambda: (version_of(file), load_metadata(file)))
+        version, metadata = file_io.read_consistently(file, lambda: (file_io.version_of(file), load_metadata(file)))
         self._metadata_read = file, version
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -156,15 +146,15 @@ class NVMeReader(FileSystemReader):
             Exception: Those of the class.
         """
         # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
-        versions: dict[str | os.PathLike[str], Version] = dict([self._metadata_read] if self._metadata_read else [])
+        versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
         for request in plan.items:
             if request.storage_index not in self.storage_data:
                 file = self._metadata_read[0] if self._metadata_read else Path(self.path)
                 raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
             with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
-                versions[Path(self.path) / name] = version_of(Path(self.path) / name)
-        with unless_replaced(versions, "the checkpoint"):
+                versions[Path(self.path) / name] = file_io.version_of(Path(self.path) / name)
+        with file_io.unless_replaced(versions, "the checkpoint"):
             self._read_items(plan, CheckingPlanner(planner, self._weights_only))
         return done(None)
 
@@ -205,17 +195,17 @@ class NVMeReader(FileSystemReader):
                 file.seek(info.offset)
                 check_archive(io.BytesIO(file.read(info.length)))
 
-    @clearing_frames
+    @file_io.clearing_frames
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Serve the requests for one file. Returns the requests that are left to torch."""
         others: list[ReadItem] = []
         wanted: list[Wanted] = []
         known = KnownArchives()
         tables: dict[int, dict[str, Elements]] = {}
-        engine, pool = shared_engine(), buffer_pool()
+        engine, pool = file_io.shared_engine(), buffer_pool()
         items = self._items(path, os.fstat(file.fileno()).st_size, requests)
         with engine.open(os.fspath(path), "r") as source:
-            for run, chunk, begin in in_chunks([(item.offset, item.nbytes) for item in items], source, engine, pool):
+            for run, chunk, begin in file_io.in_chunks([(item.offset, item.nbytes) for item in items], source, engine, pool):
                 inside: list[Wanted] = []
                 for item in map(items.__getitem__, run):
                     request = item.requests[0]
@@ -255,7 +245,7 @@ class NVMeReader(FileSystemReader):
         return items
 
 
-@clearing_frames
+@file_io.clearing_frames
 def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
@@ -278,8 +268,8 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
 
     def end() -> None:
         """Read the pending parts, copy those that were read beside their tensors, and tell the planner."""
-        memory = [Placed(each.offset, flat_bytes(target) if buffer is None else buffer) for each, target, buffer in pending]
-        read([each for each in memory if each.nbytes], path, shared_engine(), buffer_pool())
+        memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for each, to, buffer in pending]
+        file_io.read([each for each in memory if each.nbytes], path, file_io.shared_engine(), buffer_pool())
         for each, target, buffer in pending:
             if buffer is not None:
                 _copy(buffer, each.elements, target)

@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    LinearAttentionLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from deepnvme.store.volumes import Directory
 
@@ -50,7 +39,7 @@ class CacheReport:
     """Seconds spent waiting for reads that had not ended when they were needed."""
 
 
-class OffloadedCache(DynamicCache, contextlib.AbstractContextManager["OffloadedCache"]):
+class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager["OffloadedCache"]):
     """A KV cache in host memory or on a drive, for ``model.generate(..., past_key_values=cache)``.
 
     >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
@@ -97,8 +86,8 @@ class OffloadedCache(DynamicCache, contextlib.AbstractContextManager["OffloadedC
         prefetch: int = 1,
     ) -> None:
         _check(where, path, memory_budget, prefetch)
-        types, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        kinds = [DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
+        types, arguments = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        kinds = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
@@ -112,7 +101,7 @@ class OffloadedCache(DynamicCache, contextlib.AbstractContextManager["OffloadedC
         ]
         self._begun: tuple[int, int] | None = None  # OffloadedLayer.state of all layers before the current forward
         self._updated: set[int] = set()  # indices of the layers that the current forward has updated
-        Cache.__init__(self, layers=layers)
+        cache_utils.Cache.__init__(self, layers=layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """Append positions to a layer, and return the keys and values for attention: see :meth:`OffloadedLayer.update`."""
@@ -188,7 +177,7 @@ class OffloadedCache(DynamicCache, contextlib.AbstractContextManager["OffloadedC
 
 def offloaded_cache(
     config: PreTrainedConfig, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
-) -> OffloadedCache | EncoderDecoderCache:
+) -> OffloadedCache | cache_utils.EncoderDecoderCache:
     """Return an offloaded cache for any kind of model; arguments and errors as for :class:`OffloadedCache`.
 
     For an encoder-decoder model these are two caches, each with half of the memory budget. Close the result by
@@ -197,12 +186,12 @@ def offloaded_cache(
     if not config.is_encoder_decoder:
         return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
     half = functools.partial(OffloadedCache, config, where, path=path, memory_budget=memory_budget // 2, prefetch=prefetch)
-    return EncoderDecoderCache(half(), half())
+    return cache_utils.EncoderDecoderCache(half(), half())
 
 
-def close_cache(cache: Cache) -> None:
+def close_cache(cache: cache_utils.Cache) -> None:
     """Close a cache made by :func:`offloaded_cache`: remove its files and free its memory. Idempotent; ignores other caches."""
-    if isinstance(cache, EncoderDecoderCache):
+    if isinstance(cache, cache_utils.EncoderDecoderCache):
         close_cache(cache.self_attention_cache)
         close_cache(cache.cross_attention_cache)
     elif isinstance(cache, OffloadedCache):
@@ -263,8 +252,8 @@ def _caches_otherwise(
     return chosen("use_cache") is False or chosen("cache_implementation") not in (None, "hybrid")
 
 
-_OFFLOADED = (DynamicLayer, DynamicSlidingWindowLayer)
-_KEPT = (DummyLayer, LinearAttentionLayer)
+_OFFLOADED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+_KEPT = (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)
 
 
 def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:

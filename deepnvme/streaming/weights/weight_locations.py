@@ -13,15 +13,8 @@ from torch import nn
 
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.file_io import read_consistently, started, version_of
+from deepnvme.checkpoint.formats import pt_records
 from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
-from deepnvme.checkpoint.formats.pt_records import (
-    CorruptCheckpoint,
-    check_pickle,
-    is_pickle,
-    is_zip,
-    records_of,
-    refuse_damaged_beginning,
-)
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
 from deepnvme.checkpoint.unpickling import unread
 from deepnvme.engine import Engine, File, Future
@@ -180,7 +173,7 @@ class Weights:
         """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
         for path, version in self._versions.items():
             if version_of(path) != version:
-                raise CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
+                raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
 
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:
@@ -235,7 +228,7 @@ def weights_in_index(
             continue
         inside, key = locations(os.fspath(file)), entry.get("weight_name", name)
         if key not in inside:
-            raise CorruptCheckpoint(file, f"it is said to hold {key!r}, which is not there")
+            raise pt_records.CorruptCheckpoint(file, f"it is said to hold {key!r}, which is not there")
         location = inside[key]
         wanted = entry.get("dtype")
         dtype = location.info.dtype if wanted is None else dtype_named(wanted)
@@ -254,7 +247,7 @@ def _raw(name: str, entry: Mapping[str, Any], folder: str | os.PathLike[str] | N
     path = os.path.join(folder, f"{name}.dat")
     size = os.stat(path).st_size
     if size < info.nbytes:
-        raise CorruptCheckpoint(path, f"expected {info.nbytes} bytes of {name!r}, found {size}")
+        raise pt_records.CorruptCheckpoint(path, f"expected {info.nbytes} bytes of {name!r}, found {size}")
     return Location(path, 0, info)
 
 
@@ -278,10 +271,10 @@ def _chosen(directory: Path) -> str:
 
 def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of one file lie, whichever of the formats it has."""
-    if is_zip(path):
+    if pt_records.is_zip(path):
         return _in_archive(path)
-    if is_pickle(path):
-        refuse_damaged_beginning(path)
+    if pt_records.is_pickle(path):
+        pt_records.refuse_damaged_beginning(path)
         text = f"'{path}' is in torch's format of before 1.6, which has to be in memory as a whole: load it, and save it anew"
         raise ValueError(text)
     return dict(_in_safetensors(path))
@@ -297,8 +290,8 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
 
     No tensor is read: torch unpickles them over memory that is never touched, whose addresses give the offsets in the file.
     """
-    found = records_of(path)
-    check_pickle(path, found)
+    found = pt_records.records_of(path)
+    pt_records.check_pickle(path, found)
     if found.script or not found.stored or found.byteorder != "little":
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")

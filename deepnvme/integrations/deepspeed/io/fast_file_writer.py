@@ -8,7 +8,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from deepnvme._files import naming_file
 from deepnvme.memory.alignment import PAGE
@@ -16,9 +18,6 @@ from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 
 from . import constants
 from .file_writers import BaseFileWriter
-
-if TYPE_CHECKING:
-    import torch
 
 _Source = TypeVar("_Source", memoryview, "torch.Tensor")
 
@@ -252,8 +251,6 @@ class FastFileWriter(BaseFileWriter):
                 with memory_of(half, self._filled, count) as room:
                     room[:] = piece
             else:
-                import torch
-
                 half[self._filled : self._filled + count].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
 
     def _copy_tensor(self, source: torch.Tensor, begin: int, count: int) -> None:
