@@ -113,7 +113,7 @@ class Publication:
         return self._file
 
     def begin(self) -> None:
-        """Create the temporary file; entering ``with`` calls this. Whoever else does calls :meth:`discard` after any error."""
+        """Create the temporary file. ``with`` calls this; a caller without ``with`` calls :meth:`discard` after any error."""
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         if self.path.exists() and not self.path.is_file():

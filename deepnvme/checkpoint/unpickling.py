@@ -330,10 +330,6 @@ def unread(path: Path, found: PtRecords) -> UnpicklingFile:
     return UnpicklingFile(path, found, lambda offset: False, lambda placed: None)
 
 
-def _nobody(storage: Any) -> None:
-    """Return None, so that torch asks the next function for the location tag of a storage."""
-
-
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
     """Place a storage with what this thread is loading with, or return None if that is plain torch."""
     reference: weakref.ref[Refusals] | None = getattr(_loading, "observer", None)
@@ -341,4 +337,5 @@ def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
     return None if observer is None else observer.place(storage, location)
 
 
-torch.serialization.register_package(_BEFORE_CPU, _nobody, _place)
+# The tag of a storage's location is left to the functions that torch asks after this one.
+torch.serialization.register_package(_BEFORE_CPU, lambda storage: None, _place)

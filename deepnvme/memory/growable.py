@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+
+import torch
 
 from .pool import BufferPool, Lease, OutOfBuffers
-
-if TYPE_CHECKING:
-    import torch
 
 _PATIENCE_SECONDS = 300.0
 """How long to wait for others to release leases: longer than any transfer takes, not so long that the program seems to hang."""

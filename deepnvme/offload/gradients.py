@@ -23,7 +23,7 @@ from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
 OPEN = 3
-"""How many sub-groups' gradients are in memory at a time: those that backward is filling, and those being written.
+"""How many sub-groups' gradients are in memory at a time in backward: those that it is filling, and those being written.
 
 Resident sub-groups are not counted. Their gradients stay in memory too, so that the drive cannot lose any part of them."""
 
@@ -186,6 +186,7 @@ class SubGroupGradients:
         param.grad = None
 
     def _add_piece(self, sub_group: SubGroup, index: int, taken: list[torch.Tensor]) -> None:
+        """Add a piece of a gradient to what was collected, and append it to ``taken``. Writes what is complete then."""
         gradient = sub_group.pieces[index].gradient
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -269,7 +270,7 @@ class SubGroupGradients:
         self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Start reading the gradients of the sub-groups to be stepped next, in order, until memory for them runs out.
+        """Start reading the gradients of the next two of the sub-groups to be stepped, as far as there is memory.
 
         Raises the OSError of a gradient that could not be written.
         """
@@ -280,7 +281,7 @@ class SubGroupGradients:
             if block.state is State.WRITING:
                 self._cache.settle(block)
         self._raise_if_lost()
-        self._memory.set_limit(2 * OPEN * self._largest)  # the last ones of backward may still be being written
+        self._memory.set_limit((OPEN + 1) * self._largest)  # the last one of backward may still be being written
         self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -365,6 +366,7 @@ class SubGroupGradients:
         self.clear()
 
     def _take_collected(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
+        """Return collected gradients by index of the piece, read if need be, and clipped. All is valid until the next call."""
         self._release_taken()
         present = self._present(sub_group)
         if not present:

@@ -117,19 +117,19 @@ class OffloadedOptimizer(Optimizer):
         if offload_gradients and step_in_backward:
             raise ValueError("step_in_backward frees gradients at once: offload_gradients has nothing to do then; choose one")
         self._plan = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
-        self._places = ResidencyPolicy(self._plan, dram_budget, offload_gradients)
+        self._residency = ResidencyPolicy(self._plan, dram_budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
         self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
         super().__init__(params, self._plan.defaults())
         first = self._plan.sub_groups_of(self.param_groups, 0, 0)
-        self._places.check_memory(first, self._pool, self._pool.in_use)
+        self._residency.check_memory(first, self._pool, self._pool.in_use)
         try:
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum)
             self._stepping = StepRunner(
                 self,
                 self._store,
                 self._pool,
-                self._places,
+                self._residency,
                 offload_gradients=offload_gradients,
                 in_backward=step_in_backward,
                 verbose=verbose,
@@ -238,7 +238,7 @@ class OffloadedOptimizer(Optimizer):
             super().add_param_group(param_group)
             more = self._plan.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
             others = max(0, self._pool.in_use - self._stepping.leased_bytes * 9 // 8)  # leases may take up to an eighth more
-            self._places.check_memory([*self._sub_groups, *more], self._pool, others)
+            self._residency.check_memory([*self._sub_groups, *more], self._pool, others)
             self._stepping.add(more)
         except BaseException:
             if more is None or any(each not in self._sub_groups for each in more):

@@ -237,8 +237,8 @@ class SubGroupPipeline:
     def _leave_room_for(self, sub_groups: Sequence[SubGroup]) -> None:
         """Make the limits of memory large enough for these.
 
-        If states are new, there is memory for a single sub-group: the step has them, and weights to go beside them, in memory of
-        their own too.
+        The first step of a sub-group makes its states in ordinary memory. So that this takes no more than usual, there is memory
+        for a single sub-group meanwhile.
         """
         if any(sub_group.layout is None for sub_group in sub_groups):
             self._in_flight = 1
@@ -294,6 +294,7 @@ class SubGroupPipeline:
     # -- undoing
 
     def _restore(self, stepped: _Stepped) -> None:
+        """Copy the parameters as they were before the step back to the model, but for those that other code has changed."""
         sub_group, changed = stepped.sub_group, stepped.changed
         sub_group.mark_stale(changed)
         images = stepped.layout.sections

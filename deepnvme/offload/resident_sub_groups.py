@@ -95,6 +95,7 @@ class ResidencyPolicy:
         )
 
     def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
+        """Return the sub-groups that will stay in memory, as far as their states' sizes can be estimated."""
         staying: set[SubGroup] = set()
         nbytes = 0
         for each in sub_groups:

@@ -74,7 +74,7 @@ class StepRunner:
         optimizer: The OffloadedOptimizer. Its ``param_groups`` have the options (learning rate and the like) of each step.
         store: Where blocks and gradients are written.
         pool: Where memory is leased.
-        places: Decides which sub-groups stay in memory.
+        residency: Decides which sub-groups stay in memory.
         offload_gradients: Whether gradients go to the drive during backward.
         in_backward: Whether sub-groups are stepped during backward.
         verbose: Whether to print a line after each step.
@@ -85,13 +85,13 @@ class StepRunner:
         optimizer: Optimizer,
         store: TensorStore,
         pool: BufferPool,
-        places: ResidencyPolicy,
+        residency: ResidencyPolicy,
         *,
         offload_gradients: bool,
         in_backward: bool,
         verbose: bool,
     ) -> None:
-        self._optimizer, self._store, self._places = optimizer, store, places
+        self._optimizer, self._store, self._residency = optimizer, store, residency
         self._in_backward = in_backward
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
@@ -125,7 +125,7 @@ class StepRunner:
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
-        self._store.reserve(self._places.drive_bytes([*self.sub_groups, *sub_groups]))
+        self._store.reserve(self._residency.drive_bytes([*self.sub_groups, *sub_groups]))
         pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         for sub_group in sub_groups:
             for index, piece in enumerate(sub_group.pieces):
@@ -176,7 +176,7 @@ class StepRunner:
         with loaded(state, self.sub_groups, self._pipeline, self.stats):
             for sub_group in self.sub_groups:
                 sub_group.states_were_loaded()
-            self._places.choose(self.sub_groups)
+            self._residency.choose(self.sub_groups)
             self._optimizer.param_groups = state["param_groups"]
             given_up = self._pipeline.give_up()
             self._remember_params()
@@ -276,7 +276,7 @@ class StepRunner:
         done = set(in_backward)
         waiting = [each for each in self.sub_groups if each not in done and self._gradients.has(each)]
         self._gradients.prepare(waiting)
-        for sub_group in self._places.beyond_budget(self.sub_groups):
+        for sub_group in self._residency.beyond_budget(self.sub_groups):
             self._residents.dismiss(sub_group)
         in_memory = [each for each in waiting if each.in_memory]
         self._residents.load(in_memory)
@@ -321,7 +321,7 @@ class StepRunner:
             self._free_gradients()  # also those of resident sub-groups, which backward did not free
         self._remember_params()
         self._blocks.tidy()
-        self._places.choose(self.sub_groups)
+        self._residency.choose(self.sub_groups)
 
     def _take_back(self) -> None:
         """Undo everything stepped since the last commit. With ``step_in_backward``, the gradients are lost."""

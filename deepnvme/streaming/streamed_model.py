@@ -278,7 +278,7 @@ def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Callab
     if device.type == "cpu":
         return functools.partial(ExtentReader, store), PinnedSlots
     if device.type == "cuda":
-        from .device_ring import DeviceExtentReader, DeviceSlots
+        from .device_extents import DeviceExtentReader, DeviceSlots
 
         return functools.partial(DeviceExtentReader, store, device, prefetch + 1), functools.partial(DeviceSlots, device)
     raise ValueError(f"device must be a CPU or a CUDA device, got {device}")

@@ -39,9 +39,9 @@ class State(enum.Enum):
 class Block:
     """Bytes that are used in memory, and are on a drive otherwise.
 
-    Only a :class:`BlockCache` changes a block, through the methods below. Each of them is one transition between states, and
-    raises RuntimeError in any other state. Whether somebody uses the block, whether it stays in memory and whether the drive has
-    its bytes are independent of the state.
+    Only its :class:`BlockCache` changes a block: the state through the methods below, each of which is one transition between
+    states and raises RuntimeError in any other state; and whether somebody uses the block, whether it stays in memory and whether
+    the drive has its bytes, which are independent of the state.
 
     Args:
         name: Identifies the block: a path, or a name in a store.

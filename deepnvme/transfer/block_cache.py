@@ -107,7 +107,8 @@ class BlockCache(Monitor):
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
-        retain_written: Whether that holds for blocks that were changed as well. Otherwise they are dropped once they are written.
+        retain_written: With ``retain``, whether that holds for blocks that were changed as well. Otherwise they are dropped once
+            they are written.
         read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
@@ -470,6 +471,7 @@ class BlockCache(Monitor):
             self.bytes_written += block.nbytes
 
     def _write_soon(self, block: Block) -> None:
+        """Note a dirty block to be written, unless it is used, resident or noted already."""
         if block.state is State.DIRTY and not block.resident and self._is_idle(block) and block not in self._to_write:
             self._to_write.append(block)
 
@@ -518,6 +520,7 @@ class BlockCache(Monitor):
         return None
 
     def _grow(self, block: Block) -> None:
+        """Get memory beyond the limit for a block that is needed now. May wait for others who use the same memory."""
         self._grown = block, self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
 
     def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
@@ -600,6 +603,7 @@ class BlockCache(Monitor):
             self._let_go(block, block.drop())
 
     def _hold(self, block: Block) -> None:
+        """Record that a block has memory, and whether it counts against the limit."""
         self._held[block] = self._counts(block)
         if self._held[block]:
             self.used += block.nbytes
@@ -612,6 +616,7 @@ class BlockCache(Monitor):
     # Order
 
     def _set_expected(self, uses: Iterable[Use]) -> None:
+        """Replace what is expected, and drop blocks that were kept for it alone."""
         before = self._expected
         self._agenda = deque(uses)
         self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}

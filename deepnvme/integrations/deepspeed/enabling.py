@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
-from . import checkpoint_engine, ops, rank_failures, swapper_classes
+from . import checkpoint_engine, ops, rank_failures, swapper_replacements
 from .replacement import UnknownShape, set_all
 
 TESTED = ("0.19.5", "0.19.8")
@@ -96,7 +96,7 @@ def _put(options: _Options) -> None:
     """Replace the parts of DeepSpeed that the options name, all of them or, after an exception, none."""
     global _enabled, _set
     # All of them are found in DeepSpeed before the first one is set.
-    wanted = [*ops.replacements(), *swapper_classes.replacements(ours=options.swappers), *rank_failures.replacements()]
+    wanted = [*ops.replacements(), *swapper_replacements.replacements(ours=options.swappers), *rank_failures.replacements()]
     if options.checkpoint:
         wanted += checkpoint_engine.replacements()
     _set = set_all(wanted)

@@ -17,7 +17,7 @@ from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
 from .layer import OffloadedLayer
-from .memory import Pair
+from .strip import Pair
 
 Where = Literal["cpu", "nvme"]
 """Where keys and values are kept: in host memory or on a drive."""

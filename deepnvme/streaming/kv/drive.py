@@ -23,7 +23,7 @@ from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
 from deepnvme.transfer.block_memory import OwnMemory
 
-from .memory import KVShape, Pair
+from .strip import KVShape, Pair
 
 CHUNK_BYTES = 2 << 20
 """Bytes of keys and values that are written together: enough for a drive's full speed, and little to keep back in memory."""

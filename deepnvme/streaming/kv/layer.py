@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from deepnvme.memory.host import empty_aligned
 
 from .drive import CHUNK_BYTES, KVChunk, KVDrive
-from .memory import KVShape, Pair, Strip, in_one_thread, part_of
+from .strip import KVShape, Pair, Strip, in_one_thread, part_of
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -25,8 +25,8 @@ from .manifest import WeightInfo
 from .model_blocks import ties_of, weights_of
 
 _OPEN_FILES = 16
-"""Files that are open at a time: enough for shards that weights come from in turn, and few enough for any limit of descriptors
-where each weight has a file of its own."""
+"""Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
+descriptors, also if each weight has a file of its own."""
 
 
 class Pending(Protocol):

@@ -57,7 +57,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Search:
-    """The results of a search on one folder, or on several at the same time."""
+    """The results of a search on one folder, or on several at the same time.
+
+    The names of the fields, in this order, are keys of ``ds_nvme_tune --json``.
+    """
 
     folders: tuple[FolderFacts, ...]
     """The folders."""
@@ -117,7 +120,10 @@ class Striping:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The results of one run of the tuner: a search for each folder and, if there are several, one for all together."""
+    """The results of one run of the tuner: a search for each folder and, if there are several, one for all together.
+
+    The names of the fields, in this order, are keys of ``ds_nvme_tune --json``.
+    """
 
     io_size: int
     """Bytes of the file in each folder; no transfer is larger."""

@@ -14,7 +14,7 @@ import torch
 
 from deepnvme.streaming.kv import drive as kv_drive
 from deepnvme.streaming.kv.drive import KVChunk, KVDrive
-from deepnvme.streaming.kv.memory import KVShape
+from deepnvme.streaming.kv.strip import KVShape
 from tests.faults.torture.interruption import interrupted
 
 from ...support.interpreters import Interpreters

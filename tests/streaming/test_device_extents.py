@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming import WeightStore, device_ring, extent_memory, extent_reader
+from deepnvme.streaming import WeightStore, device_extents, extent_memory, extent_reader
 
 
 def test_pinned_memory_is_lent_again_only_when_the_copy_before_an_error_has_ended(
@@ -38,12 +38,12 @@ def test_pinned_memory_is_lent_again_only_when_the_copy_before_an_error_has_ende
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(device_ring, "Computed", lambda device: SimpleNamespace(event=None))
+    monkeypatch.setattr(device_extents, "Computed", lambda device: SimpleNamespace(event=None))
     monkeypatch.setattr(extent_memory, "PinnedSlot", Slot)
     monkeypatch.setattr(extent_reader, "dequantize", failing)
     model = nn.Sequential(nn.Linear(128, 128))
     with WeightStore.build(model.state_dict(), drive, model=model, blocks=["0"], quantize="int8") as store:
-        reads = device_ring.DeviceExtentReader(store, torch.device("cpu"), 1)
+        reads = device_extents.DeviceExtentReader(store, torch.device("cpu"), 1)
         try:
             transfer = reads.read("0", torch.empty(reads.nbytes("0"), dtype=torch.uint8))
             assert isinstance(transfer.exception(), ArithmeticError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepnvme.streaming.kv.memory import KVShape, Pair, Strip, in_one_thread
+from deepnvme.streaming.kv.strip import KVShape, Pair, Strip, in_one_thread
 from tests.faults.torture.interruption import interrupted
 
 from .states import states
