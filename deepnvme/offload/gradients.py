@@ -345,13 +345,14 @@ class SubGroupGradients:
     def clear(self) -> None:
         """Drop all collected gradients and release their memory. Their space on the drive is kept for the next gradients.
 
-        Blocks until transfers have ended.
+        Blocks until transfers have ended. After an interrupt, no gradient is there any more; another call releases the rest.
         """
-        self._taken = None
-        self._collected.clear()
+        with defer_interrupts():
+            self._taken = None
+            self._collected.clear()
+            self._norms.clear()
+            self._scale = None
         self._cache.clear()
-        self._norms.clear()
-        self._scale = None
         self._store.failed(None)
         self.lost = False
 
@@ -436,7 +437,8 @@ class SubGroupGradients:
 
     def _release_taken(self) -> None:
         """Have gradients that may have been scaled read again. Those that only memory has, as writing them failed, stay."""
-        taken, self._taken = self._taken, None
-        if taken is not None and taken.users:
-            end_use = self._cache.reject if taken.state is State.CLEAN else self._cache.release
-            end_use([taken])
+        with defer_interrupts():  # or it would be scaled once more
+            taken, self._taken = self._taken, None
+            if taken is not None and taken.users:
+                end_use = self._cache.reject if taken.state is State.CLEAN else self._cache.release
+                end_use([taken])

@@ -102,7 +102,7 @@ class SubGroupPlanner:
         """
 
         try:
-            self._make_with(groups, _on_meta)
+            self._make_with(groups, lambda local, dtype: torch.empty_like(local, dtype=dtype, device="meta"))
         except Exception:
             self._make_with(groups, _of_one_element)
 
@@ -193,10 +193,6 @@ def partition(
                 if numel == 0:
                     break
     return found
-
-
-def _on_meta(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(local, dtype=dtype, device="meta")
 
 
 def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -227,10 +227,10 @@ class SubGroupPipeline:
 
         Copies of parameters that are in memory stay there while a step may have to be undone: on the drive they may be torn.
         """
-        self._copies.clear(keeping=[images for stepped in self._log for images in stepped.images])
-        self._cache.clear()
-        self._states.clear()
+        self._states.clear()  # first: an interrupt of the waiting leaves none of them to be used
         self._upcoming.clear()
+        self._cache.clear()
+        self._copies.clear(keeping=[images for stepped in self._log for images in stepped.images])
 
     # -- blocks, and the memory for them
 
@@ -305,6 +305,7 @@ class SubGroupPipeline:
         states = self._states_of(sub_group)
         if states is not None and masters:
             _copy_back(sub_group, masters, self._cache, [states])
+            self._cache.drop_clean()  # undoing takes the memory of one at a time
 
 
 def _copy_back(sub_group: SubGroup, sections: Sequence[BlockSection], cache: BlockCache, blocks: Sequence[StoredBlock]) -> None:

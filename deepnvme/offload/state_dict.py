@@ -130,8 +130,9 @@ def loaded(
             done = True
     except BaseException:
         if not done:
-            for forget in undo:
-                forget()
+            with defer_interrupts():
+                for forget in undo:
+                    forget()
         raise
     finally:
         pipeline.abandon()

@@ -160,8 +160,9 @@ class StepRunner:
         self._take_all_back()
         self._gradients.forget_arrivals()
         self._gradients_lost = False
-        if self._gradients.any_collected:
-            self._gradients.clear()
+        collected = self._gradients.any_collected
+        self._gradients.clear()  # also if an interrupted call has left nothing but memory
+        if collected:
             self.stats.finish()
 
     def load(self, state: dict[str, Any]) -> None:

@@ -107,8 +107,6 @@ class BlockCache(Monitor):
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
-        retain_written: With ``retain``, whether that holds for blocks that were changed as well. Otherwise they are dropped once
-            they are written.
         read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
@@ -123,7 +121,6 @@ class BlockCache(Monitor):
         memory: BlockMemory,
         *,
         retain: bool = True,
-        retain_written: bool = True,
         read_again: bool = True,
         write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
@@ -139,7 +136,6 @@ class BlockCache(Monitor):
         """Bytes of all writes started so far."""
         self._backing = backing
         self._retain = retain
-        self._retain_written = retain_written
         self._read_again = read_again
         self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
@@ -331,14 +327,22 @@ class BlockCache(Monitor):
     def clear(self, keeping: Collection[Block] = ()) -> None:
         """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again.
 
-        Errors of writes are forgotten. Blocks that are ``keeping`` stay if they are in memory, those not written as well.
+        Errors of writes are forgotten. Blocks that are ``keeping`` stay if they are in memory, those not written as well. An
+        interrupt of the wait leaves only blocks in transfer.
         """
+        self._drop_all(keeping)
         self.drain()
+        self._drop_all(keeping)
+
+    def _drop_all(self, keeping: Collection[Block]) -> None:
+        """Expect nothing, end all uses, and drop all blocks that are not in transfer."""
         with self._changing():
+            self._set_expected(())
+            self._to_write.clear()
             self._failures.clear()
             for block in list(self._held):
                 block.users = 0
-                if block not in keeping:
+                if block not in keeping and block not in self._transfers:
                     self._drop(block)
 
     # Steps
@@ -350,21 +354,15 @@ class BlockCache(Monitor):
 
         Meanwhile memory goes to ``wanted`` first, and is not taken from them.
         """
-
-        def last_step() -> Wait | None:
-            wait = step()
-            if wait is None:
-                self._wanted, self._grown = (), None
-            return wait
-
         try:
             self._wanted = wanted
-            self._until(last_step, prepare, timed)
+            self._until(step, prepare, timed)
         except BaseException:
-            self._wanted, self._grown = (), None  # if Ctrl-C prevents this, the next call does it
             for block in wanted:  # the next expectation drops them, unless they are part of it
                 self._expected.setdefault(block, sys.maxsize)
             raise
+        finally:
+            self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:
         """Return the end of a write that frees memory, or else of any transfer; None if nothing is left to be read or written."""
@@ -397,12 +395,11 @@ class BlockCache(Monitor):
                     self._failures.append(error)
                     continue
                 block.written()
-                if self._retain_written:
-                    self._drop_unless_kept(block)
-                elif self._is_idle(block) and not block.resident:
-                    self._drop(block)
+                self._drop_unless_kept(block)
             elif error is not None:
                 self._let_go(block, block.fail_reading(error))
+                if block not in self._expected and block not in self._wanted:
+                    block.error = None  # nobody wants it any more
             else:
                 block.read()
                 self._drop_unless_kept(block)
@@ -585,17 +582,13 @@ class BlockCache(Monitor):
         """Return whether memory for this block is part of the limit."""
         return not (block.resident and self.memory.separate_residents)
 
-    def _is_misplaced(self, block: Block) -> bool:
-        """Return whether it has memory of the wrong kind, since it became resident or stopped to be."""
-        return block in self._held and self._held[block] != self._counts(block)
-
     def _drop_unless_kept(self, block: Block) -> None:
         """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
         within_limit = self.used <= self.memory.limit
         kept = block.resident or (within_limit and (self._retain or block in self._expected))
-        if not kept or self._is_misplaced(block):
+        if not kept or self._held[block] != self._counts(block):  # that is, has memory of the wrong kind
             self._drop(block)
 
     def _drop(self, block: Block) -> None:

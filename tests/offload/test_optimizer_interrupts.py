@@ -5,6 +5,7 @@ What this leaves out is at random, and longer, in tests/faults/torture: all plac
 
 from __future__ import annotations
 
+import contextlib
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,14 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.offload import gradients
+from deepnvme.transfer import block_cache, monitor
 
 from ..faults.torture.interruption import Interruption
+from ..faults.torture.interruption import all_but as all_but_modules
 from ..faults.torture.parts.interrupts_optimizer import TORCH, World, check_after, interrupt_at
 from ..support.engines import failing
-from ..support.training import assert_same, assert_same_state
+from ..support.training import ADAM, assert_same, assert_same_state, backward, copied, give_gradients, optimizer_in, parameters
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +167,92 @@ def test_ctrl_c_before_a_failed_step_is_undone(drive: Path, kind: str) -> None:
     world.optimizer.zero_grad()
     world.reference_step()
     world.optimizer.close()
+
+
+def clipping(drive: Path) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter], torch.optim.Optimizer, Any]:
+    """Six parameters, the same again, and optimizers of the two: in memory, and offloaded with gradients."""
+    plain, params = parameters(shapes=[(4096,)] * 6), parameters(shapes=[(4096,)] * 6)
+    options: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9}
+    return plain, params, torch.optim.SGD(plain, **options), optimizer_in(
+        drive, params, torch.optim.SGD, offload_gradients=True, **options
+    )
+
+
+def test_a_clipped_gradient_is_scaled_once_if_its_use_is_interrupted_where_it_ends(drive: Path) -> None:
+    plain, params, reference, optimizer = clipping(drive)
+
+    class WhereItEnds(Interruption):
+        def _point(self, frame: FrameType) -> None:
+            if frame.f_code.co_name == "reject":
+                super()._point(frame)
+
+    with optimizer:
+        for step in range(8):
+            for each in (reference, optimizer):
+                each.zero_grad()
+            backward(plain, step)
+            backward(params, step)
+            torch.nn.utils.clip_grad_norm_(plain, 0.5)
+            optimizer.clip_grad_norm_(0.5)
+            with contextlib.suppress(KeyboardInterrupt), WhereItEnds(step + 1, all_but_modules(gradients, block_cache, monitor)):
+                optimizer.step()
+            if optimizer.steps == step:
+                optimizer.step()
+            reference.step()
+            assert_same(params, plain)
+
+
+def test_clipped_gradients_are_dropped_by_the_next_call_if_dropping_them_was_interrupted(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, params, reference, optimizer = clipping(drive)
+    with optimizer:
+        backward(params, 0)
+        optimizer.clip_grad_norm_(0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(block_cache.BlockCache, "drain", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.zero_grad()
+        optimizer.zero_grad()
+        backward(params, 1)
+        optimizer.step()
+        backward(plain, 1)
+        reference.step()
+        assert_same(params, plain)
+
+
+def test_states_that_could_not_be_loaded_are_not_stepped_if_giving_them_up_is_interrupted(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, params = parameters(shapes=[(4096,)] * 6), parameters(shapes=[(4096,)] * 6)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, torch.optim.AdamW, **ADAM) as optimizer:
+        for step in range(2):
+            for each, its in ((params, optimizer), (plain, reference)):
+                give_gradients(each, step)
+                its.step()
+        other = copied(reference.state_dict())
+        for state in other["state"].values():
+            state["exp_avg"].mul_(100)
+        clears, clear = 0, block_cache.BlockCache.clear
+
+        def interrupted_later(self: block_cache.BlockCache, *arguments: Any, **options: Any) -> None:
+            nonlocal clears
+            clears += 1
+            with monkeypatch.context() as patch:
+                if clears > 2:  # the first two are before anything is loaded
+                    patch.setattr(block_cache.BlockCache, "drain", interrupt)
+                clear(self, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(block_cache.BlockCache, "clear", interrupted_later)
+            with failing("write", 3, 1), pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(other)
+        for each, its in ((params, optimizer), (plain, reference)):
+            give_gradients(each, 2)
+            its.step()
+        assert_same(params, plain)
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt

@@ -298,16 +298,6 @@ def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_lo
     assert [blocks[name].in_memory for name in "abd"] == [True, False, True]
 
 
-def test_what_was_written_may_give_its_memory_back_at_once(drive: SlowDrive) -> None:
-    cache, blocks = cache_of(drive, limit=3 * PAGE, retain_written=False), blocks_of(drive)
-    cache.create(blocks["a"])
-    cache.release([blocks["a"]], changed=True)
-    cache.acquire([blocks["b"]])
-    cache.release([blocks["b"]])
-    cache.drain()
-    assert (blocks["a"].state, blocks["b"].state) == (State.ABSENT, State.CLEAN)
-
-
 def test_a_block_may_be_written_to_another_place_than_it_was_read_from(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive), blocks_of(drive)
     cache.acquire([blocks["a"]])
@@ -335,6 +325,36 @@ def test_what_could_not_be_read_ahead_is_told_if_it_is_not_to_be_read_again(driv
         cache.acquire([blocks["a"]])
         assert value_of(blocks["a"]) == 1
         cache.clear()
+
+
+def test_what_could_not_be_read_ahead_is_read_if_nobody_expected_it_any_more_when_it_failed(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, read_again=False), blocks_of(drive)
+    drive.failing = {"ra"}
+    cache.expect([Use(blocks["a"])])
+    cache.drain()
+    drive.failing = set()
+    cache.acquire([blocks["a"]])
+    assert value_of(blocks["a"]) == 1
+
+
+def test_an_interrupt_of_dropping_all_leaves_nothing_that_could_be_written(
+    drive: SlowDrive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, blocks = cache_of(drive), blocks_of(drive)
+    cache.create(blocks["a"])
+    cache.create(blocks["b"])
+    cache.release([blocks["a"]], changed=True, write=False)
+    cache.expect([Use(blocks["d"])])
+    with monkeypatch.context() as patch:
+        patch.setattr(SlowTransfer, "exception", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.clear()
+    assert [blocks[name].state for name in "abd"] == [State.ABSENT, State.ABSENT, State.READING]
+    assert cache.used == PAGE
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_is_kept_when_all_is_dropped_has_the_bytes_that_were_not_written(drive: SlowDrive) -> None:

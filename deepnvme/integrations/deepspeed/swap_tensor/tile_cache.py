@@ -54,8 +54,8 @@ class TileCache(BlockCache):
             )
 
         memory = PooledMemory(pool, limit, shortage)
-        # Written tiles give their memory back, since the pool is the process's: a checkpoint is saved between steps, say.
-        super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        # What is not expected gives its memory back: the pool is the process's, which saves a checkpoint between steps, say.
+        super().__init__(_Files(engine), memory, retain=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
         """The place of the sub-group in use, or used last, in the order of a step."""
