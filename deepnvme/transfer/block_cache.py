@@ -106,7 +106,8 @@ class BlockCache(Monitor):
     Args:
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
-        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed. Otherwise all that
+            is written leaves memory as well.
         read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
@@ -395,7 +396,7 @@ class BlockCache(Monitor):
                     self._failures.append(error)
                     continue
                 block.written()
-                self._drop_unless_kept(block)
+                self._drop_unless_kept(block, written=True)
             elif error is not None:
                 self._let_go(block, block.fail_reading(error))
                 if block not in self._expected and block not in self._wanted:
@@ -582,12 +583,15 @@ class BlockCache(Monitor):
         """Return whether memory for this block is part of the limit."""
         return not (block.resident and self.memory.separate_residents)
 
-    def _drop_unless_kept(self, block: Block) -> None:
-        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
+    def _drop_unless_kept(self, block: Block, written: bool = False) -> None:
+        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are.
+
+        Without ``retain``, a block that was just ``written`` is not kept even if it is expected: others are, before it.
+        """
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
         within_limit = self.used <= self.memory.limit
-        kept = block.resident or (within_limit and (self._retain or block in self._expected))
+        kept = block.resident or (within_limit and (self._retain or (block in self._expected and not written)))
         if not kept or self._held[block] != self._counts(block):  # that is, has memory of the wrong kind
             self._drop(block)
 
