@@ -195,7 +195,7 @@ def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypa
 
     monkeypatch.setattr(ranks.ParamRanks, "failed", failed)
     optimizer = optimizer_in(drive, parameters(), lr=1e-2)
-    for point in range(1, 1000):
+    for point in range(1, 5000):
         interruption = Interruption(point, all_but(interrupts, ranks, stepping), by=(signal.SIGUSR1,))
         votes.clear()
         try:
@@ -205,7 +205,7 @@ def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypa
         assert votes == [True], interruption.where
         if not interruption.where:
             break
-    assert 20 < point < 999
+    assert 20 < point < 4999
     optimizer.close()
 
 

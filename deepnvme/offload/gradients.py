@@ -132,7 +132,7 @@ class SubGroupGradients:
         self._scale: torch.Tensor | None = None
         self._store = _GradientStore(traffic)
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
-        self._cache = BlockCache(self._store, self._memory, retain=False, read_again=False)
+        self._cache = BlockCache(self._store, self._memory, retain=False, retain_written=False, read_again=False)
         self._largest = 0
         """Bytes of the largest sub-group's gradients."""
         self._taken: StoredBlock | None = None

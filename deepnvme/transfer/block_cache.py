@@ -106,8 +106,9 @@ class BlockCache(Monitor):
     Args:
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
-        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed. Otherwise all that
-            is written leaves memory as well.
+        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        retain_written: Whether blocks stay in memory that were changed, as others do. Otherwise they are dropped once they are
+            written, also if they are expected.
         read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
@@ -122,6 +123,7 @@ class BlockCache(Monitor):
         memory: BlockMemory,
         *,
         retain: bool = True,
+        retain_written: bool = True,
         read_again: bool = True,
         write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
@@ -136,7 +138,7 @@ class BlockCache(Monitor):
         self.bytes_written = 0
         """Bytes of all writes started so far."""
         self._backing = backing
-        self._retain = retain
+        self._retain, self._retain_written = retain, retain_written
         self._read_again = read_again
         self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
@@ -584,14 +586,11 @@ class BlockCache(Monitor):
         return not (block.resident and self.memory.separate_residents)
 
     def _drop_unless_kept(self, block: Block, written: bool = False) -> None:
-        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are.
-
-        Without ``retain``, a block that was just ``written`` is not kept even if it is expected: others are, before it.
-        """
+        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
-        within_limit = self.used <= self.memory.limit
-        kept = block.resident or (within_limit and (self._retain or (block in self._expected and not written)))
+        may_stay = self.used <= self.memory.limit and (self._retain_written or not written)
+        kept = block.resident or (may_stay and (self._retain or block in self._expected))
         if not kept or self._held[block] != self._counts(block):  # that is, has memory of the wrong kind
             self._drop(block)
 

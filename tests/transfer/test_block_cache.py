@@ -298,6 +298,16 @@ def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_lo
     assert [blocks[name].in_memory for name in "abd"] == [True, False, True]
 
 
+def test_what_was_written_may_give_its_memory_back_at_once_also_if_it_is_expected(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, limit=3 * PAGE, retain_written=False), blocks_of(drive)
+    cache.create(blocks["a"])
+    cache.release([blocks["a"]], changed=True)
+    cache.acquire([blocks["b"]], then=[Use(blocks["a"])])
+    cache.release([blocks["b"]])
+    cache.settle(blocks["a"])
+    assert (blocks["a"].state, blocks["b"].state) == (State.ABSENT, State.CLEAN)
+
+
 def test_a_block_may_be_written_to_another_place_than_it_was_read_from(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive), blocks_of(drive)
     cache.acquire([blocks["a"]])

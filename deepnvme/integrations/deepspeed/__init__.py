@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["disable", "enable"]
 
-__getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "enabling"))  # its modules import torch, io/ does not
+__getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "enabling"))  # which imports torch

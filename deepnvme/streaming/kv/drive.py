@@ -88,7 +88,7 @@ class KVDrive:
         self._broken: BaseException | None = None
         self.store = None if path is None else _open(Path(path), self.engine)
         """The store of the chunks; None for a cache with all layers in memory."""
-        self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, write_bytes=_WRITING)
+        self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, retain_written=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 
     @contextlib.contextmanager

@@ -54,8 +54,8 @@ class TileCache(BlockCache):
             )
 
         memory = PooledMemory(pool, limit, shortage)
-        # What is not expected gives its memory back: the pool is the process's, which saves a checkpoint between steps, say.
-        super().__init__(_Files(engine), memory, retain=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        # Written tiles give their memory back: the pool is the process's, which saves a checkpoint between steps, say.
+        super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.turn = 0
         """The place of the sub-group in use, or used last, in the order of a step."""
