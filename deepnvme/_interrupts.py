@@ -61,9 +61,11 @@ class _DeferredInterrupts:
         self._replaced: list[int] = []
 
     def hold(self, number: int, handler: Callable[..., Any]) -> None:
-        """Delay a signal's Python handler."""
+        """Delay a signal's Python handler, unless a block around this one delays it already."""
         before = getattr(handler, "__self__", None)
-        if isinstance(before, _DeferredInterrupts) and not before._holding:
+        if isinstance(before, _DeferredInterrupts):
+            if before._holding:
+                return
             handler = before._handlers[number]
         self._handlers[number] = handler
         self._replaced.append(number)

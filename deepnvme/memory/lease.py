@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     import torch
 
 
-class Ending(Protocol):
-    """What a lease can be released after: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
+class Transfer(Protocol):
+    """A read, a write or a copy under way: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
 
-    ``done()`` must turn True without anybody waiting for the future. ``exception()`` is called only after that, and only if the
-    future still keeps the memory alive.
+    ``done()`` must turn True without anybody waiting. If a lease is released after it, ``exception()`` is called only when it is
+    done, and only if it still keeps the memory alive.
     """
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not. Must not block."""
+        """Return whether it has ended, well or not. Never blocks."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error it ended with, or None."""
+        """Wait, and return the error that it ended with, or None. Raises TimeoutError."""
 
 
 class Lease:
@@ -37,7 +37,7 @@ class Lease:
 
     __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")
 
-    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Ending | None], None], chunk: object = None) -> None:
+    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Transfer | None], None], chunk: object = None) -> None:
         self._buffer: torch.Tensor | None = buffer
         self._give_back = give_back
         self._chunk = chunk  # identifies the memory to its pool
@@ -74,7 +74,7 @@ class Lease:
             raise ValueError(f"a tensor of {sizes} {dtype} at offset {offset} must fit in the lease of {self.nbytes} bytes")
         return self.buffer[offset:end].view(dtype).view(sizes)
 
-    def release(self, after: Ending | None = None) -> None:
+    def release(self, after: Transfer | None = None) -> None:
         """Give the memory back to the pool. Never blocks. Idempotent: only the first call counts.
 
         May be called by any thread, and by finalizers.

@@ -18,7 +18,7 @@ from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
-from .lease import Ending, Lease
+from .lease import Lease, Transfer
 from .system_memory import available_memory
 
 Result = TypeVar("Result")
@@ -109,7 +109,7 @@ class BufferPool:
         self._chunks = ChunkList(available_memory() // 2 if budget is None else _natural(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
-        self._awaited: dict[PinnedChunk, Ending] = {}  # lent chunks, and what each is given back after
+        self._awaited: dict[PinnedChunk, Transfer] = {}  # lent chunks, and what each is given back after
         self._ended: deque[Any] = deque()  # holders of chunks to check: nothing is awaited any more, or no view is left
         self._waiting: tuple[_Waiter, ...] = ()  # in order of arrival; replaced, never changed, since finalizers iterate over it
 
@@ -299,7 +299,7 @@ class BufferPool:
 
     # Called without the lock, also from finalizers.
 
-    def _give_back(self, chunk: PinnedChunk, holder: Callable[[], object], after: Ending | None) -> None:
+    def _give_back(self, chunk: PinnedChunk, holder: Callable[[], object], after: Transfer | None) -> None:
         """Record that a lease has ended.
 
         With ``after``, the lease still has its memory now. Without, it has none any more, and the chunk may already belong to
@@ -381,7 +381,7 @@ def _natural(value: int, name: str) -> int:
     return value
 
 
-def _has_ended(chunk: PinnedChunk, after: Ending) -> bool:
+def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:
     """Return whether a future has ended.
 
     One that raises counts as ended: if its transfer still goes on, the tensors of the transfer keep the memory alive.

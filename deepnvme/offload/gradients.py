@@ -12,10 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.growable import GrowableLease
+from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.transfer.block import Block, State
-from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
+from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
 from .io_stats import IOStats, StoredBlock, shortage

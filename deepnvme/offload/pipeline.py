@@ -222,12 +222,16 @@ class SubGroupPipeline:
         self._log.clear()
         return len(stepped)
 
+    def forget_states(self) -> None:
+        """Read the states of every sub-group again, from where its current ones are. Never blocks."""
+        self._states.clear()
+
     def abandon(self) -> None:
         """Wait for all transfers, however they end, and release all memory: what is on the drive is read again.
 
         Copies of parameters that are in memory stay there while a step may have to be undone: on the drive they may be torn.
         """
-        self._states.clear()  # first: an interrupt of the waiting leaves none of them to be used
+        self.forget_states()  # first: an interrupt of the waiting leaves none of them to be used
         self._upcoming.clear()
         self._cache.clear()
         self._copies.clear(keeping=[images for stepped in self._log for images in stepped.images])

@@ -115,7 +115,7 @@ def loaded(
         stats: Does not count the writes for a step.
     """
     pipeline.abandon()
-    undo = [sub_group.remember() for sub_group in sub_groups]
+    undo = [pipeline.forget_states, *(sub_group.remember() for sub_group in sub_groups)]
     done = False
     try:
         with stats.aside():

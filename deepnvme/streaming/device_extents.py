@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepnvme.memory.lease import Computed
+from deepnvme.memory.lease import Computed, Transfer
 from deepnvme.store.futures import StoreFuture
 from deepnvme.transfer.block import Memory
-from deepnvme.transfer.block_cache import Transfer
 
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
+from deepnvme.memory.lease import Transfer
 from deepnvme.transfer.block import Block, State
-from deepnvme.transfer.block_cache import BlockCache, ReadOnly, Transfer, Use
+from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .extent_memory import Slots
 
@@ -135,7 +136,7 @@ class ExtentCache:
             yield Use(block)
 
 
-class _Reads(ReadOnly):
+class _Reads:
     """Reads extents, and counts their bytes."""
 
     def __init__(self, read: Callable[[str, torch.Tensor], Transfer], stored: Mapping[str, int]) -> None:
@@ -147,3 +148,7 @@ class _Reads(ReadOnly):
         reading = self._read(block.name, buffer)
         self.nbytes += self._stored[block.name]
         return reading
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Raise RuntimeError: extents have no newer bytes to write."""
+        raise RuntimeError(f"{block!r} cannot be written: weights are only read")

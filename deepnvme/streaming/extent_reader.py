@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepnvme.memory.alignment import padded
+from deepnvme.memory.lease import Transfer
 from deepnvme.store.futures import StoreFuture
-from deepnvme.transfer.block_cache import Transfer
 
 from .weights.manifest import Extent, Weight, laid_out
 from .weights.quantization import QuantizedLayout, dequantize

@@ -11,20 +11,11 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
+from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 
 from .block import Block, Memory, State
 from .monitor import Monitor, Wait
-
-
-class Transfer(Protocol):
-    """A read or write under way: :class:`deepnvme.Future` and the like."""
-
-    def done(self) -> bool:
-        """Return whether it has ended, well or not. Never blocks."""
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error that it ended with, or None. Raises TimeoutError."""
 
 
 class Backing(Protocol):
@@ -35,14 +26,6 @@ class Backing(Protocol):
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start to store the buffer's bytes."""
-
-
-class ReadOnly:
-    """Base of backings whose blocks are never changed."""
-
-    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Raise RuntimeError: these blocks have no newer bytes to write."""
-        raise RuntimeError(f"{block!r} cannot be written: it is read only")
 
 
 class BlockMemory(Protocol):
@@ -247,8 +230,6 @@ class BlockCache(Monitor):
                 block.users = 0
                 block.stored = False
                 self._drop(block)
-                with contextlib.suppress(ValueError):
-                    self._to_write.remove(block)
             return wait
 
         self._until(step)
@@ -316,8 +297,7 @@ class BlockCache(Monitor):
                 if block.state is State.DIRTY and self._is_idle(block):
                     self._write(block)
         self.drain()
-        with self._changing():
-            self.raise_failure()
+        self.raise_failure()
 
     def drop_clean(self) -> None:
         """Drop from memory all blocks that the drive has as well, and that nobody uses. Waits for transfers."""

@@ -18,6 +18,7 @@ import torch
 
 import deepnvme
 from deepnvme.offload import gradients
+from deepnvme.offload.pipeline import SubGroupPipeline
 from deepnvme.transfer import block_cache, monitor
 
 from ..faults.torture.interruption import Interruption
@@ -221,8 +222,9 @@ def test_clipped_gradients_are_dropped_by_the_next_call_if_dropping_them_was_int
         assert_same(params, plain)
 
 
+@pytest.mark.parametrize("where", ["before anything is dropped", "while transfers are waited for"])
 def test_states_that_could_not_be_loaded_are_not_stepped_if_giving_them_up_is_interrupted(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
+    drive: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     plain, params = parameters(shapes=[(4096,)] * 6), parameters(shapes=[(4096,)] * 6)
     reference = torch.optim.AdamW(plain, **ADAM)
@@ -234,18 +236,20 @@ def test_states_that_could_not_be_loaded_are_not_stepped_if_giving_them_up_is_in
         other = copied(reference.state_dict())
         for state in other["state"].values():
             state["exp_avg"].mul_(100)
-        clears, clear = 0, block_cache.BlockCache.clear
+        calls, abandon = 0, SubGroupPipeline.abandon
 
-        def interrupted_later(self: block_cache.BlockCache, *arguments: Any, **options: Any) -> None:
-            nonlocal clears
-            clears += 1
+        def interrupted_later(self: SubGroupPipeline) -> None:
+            nonlocal calls
+            calls += 1
             with monkeypatch.context() as patch:
-                if clears > 2:  # the first two are before anything is loaded
+                if calls > 1:  # the first is before anything is loaded
+                    if where == "before anything is dropped":
+                        interrupt()
                     patch.setattr(block_cache.BlockCache, "drain", interrupt)
-                clear(self, *arguments, **options)
+                abandon(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(block_cache.BlockCache, "clear", interrupted_later)
+            patch.setattr(SubGroupPipeline, "abandon", interrupted_later)
             with failing("write", 3, 1), pytest.raises(KeyboardInterrupt):
                 optimizer.load_state_dict(other)
         for each, its in ((params, optimizer), (plain, reference)):

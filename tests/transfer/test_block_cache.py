@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from deepnvme.swap import BufferPool
 from deepnvme.transfer.block import Block, State
-from deepnvme.transfer.block_cache import BlockCache, ReadOnly, Use
+from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
 from ..support.examples import examples
@@ -389,11 +389,6 @@ def test_residents_of_a_pool_may_have_memory_beside_the_limit(drive: SlowDrive) 
         cache.release([blocks[name]])
     assert [blocks[name].in_memory for name in "eab"] == [True, False, True]
     assert (cache.used, pool.in_use) == (PAGE, 4 * PAGE)
-
-
-def test_what_can_only_be_read_says_so() -> None:
-    with pytest.raises(RuntimeError, match="<Block a: 4096 bytes, absent> cannot be written: it is read only"):
-        ReadOnly().write(Block("a", PAGE), torch.zeros(PAGE, dtype=torch.uint8))
 
 
 def check_is_of(error: OSError, *transfers: str) -> None:

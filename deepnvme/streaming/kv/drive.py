@@ -14,13 +14,13 @@ import torch
 
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.lease import Computed, Lease
+from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory
-from deepnvme.transfer.block_cache import BlockCache, Transfer, Use
+from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import OwnMemory
 
 from .strip import KVShape, Pair
