@@ -24,15 +24,17 @@ class Backend(NamedTuple):
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Builds the async_io op."""
+    """Builds the async_io op: ``aio_handle``, the engine, and what the package has compiled besides."""
 
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
 
     def absolute_name(self) -> str:
+        """Full dotted name of the op's module, below ``deepnvme.ops.aio``."""
         return f"deepnvme.ops.aio.{self.NAME}_op"
 
     def sources(self) -> list[str]:
+        """Files to compile, relative to the directory that holds ``csrc``: all of ``csrc`` but the gds op's own."""
         return self._sources("core", "engine", "checkpoint", "quantization", "bindings", without={"gds.cpp"})
 
     @staticmethod
@@ -42,9 +44,11 @@ class AsyncIOBuilder(OpBuilder):
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
     def include_paths(self) -> list[str]:
+        """Directories to search for headers: ``csrc``, pybind11's if it is installed, and Python's."""
         return ["csrc", *_pybind11_include(), sysconfig.get_path("include")]
 
     def cxx_args(self) -> list[str]:
+        """Compiler flags, one argument each; they define a macro for each of liburing and libaio that is there."""
         args = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
         # What is dequantised is the same bit for bit wherever there are fused operations.
         args.append("-ffp-contract=off")
@@ -55,6 +59,7 @@ class AsyncIOBuilder(OpBuilder):
         return args
 
     def extra_ldflags(self) -> list[str]:
+        """Linker flags, with liburing and libaio as far as they are there."""
         flags = ["-pthread", "-ldl"]  # which glibc has in itself since 2.34
         if liburing():
             flags.append("-luring")

@@ -56,10 +56,10 @@ class OpBuilder(ABC):
 
     @abstractmethod
     def sources(self) -> list[str]:
-        """Files to compile."""
+        """Files to compile; relative paths start at the directory that holds ``csrc``."""
 
     def include_paths(self) -> list[str]:
-        """Directories to search for headers."""
+        """Directories to search for headers; a relative one belongs to the package, and counts for :meth:`source_hash`."""
         return []
 
     def cxx_args(self) -> list[str]:

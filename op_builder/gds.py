@@ -13,19 +13,22 @@ _CUFILE = "libcufile.so.0"
 
 
 class GDSBuilder(AsyncIOBuilder):
-    """Builds the gds op."""
+    """Builds the gds op: ``gds_handle``, for tensors in GPU memory."""
 
     BUILD_VAR = "DS_BUILD_GDS"
     NAME = "gds"
 
     def absolute_name(self) -> str:
+        """Full dotted name of the op's module, below ``deepnvme.ops.gds``."""
         return f"deepnvme.ops.gds.{self.NAME}_op"
 
     def sources(self) -> list[str]:
+        """Files to compile, relative to the directory that holds ``csrc``: the engine, cuFile and the bindings of both."""
         async_io_only = {f"{part}_binding.cpp" for part in ("checkpoint", "engine", "memory", "quantization")} | {"async_io.cpp"}
         return self._sources("core", "engine", "gds", "bindings", without=async_io_only)
 
     def lacking(self) -> list[str]:
+        """Why the op would be of no use here (torch without CUDA, no cuFile), each with what to do about it. Never raises."""
         probe = self.probe()
         return [problem for problem in (probe.without_cuda(), probe.cufile_library.problem) if problem]
 
@@ -34,10 +37,12 @@ class GDSBuilder(AsyncIOBuilder):
         return cuda.probe()
 
     def load(self, verbose: bool = False) -> ModuleType:
+        """As :meth:`OpBuilder.load`, sharing async_io's pinned memory. Raises RuntimeError also for what :meth:`lacking` has."""
         self._require()
         return self._connected(super().load(verbose))
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
+        """As :meth:`OpBuilder.jit_load`; for the rest as :meth:`load`."""
         self._require()
         return self._connected(super().jit_load(verbose))
 

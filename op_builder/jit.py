@@ -48,6 +48,7 @@ class Recipe:
 
     @property
     def extension(self) -> str:
+        """Name of the extension: the last part of the module's name."""
         return self.name.rpartition(".")[2]
 
     def key(self) -> str:

@@ -15,16 +15,21 @@ class UtilsBuilder(OpBuilder):
     NAME = "utils"
 
     def absolute_name(self) -> str:
+        """Full dotted name of the op's module, which is Python."""
         return f"deepnvme.ops.{self.NAME}_op"
 
     def sources(self) -> list[str]:
+        """Files to compile: none."""
         return []
 
     def obstacles(self) -> list[str]:
+        """Why the op cannot be had here: always empty, since nothing is compiled."""
         return []
 
     def load(self, verbose: bool = False) -> ModuleType:
+        """Import the op's module. ``verbose`` is ignored."""
         return importlib.import_module(self.absolute_name())
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
+        """As :meth:`load`: there is nothing to compile."""
         return self.load(verbose)

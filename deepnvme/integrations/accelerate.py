@@ -42,7 +42,7 @@ STORE = "deepnvme"
 
 
 class _Options(NamedTuple):
-    """The options of :func:`enable`."""
+    """The arguments of the last call of :func:`enable`, which describes them."""
 
     memory_budget: int
     prefetch: int
@@ -131,7 +131,15 @@ def dispatch_model(
     Otherwise, and after :func:`disable`, calls accelerate's own function. If weights go to the disk, but the map also names other
     devices or ``offload_dir`` is None, this warns with RuntimeWarning and calls accelerate's own function, too.
 
-    Arguments are those of ``accelerate.dispatch_model``. Only its own function uses ``arguments`` and ``options``.
+    Args:
+        model: The model, whose weights on the disk may be on the meta device. Changed in place, and returned.
+        device_map: Where each module goes: its name -> "disk", "cpu" or another device.
+        main_device: Where the streamed model computes; None, "cpu" or "disk" for the CPU.
+        state_dict: Values of weights by name. Those that are read from the disk are not taken from here.
+        offload_dir: The offload folder. The store is made in it; without an index, its index says which weights it has.
+        offload_index: Where accelerate finds weights on the disk, by name; None for the index in ``offload_dir``.
+        arguments: Used by accelerate's own function only.
+        options: Used by accelerate's own function only.
 
     Raises:
         ValueError: If weights are on the meta device, and neither the index nor ``offload_dir`` has them.

@@ -156,7 +156,7 @@ class ChunkList:
         self._changing = True
 
     def _count(self) -> None:
-        """Count the bytes anew."""
+        """Set both byte counts from the lists, after an interrupt has left them wrong."""
         self._lent_bytes = sum(map(_nbytes, self.lent))
         self._free_bytes = sum(map(_nbytes, self._free))
         self._changing = False

@@ -32,7 +32,7 @@ class GrowableLease:
         return self._lease.buffer[:nbytes]
 
     def release(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back to the pool. Tensors from :meth:`take` may not be used any more. Idempotent."""
         lease, self._lease = self._lease, None  # first: what is released must not be found here, even after Ctrl-C
         if lease is not None:
             lease.release()

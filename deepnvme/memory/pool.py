@@ -318,7 +318,7 @@ class BufferPool:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake all waiting threads."""
+        """Have all threads that wait for memory look again whether there is enough."""
         for waiter in self._waiting:
             waiter.wake.put(None)
 

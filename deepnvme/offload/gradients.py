@@ -88,9 +88,11 @@ class _GradientStore:
         """The first error of a write."""
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start reading the gradients of a sub-group."""
         return self._traffic.read(block, buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start writing the gradients of a sub-group. Its error is kept here, not raised by the cache."""
         return _GradientWrite(self.failed, self._traffic.write(block, buffer))
 
     def failed(self, error: OSError | None) -> None:
@@ -105,9 +107,11 @@ class _GradientWrite:
         self._failed, self._future = failed, future
 
     def done(self) -> bool:
+        """Return whether the write has ended."""
         return self._future.done()
 
     def exception(self, timeout: float | None = None) -> None:
+        """Wait until the write has ended, and tell ``failed`` of its error. Returns None, as if there was none."""
         error = self._future.exception(timeout)
         if error is not None:
             self._failed(error)

@@ -33,7 +33,17 @@ class Fact:
     def checked(
         cls, name: str, value: Value, text: str, problem: str, named: str = "", good: Status = "", bad: Status = "WARNING"
     ) -> Fact:
-        """Return a finding that is judged ``bad`` if there is a problem, and ``good`` if ``problem`` is empty."""
+        """Return a finding that is judged by whether there is a problem.
+
+        Args:
+            name: Name in the text.
+            value: The value; sizes in bytes.
+            text: The value as printed; empty for ``str(value)``.
+            problem: What is wrong or missing, and what to type to fix it; empty if nothing is.
+            named: The key in JSON, if that is not the name in snake_case.
+            good: The judgement without a problem.
+            bad: The judgement with one.
+        """
         return cls(name, value, text, bad if problem else good, (problem,) if problem else (), named)
 
     @property

@@ -115,7 +115,7 @@ class ExtentMap:
             self._add(offset + length, stop - offset - length)
 
     def _add(self, offset: int, length: int) -> None:
-        """Add a hole."""
+        """Make these bytes a hole. It may not touch another: the caller joins them."""
         insort(self._holes, (offset, length))
         insort(self._lengths, (length, offset))
         self._free += length

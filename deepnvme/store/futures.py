@@ -320,6 +320,6 @@ class OperationScheduler:
             raise unseen[0]
 
     def close(self) -> None:
-        """Let no more operations begin."""
+        """Have operations that would begin from now on raise. Those under way go on."""
         with self.lock:
             self._closed = True

@@ -69,7 +69,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The contents of a manifest."""
+    """What the manifest in a store's first directory says: which tensors there are, and where each lies."""
 
     store: str
     """The store's unique identity."""
@@ -81,7 +81,7 @@ class StoreManifest:
 
 @dataclass(frozen=True)
 class StoreMembership:
-    """The contents of a membership."""
+    """What each further directory of a store says: whose directory it is, and where the manifest is."""
 
     store: str
     """The store's unique identity."""

@@ -135,7 +135,7 @@ class TensorStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the store's files."""
+        """Sizes of the store's files together, in bytes, free space within them included."""
         return self._look(lambda catalog: sum(file.capacity for file in catalog.space.files))
 
     @property

@@ -29,7 +29,7 @@ class Backing(Protocol):
 
 
 class BlockMemory(Protocol):
-    """Where blocks get their memory."""
+    """Where blocks get their memory: slots or leases, up to a limit that only :meth:`grow` exceeds."""
 
     limit: int
     """Bytes for all blocks together, except for residents with separate memory."""

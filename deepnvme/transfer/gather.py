@@ -35,7 +35,7 @@ class Transfers:
         self._ended = ended
 
     def add(self, futures: Iterable[Future]) -> None:
-        """Add futures to wait for."""
+        """Add transfers that were started elsewhere. They are waited for after the earlier ones."""
         self._futures += futures
 
     def start(self, function: Callable[..., Future], *arguments: object) -> Future:

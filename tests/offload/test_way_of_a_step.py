@@ -1,20 +1,44 @@
-"""The way of a step, as docs/design.md has it: through eight files, and never back up."""
+"""The way of a step, as docs/design.md has it: through eight files for each transfer, and never back up."""
 
 from __future__ import annotations
 
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-import deepnvme.offload
+import deepnvme
 
 from ..support.training import FULL_SHAPES, PRECISIONS, backward, optimizer_in, parameters
 
-PACKAGE = Path(deepnvme.offload.__file__).parent
-WAY = ["optimizer", "step", "pipeline", "resident_sub_groups", "gradients", "sub_group", "io_stats", "params"]
+ROOT = Path(deepnvme.__file__).parents[1]
+WAY = [
+    {"deepnvme/offload/optimizer.py"},
+    {"deepnvme/offload/step.py"},
+    {"deepnvme/offload/pipeline.py"},
+    {"deepnvme/transfer/block_cache.py"},
+    {"deepnvme/offload/io_stats.py"},
+    {"deepnvme/store/tensor_store.py"},
+    {"deepnvme/store/reading.py", "deepnvme/store/writing.py"},
+    {"deepnvme/engine.py"},
+]
+"""Files by their place on the way, from top to bottom. A read passes ``reading.py``, a write ``writing.py``."""
+PLACES = {file: place for place, files in enumerate(WAY) for file in files}
+ASKED = {f"deepnvme/offload/{name}.py" for name in ("gradients", "params", "resident_sub_groups", "sub_group")}
+"""Files of the package that are asked on the way."""
+SMALLER = ("deepnvme/memory/", "deepnvme/transfer/", "deepnvme/store/", "deepnvme/_")
+"""Where the files are that answer one question each."""
+
+
+def sections() -> list[str]:
+    """Return the two tables of the documented way: the way itself, and what is asked."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text[text.index("## The way of a step") :]
+    return re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[:2]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -25,14 +49,22 @@ WAY = ["optimizer", "step", "pipeline", "resident_sub_groups", "gradients", "sub
 )
 def test_a_step_goes_down_through_eight_files(drive: Path, precision: str, options: dict[str, Any]) -> None:
     calls: set[tuple[str, str]] = set()
+    entered: set[str] = set()
+
+    def file_of(frame: FrameType) -> str:
+        return frame.f_code.co_filename.removeprefix(f"{ROOT}/")
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        caller = frame.f_back
-        if event == "call" and Path(frame.f_code.co_filename).parent == PACKAGE:
-            while caller is not None and Path(caller.f_code.co_filename).parent != PACKAGE:
+        file = file_of(frame)
+        if event != "call" or not file.startswith("deepnvme/"):
+            return
+        entered.add(file)
+        if file in PLACES:
+            caller = frame.f_back
+            while caller is not None and file_of(caller) not in PLACES:
                 caller = caller.f_back
             if caller is not None:
-                calls.add((Path(caller.f_code.co_filename).stem, Path(frame.f_code.co_filename).stem))
+                calls.add((file_of(caller), file))
 
     dtype, masters = PRECISIONS[precision]
     params = parameters(dtype, FULL_SHAPES)
@@ -45,12 +77,16 @@ def test_a_step_goes_down_through_eight_files(drive: Path, precision: str, optio
             finally:
                 sys.setprofile(None)
             optimizer.zero_grad()
-    assert {file for call in calls for file in call} <= set(WAY)
-    assert [(caller, file) for caller, file in calls if WAY.index(caller) > WAY.index(file)] == []
+    assert {(caller, file) for caller, file in calls if PLACES[caller] > PLACES[file]} == set()
+    assert {file for file in entered - set(PLACES) - ASKED if not file.startswith(SMALLER)} == set()
+    if not options:  # all blocks are on the drive: each file calls the next
+        passed = {(PLACES[caller], PLACES[file]) for caller, file in calls}
+        assert set(pairwise(range(len(WAY)))) <= passed
+        assert set(PLACES) <= entered
 
 
 def test_the_documented_way_is_this_one() -> None:
-    text = (PACKAGE.parents[1] / "docs" / "design.md").read_text()
-    section = text[text.index("## The way of a step") :]
-    places = [section.index(f"| `{name}.py` |") for name in WAY]
-    assert places == sorted(places)
+    way, asked = sections()
+    rows = [set(re.findall(r"`([\w/]+\.py)`", row)) for row in way.splitlines()[2:]]
+    assert [{name if "/" in name else f"deepnvme/store/{name}" for name in row} for row in rows] == WAY
+    assert set(re.findall(r"`([\w/]+\.py)`", asked)) == ASKED

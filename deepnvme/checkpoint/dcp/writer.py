@@ -157,7 +157,7 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
     safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # since torch 2.7
 
     def write_one(file: PlannedFile) -> list[WriteResult]:
-        """Write and publish one file."""
+        """Write one planned file under a temporary name, and publish it under its own."""
         image, written = _image(file, planner, safetensors)
         _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
         return written
@@ -172,7 +172,7 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
 
 
 def done(result: Result) -> Future[Result]:
-    """Return an already completed future."""
+    """Return a future that has this result already."""
     future: Future[Result] = Future()
     future.set_result(result)
     return future

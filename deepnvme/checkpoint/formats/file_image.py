@@ -211,7 +211,7 @@ class FileImage:
             self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
-        """Append a piece of memory."""
+        """Make ``nbytes`` bytes at a memory address the next bytes of the file."""
         end = self.nbytes = self.nbytes + nbytes
         self._addresses.append(address)
         self._lengths.append(nbytes)

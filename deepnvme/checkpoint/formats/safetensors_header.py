@@ -47,7 +47,7 @@ _KINDS = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file."""
+    """What the header says of one tensor of the file."""
 
     name: str
     dtype: torch.dtype
@@ -217,7 +217,7 @@ class JsonText:
         raise WrongHeader(f"its header has a value of more than {longest} characters")
 
     def end(self) -> None:
-        """Raise WrongHeader unless nothing follows."""
+        """Raise WrongHeader if anything but white space follows the value read last."""
         self._take(_END)
 
     def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:

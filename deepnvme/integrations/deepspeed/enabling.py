@@ -19,7 +19,7 @@ TESTED = ("0.19.5", "0.19.8")
 
 
 class _Options(NamedTuple):
-    """The options of :func:`enable`."""
+    """The arguments of the last call of :func:`enable`, which describes them."""
 
     swappers: bool
     checkpoint: bool

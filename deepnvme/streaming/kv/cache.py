@@ -178,10 +178,18 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
 def offloaded_cache(
     config: PreTrainedConfig, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
 ) -> OffloadedCache | cache_utils.EncoderDecoderCache:
-    """Return an offloaded cache for any kind of model; arguments and errors as for :class:`OffloadedCache`.
+    """Return an offloaded cache for any kind of model. Close it by :func:`close_cache`.
 
-    For an encoder-decoder model these are two caches, each with half of the memory budget. Close the result by
-    :func:`close_cache`.
+    Args:
+        config: The model's configuration. For an encoder-decoder model two caches are made, of its own and of cross attention.
+        where: "cpu" or "nvme", as for :class:`OffloadedCache`.
+        path: With "nvme", the directory in which each cache makes a directory of its own.
+        memory_budget: With "nvme", bytes of host memory for whole layers; of two caches each has half.
+        prefetch: Number of layers that each cache reads ahead.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model has layers of another kind.
+        OSError: If the files cannot be made.
     """
     if not config.is_encoder_decoder:
         return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)

@@ -141,7 +141,13 @@ class KVDrive:
         self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start writing positions from ``start`` on as the layer's last chunk. The tensors may change afterwards.
+        """Start writing positions as the layer's last chunk. Blocks only while memory for it has to be freed.
+
+        Args:
+            layer: Number of the layer.
+            start: The first position.
+            keys: Keys of the positions, [batch, heads, positions, dim], on any device. Copied: they may change afterwards.
+            values: Values of the positions, likewise.
 
         Raises:
             OSError: With ENOSPC, naming the directory; or the error of an earlier write.
@@ -191,7 +197,16 @@ class KVDrive:
             self.store.delete(chunk.name)
 
     def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
-        """Return memory for a layer as attention sees it. That of the last call is reused unless somebody keeps a view of it."""
+        """Return memory for a layer as attention sees it, with undefined contents. It replaces that of the last call.
+
+        Args:
+            form: Shape of the layer's keys and values.
+            positions: Number of positions.
+            device: Where the memory is to be. On the CPU it is pinned, and lent again when nobody has a view of it any more.
+
+        Returns:
+            Keys and values, each [batch, heads, positions, dim].
+        """
         nbytes = form.position_bytes * positions
         size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
         self.let_go()
@@ -205,7 +220,7 @@ class KVDrive:
         return form.pair(self._whole.buffer, positions)
 
     def let_go(self) -> None:
-        """Release the memory of :meth:`whole`."""
+        """Release the memory of :meth:`whole`: it is used again when nobody has a view of it."""
         self.shown = None
         if self._whole is not None:
             self._whole.release()
@@ -230,12 +245,12 @@ class _Chunks:
         self._store = store
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start reading a chunk."""
+        """Start filling the buffer with a chunk of the store."""
         assert self._store is not None
         return _Copying(self._store.get(block.name, out=buffer))
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start writing a chunk."""
+        """Start storing the buffer as a chunk, under the block's name."""
         assert self._store is not None
         return _Copying(self._store.put(block.name, buffer))
 

@@ -331,7 +331,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def _per_chunk(self) -> int:
-        """Positions in a chunk."""
+        """Positions in a chunk: as many as ``CHUNK_BYTES`` have room for, at least 1."""
         return max(CHUNK_BYTES // self._newest.form.position_bytes, 1)
 
     def _keep(self, first: int, end: int) -> None:

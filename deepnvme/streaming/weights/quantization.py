@@ -207,7 +207,13 @@ def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threa
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
-    """Dequantise one weight by torch operations, on any device; memory may overlap as for :func:`dequantize`."""
+    """Dequantise one weight by torch operations, which are enqueued on a device's current stream.
+
+    Args:
+        layout: How the weight is quantised, and its number of rows and columns.
+        source: Contiguous uint8 of ``layout.nbytes`` bytes: scales and codes.
+        out: The values: contiguous, on the device of ``source``, whose memory it may overlap as for :func:`dequantize`.
+    """
     scales = source[: layout.scales_nbytes].clone()  # copied: a view in another dtype requires an aligned address
     codes = source[layout.codes_at :].view(layout.rows, layout.row_of_codes)
     for begin, end in layout.pieces():

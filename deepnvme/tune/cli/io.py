@@ -102,7 +102,7 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
 
 
 def _place(parser: Parser, mapping: str) -> Place:
-    """Parse DIR:GPU."""
+    """Parse an argument DIR:GPU. Ends the program with a message if it is none."""
     folder, colon, device = mapping.rpartition(":")
     if not colon or not folder or not (device.isascii() and device.isdecimal()):
         parser.error(f"--folder_to_device_mapping: must be DIR:GPU, such as {os.path.join('/mnt', 'nvme0')}:0, got {mapping!r}")

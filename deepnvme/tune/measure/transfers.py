@@ -141,16 +141,20 @@ class AioHandle(TensorMover):
         super().__init__(job, self._buffer.tensor, self._buffer.kind)
 
     def write(self, path: Path) -> None:
+        """Write all of the tensor to a file by one ``sync_pwrite``. Raises OSError."""
         self._handle.sync_pwrite(self._buffer.to_write(), str(path))
 
     def read(self, path: Path) -> None:
+        """Read all of the tensor from a file by one ``sync_pread``, and copy it to the GPU if it is there. Raises OSError."""
         self._handle.sync_pread(self._buffer.to_read(), str(path))
         self._buffer.arrived()
 
     def renew(self) -> None:
+        """Change the bytes that the next transfer replaces or writes, also in the buffer that they go through."""
         self._buffer.renew()
 
     def stats(self) -> Mapping[str, Any]:
+        """Return the handle's statistics."""
         return dict(self._handle.stats())
 
 
@@ -171,9 +175,11 @@ class AioBasic(TensorMover):
         super().__init__(job, buffer.tensor, buffer.kind)
 
     def write(self, path: Path) -> None:
+        """Write all of the tensor to a file by ``aio_write``. Raises OSError."""
         self._op.aio_write(self.tensor, str(path), *self._arguments)
 
     def read(self, path: Path) -> None:
+        """Read all of the tensor from a file by ``aio_read``. Raises OSError."""
         self._op.aio_read(self.tensor, str(path), *self._arguments)
 
 
@@ -186,16 +192,20 @@ class TorchIo(TensorMover):
         self._loaded: torch.Tensor | None = None
 
     def write(self, path: Path) -> None:
+        """Write the tensor to a file by ``torch.save``."""
         self._save(path)
 
     def read(self, path: Path) -> None:
+        """Read a tensor by ``torch.load`` into new memory, kept for :meth:`matches` if the job validates, else dropped."""
         loaded = self._load(path)
         self._loaded = loaded if self._job.validate else None  # not kept otherwise: the next loop would need memory for two
 
     def matches(self, path: Path) -> bool:
+        """Return whether the tensor read last, or else that in the file, is equal to the one written."""
         return self.tensor.equal(self._load(path) if self._loaded is None else self._loaded)
 
     def renew(self) -> None:
+        """Forget what was read. Change the tensor only before a write: ``torch.load`` allocates new memory each time."""
         self._loaded = None  # torch.load allocates new memory each time
         if self._job.operation == "write":
             super().renew()
@@ -223,8 +233,10 @@ class TorchFastIo(TorchIo):
         self._buffer = locked(self._handle, job.fast_io_size)
 
     def write(self, path: Path) -> None:
+        """Write the tensor to a file by ``torch.save`` through a :class:`FastFileWriter`."""
         with FastFileWriter(path, FastFileWriterConfig(self._handle, self._buffer)) as file:
             self._save(file)
 
     def stats(self) -> Mapping[str, Any]:
+        """Return the handle's statistics for writes; empty for reads, which do not use the handle."""
         return dict(self._handle.stats()) if self._job.operation == "write" else {}

@@ -141,9 +141,18 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 
 
 def measure_striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
-    """Measure each folder with its own best setting, and all together with theirs.
+    """Measure each folder with its own best setting, and all together with theirs. Blocks.
 
     They take turns, so that a drive that is slow for a while is slow in all measurements.
+
+    Args:
+        bench: Measures; open.
+        order: What :func:`tune` was given.
+        searches: The search of each folder, in their order, and last the one of all together.
+        facts: The folders, in their order.
+
+    Raises:
+        OSError: If a transfer fails.
     """
     together = searches[-1]
     groups = _groups(len(facts))

@@ -77,7 +77,7 @@ class BaseFileWriter(io.RawIOBase):
         print(f"stats = {self._stats}")
 
     def _speed(self, bytes_key: str, seconds_key: str) -> float:
-        """Return a speed in GiB/s."""
+        """Return bytes per second in GiB/s, of two entries of the statistics; 0 if it took no time."""
         seconds = self._stats[seconds_key]
         return float(self._stats[bytes_key] / seconds / (1 << 30)) if seconds > 0 else 0.0
 

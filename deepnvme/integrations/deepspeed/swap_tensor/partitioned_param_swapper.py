@@ -451,7 +451,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self._clear_inflight()
 
     def _clear_inflight(self) -> None:
-        """Forget the reads in flight."""
+        """Forget which parameters, buffers and elements are being read. Waits for nothing, and frees nothing."""
         self.inflight_params: list[Any] = []
         self.inflight_swap_in_buffers: list[torch.Tensor] = []
         self.inflight_numel = 0

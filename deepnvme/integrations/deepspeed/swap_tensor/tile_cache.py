@@ -77,7 +77,7 @@ class TileCache(BlockCache):
 
 
 class _Files:
-    """The files of tiles."""
+    """Reads and writes tiles for the cache: each is the start of a file of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
