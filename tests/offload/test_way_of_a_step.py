@@ -30,7 +30,7 @@ WAY = [
 PLACES = {file: place for place, files in enumerate(WAY) for file in files}
 ASKED = {f"deepnvme/offload/{name}.py" for name in ("gradients", "params", "resident_sub_groups", "sub_group")}
 """Files of the package that are asked on the way."""
-SMALLER = ("deepnvme/memory/", "deepnvme/transfer/", "deepnvme/store/", "deepnvme/_")
+SMALLER = ("deepnvme/memory/", "deepnvme/ops/", "deepnvme/transfer/", "deepnvme/store/", "deepnvme/_")
 """Where the files are that answer one question each."""
 
 
