@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import pytest
 import torch
 
 from deepnvme.offload.gradients import OPEN
-from deepnvme.swap import BufferPool
-from deepnvme.transfer.block import State
+from deepnvme.swap import BufferPool, Lease
 
 from ..support import training
-from ..support.engines import FailingDrive, failing
+from ..support.engines import FailingDrive, failing, transfers_are
 from ..support.training import (
     ADAM,
     assert_same,
@@ -216,20 +216,22 @@ def test_a_lost_gradient_is_told_of_also_if_the_states_have_come_into_memory_sin
 def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(drive: Path, clipping: bool) -> None:
     plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     reference = torch.optim.AdamW(plain, **ADAM)
+    writes, last = 0, None
+
+    def is_the_last(operation: str) -> bool:
+        nonlocal writes
+        writes += operation == "write"
+        return operation == "write" and writes == last
+
     with optimizer_in(drive, params) as optimizer:
-        backward(params, 0)
+        with FailingDrive(is_the_last):
+            backward(params, 0)
         optimizer.step()
         backward(plain, 0)
         reference.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        writes = 0
-
-        def is_the_last(operation: str) -> bool:
-            nonlocal writes
-            writes += operation == "write"
-            return operation == "write" and writes == len(optimizer._sub_groups)
-
+        writes, last = 0, writes
         with FailingDrive(is_the_last, at_once=lambda: True) as engine, pytest.raises(OSError, match="write of"):
             backward(params, 1)
         backward(plain, 1)
@@ -248,31 +250,32 @@ def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(dri
             assert_same(params, plain)
 
 
-def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class ShortPool(BufferPool):
+    """Refuses the lease of this number, counted from 1."""
+
+    refused = 0
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        self.refused -= 1
+        if self.refused == 0:
+            raise MemoryError("none left")
+        return super().try_lease(nbytes)
+
+
+def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(drive: Path) -> None:
     """Also one of a cut parameter that is in another order of memory than that."""
     plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
     reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
+    pool = ShortPool(1 << 30)
+    with optimizer_in(drive, params, pool=pool) as optimizer:
         for step in range(2):
             params[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
             plain[0].grad = params[0].grad.contiguous()
-            for failing_at in (2, 3):
-                calls = 0
-
-                def lease(nbytes: int, failing_at: int = failing_at) -> Any:
-                    nonlocal calls
-                    calls += 1
-                    if calls == failing_at:
-                        raise MemoryError("none left")
-                    return BufferPool.lease(optimizer._pool, nbytes)
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(optimizer._pool, "try_lease", lease)
-                    with pytest.raises(MemoryError, match="none left"):
-                        optimizer.step()
-                assert calls == failing_at
+            for refused in (2, 3):
+                pool.refused = refused
+                with pytest.raises(MemoryError, match="none left"):
+                    optimizer.step()
+                assert pool.refused == 0
             reference.step()
             optimizer.step()
             assert_same(params, plain)
@@ -320,34 +323,53 @@ def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.M
         backward(params, 0)
         optimizer.step()
         backward(params, 1)
-        offloaded = optimizer._stepping._gradients
-        take, ahead = offloaded.take, []
+        sizes, ahead = [], []
+        step = torch.optim.AdamW.step
 
-        def look(sub_group: Any) -> Any:
-            ahead.append(offloaded._collected[sub_group].block.state in (State.READING, State.CLEAN))
-            return take(sub_group)
+        def noted(operation: str, sound: Callable[..., Any]) -> Callable[..., Any]:
+            def transfer(tensor: torch.Tensor, *arguments: Any) -> Any:
+                sizes.append(tensor.nbytes)
+                return sound(tensor, *arguments)
 
-        monkeypatch.setattr(offloaded, "take", look)
-        optimizer.step()
-        assert ahead.count(True) >= 7
+            return transfer if operation == "read" else sound
+
+        def look(inner: torch.optim.Optimizer) -> None:
+            ahead.append(sizes.count(4 * 4096))  # gradients; what is read of a sub-group's states is twice as much
+            step(inner)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", look)
+        with transfers_are(noted):
+            optimizer.step()
+        assert ahead[-1] == 8
+        assert sum(begun > number for number, begun in enumerate(ahead[:-1], 1)) >= 6
 
 
-def test_hooks_of_several_devices_take_turns(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_several_devices_take_turns(drive: Path) -> None:
     """Each device has a thread of its own in backward; here two stand for them."""
-    params, plain = parameters(shapes=[(4096,)] * 8), parameters(shapes=[(4096,)] * 8)
-    with optimizer_in(drive, params) as optimizer:
-        offloaded = optimizer._stepping._gradients
-        take_in, inside, most = offloaded.take_in, [], 0
+    under_way: set[int] = set()
+    most = 0
 
-        def look(*arguments: Any) -> None:
+    class Watched(torch.nn.Parameter):
+        """Whose gradient takes a while to be looked at. It is under way from then on until it is removed."""
+
+        @property
+        def grad(self) -> torch.Tensor | None:
             nonlocal most
-            inside.append(1)
+            under_way.add(id(self))
             time.sleep(0.002)
-            most = max(most, len(inside))
-            take_in(*arguments)
-            inside.pop()
+            most = max(most, len(under_way))
+            return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
 
-        monkeypatch.setattr(offloaded, "take_in", look)
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+            under_way.discard(id(self))
+
+    plain = parameters(shapes=[(4096,)] * 8)
+    params = [Watched(param.detach().clone()) for param in plain]
+    with optimizer_in(drive, params) as optimizer:
+        under_way.clear()
+        most = 0
         threads = [threading.Thread(target=backward, args=(half, 0)) for half in (params[:4], params[4:])]
         for thread in threads:
             thread.start()

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import deepnvme
 from deepnvme.offload import partition as plan
 from deepnvme.offload.partition import ELEMENTWISE
-from deepnvme.offload.sub_group import SubGroup
+from deepnvme.store.data_file import DATA_NAME
 from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..support.engines import failing
@@ -144,14 +144,14 @@ def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
     """In which gradients are missing too, also all of a portion."""
     optimizer_class, options = OPTIMIZERS[name]
     monkeypatch.setattr(plan, "PORTION", 600)
-    most = []
-    stepped_portion = SubGroup._step_portion
+    portions: list[int] = []
+    step_portion = optimizer_class.step
 
-    def portions_seen(sub_group: SubGroup, optimizer: Any, portion: Sequence[int], gradients: Any) -> None:
-        most.append(sum(sub_group.pieces[index].numel for index in portion))
-        stepped_portion(sub_group, optimizer, portion, gradients)
+    def noted(inner: torch.optim.Optimizer) -> None:
+        params = [param for group in inner.param_groups for param in group["params"]]
+        portions.append(sum(param.numel() for param in params if param.grad is not None))
+        step_portion(inner)
 
-    monkeypatch.setattr(SubGroup, "_step_portion", portions_seen)
     shapes = [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]
     plain, params = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
     reference = in_memory(plain, optimizer_class, masters=True, **options)
@@ -161,11 +161,14 @@ def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
             give_gradients(plain, step, missing.__contains__)
             give_gradients(params, step, missing.__contains__)
             reference.step()
-            optimizer.step()
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer_class, "step", noted)
+                optimizer.step()
             assert_same(params, plain)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
-    assert max(most) == 600
-    assert len(most) == 6 * 4
+    assert portions[:4] == [500, 600, 509, 400]
+    assert max(portions) == 600
+    assert len(portions) == 6 * 4 - 2  # those without any gradient
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -599,23 +602,28 @@ def test_a_plain_optimizer_on_the_states_of_an_offloaded_one_goes_its_own_way(dr
 
 
 def test_the_room_of_a_state_dict_is_given_back(drive: Path) -> None:
-    params = parameters()
-    with optimizer_in(drive, params, torch.optim.AdamW) as optimizer:
+    """To parameters that are added later."""
+    shapes = [(1 << 17,)] * 8
+    params = parameters(shapes=shapes)
+    with optimizer_in(drive, params, torch.optim.AdamW, sub_group_size=1 << 17) as optimizer:
 
-        def step(count: int) -> int:
+        def occupied_after(count: int) -> int:
             for _ in range(count):
                 give_gradients(params, 0)
                 optimizer.step()
-            return len(optimizer._store)
+            return sum(path.stat().st_size for path in drive.rglob(DATA_NAME))
 
-        usual = step(3)
+        usual = occupied_after(3)
         states = [optimizer.state_dict()]
-        assert step(2) > usual
+        occupied_after(2)
         states.append(optimizer.state_dict())
-        step(2)
+        most = occupied_after(2)
+        assert most > usual
         states.clear()
-        step(2)
-        assert step(1) == usual
+        occupied_after(2)
+        params += parameters(shapes=shapes[:4])
+        optimizer.add_param_group({"params": params[8:]})
+        assert occupied_after(3) == most
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "Adafactor", "SGD", "SGD with momentum", "NAdam", "Lion"])

@@ -112,7 +112,13 @@ def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path,
         with offloaded(other, master_weights=True) as optimizer:
             assert train(other, optimizer, range(5)) == train(masters, Rounded(), range(5))
             assert_same(other, masters)
-            assert not any(sub_group.stale for sub_group in optimizer._sub_groups)
+            # FSDP's own changes of the parameters count for none of other code: these make a step write more, to undo it with
+            usual = optimizer.report().bytes_written
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.to_local().mul_(1)
+            train(other, optimizer, [5])
+            assert optimizer.report().bytes_written > usual
         """,
         drive,
         interpreters,
@@ -123,36 +129,35 @@ def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path,
 def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
+        from unittest import mock
+        from tests.support.engines import failing
+
+        def fail(*arguments):
+            raise OSError(5, "as asked for")
+
         for options in ({}, {"dram_budget": 1 << 40}, {"offload_gradients": True}):
             model, other = sharded(), sharded()
             plain = torch.optim.AdamW(model.parameters(), **ADAM)
             with offloaded(other, **options) as optimizer:
                 train(other, optimizer, range(2))
                 train(model, plain, range(2))
-                smallest = min(optimizer._sub_groups, key=lambda each: each.numel)
-                get = optimizer._store.get
-                for failing in (0, 1):
-                    step = 2 + failing
+                for unable in (0, 1):
+                    step = 2 + unable
                     expected = train(model, plain, [step])
+                    # once, so that the step can be undone; with states in memory what fails is the first one, which has a copy
+                    in_memory = "dram_budget" in options
+                    fault = mock.patch.object(torch.optim.AdamW, "step", fail) if in_memory else failing("read", 0)
+                    before = [param.to_local().clone() for param in other.parameters()]
                     try:
-                        if rank == failing:
-                            def fail(*arguments):
-                                optimizer._store.get = get  # to undo the step
-                                raise OSError(5, "as asked for")
-                            if "dram_budget" in options:
-                                smallest.step = fail  # which is stepped first, and has a copy
-                            else:
-                                optimizer._store.get = fail
-                        before = [param.to_local().clone() for param in other.parameters()]
-                        found = train(other, optimizer, [step])
+                        with fault if rank == unable else contextlib.nullcontext():
+                            train(other, optimizer, [step])
                     except (OSError, RuntimeError) as error:
                         said = str(error) + "".join(getattr(error, "__notes__", []))
-                        assert ("as asked for" if rank == failing else f"rank {failing} failed in this step") in said, said
+                        own = "as asked for" if in_memory else "read of"
+                        assert (own if rank == unable else f"rank {unable} failed in this step") in said, said
                         assert f"as after step {step}" in said, said
                     else:
-                        raise AssertionError(f"rank {rank} has made a step that rank {failing} could not make")
-                    optimizer._store.get = get
-                    smallest.__dict__.pop("step", None)
+                        raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
                     assert optimizer.steps == step
                     for param, old in zip(other.parameters(), before, strict=True):
                         assert torch.equal(param.to_local(), old)
@@ -168,6 +173,8 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
 def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
+        from unittest import mock
+
         class Growing(torch.optim.Optimizer):
             # Keeps a tensor more for each parameter when "more" is set.
             def __init__(self, params, lr=0.1, more=False):
@@ -191,20 +198,17 @@ def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, int
             train(other, optimizer, range(2))
             states = optimizer.state_dict()["state"]
             states = {key: {name: value.clone() for name, value in each.items()} for key, each in states.items()}
-            smallest = min(optimizer._sub_groups, key=lambda each: each.numel)
-            if rank == 1:
-                def fail(*arguments):
-                    raise OSError(5, "as asked for")
-                smallest.step = fail
+            def fail(*arguments):
+                raise OSError(5, "as asked for")
             optimizer.param_groups[0]["more"] = True
             try:
-                train(other, optimizer, [2])
+                with mock.patch.object(Growing, "step", fail) if rank == 1 else contextlib.nullcontext():
+                    train(other, optimizer, [2])
             except (OSError, RuntimeError) as error:
                 assert ("as asked for" if rank == 1 else "rank 1 failed in this step") in str(error), error
             else:
                 raise AssertionError(f"rank {rank} has made a step that rank 1 could not make")
             optimizer.param_groups[0]["more"] = False
-            smallest.__dict__.pop("step", None)
             assert_same(other, model)
             assert_same_states(optimizer.state_dict()["state"], states)
             for each in (plain, optimizer):
@@ -222,42 +226,56 @@ def test_a_rank_that_cannot_undo_votes_all_the_same(drive: Path, interpreters: I
     """The other waits for its vote."""
     run_two(
         """
-        def fail(error):
-            def fail(*arguments):
-                raise error
-            return fail
+        from unittest import mock
+        from tests.support.engines import transfers_are
 
-        for use in ("step", "clip_grad_norm_"):
-            for undoing in (RuntimeError("of the store"), KeyboardInterrupt("while it is undone")):
-                model, other = sharded(), sharded()
-                plain = torch.optim.AdamW(model.parameters(), **ADAM)
-                optimizer = offloaded(other, f"{use}-{type(undoing).__name__}", offload_gradients=True)
-                train(model, plain, [0])
-                train(other, optimizer, [0])
-                def cannot(_, optimizer):
-                    get, undo = optimizer._store.get, optimizer._stepping._pipeline.undo
-                    if rank == 1:
-                        optimizer._store.get = fail(OSError(5, "as asked for"))
-                        optimizer._stepping._pipeline.undo = fail(undoing)
+        step = torch.optim.AdamW.step
+        failed, interrupted = OSError(5, "of the drive"), KeyboardInterrupt("while it is undone")
+        for number, undoing in enumerate(([failed, failed], [interrupted], [failed, interrupted])):
+            model, other = sharded(), sharded()
+            plain = torch.optim.AdamW(model.parameters(), **ADAM)
+            optimizer = offloaded(other, f"states-{number}", offload_gradients=True)
+            train(model, plain, [0])
+            train(other, optimizer, [0])
+            stepped = []
+            def step_some(inner, *arguments):
+                if len(stepped) == 5:  # more than there is memory for: the copy of the first is read to undo it
+                    raise OSError(5, "as asked for")
+                stepped.append(inner)
+                return step(inner, *arguments)
+            def read(operation, sound):
+                def read(*arguments):
+                    if len(stepped) == 5:
+                        raise undoing[0]
+                    return sound(*arguments)
+                return read if operation == "read" else sound
+            def cannot(_, optimizer):
+                for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.1))[: len(undoing)]:
                     try:
-                        optimizer.step() if use == "step" else optimizer.clip_grad_norm_(0.1)
+                        if rank == 1:
+                            with mock.patch.object(torch.optim.AdamW, "step", step_some), transfers_are(read):
+                                call()
+                        else:
+                            call()
                         found = None
                     except BaseException as error:
                         found = error
-                    optimizer._store.get, optimizer._stepping._pipeline.undo = get, undo
-                    if rank == 1:
-                        assert isinstance(found, OSError if isinstance(undoing, RuntimeError) else KeyboardInterrupt), repr(found)
-                    else:
+                    if rank == 0:
                         assert "rank 1 failed in this step" in str(found), repr(found)
-                if isinstance(undoing, RuntimeError):
-                    assert train(other, optimizer, [1], cannot) == train(model, plain, [1])
-                    assert_same(other, model)
-                    optimizer.close()
-                else:
-                    try:
-                        train(other, optimizer, [1], cannot)
-                    except RuntimeError:
-                        pass
+                    elif undoing[0] is failed:
+                        assert "could not be undone yet" in str(found), repr(found)
+                    else:
+                        assert found is interrupted, repr(found)
+                    undoing.append(undoing.pop(0))
+            if interrupted not in undoing:
+                assert train(other, optimizer, [1], cannot) == train(model, plain, [1])
+                assert_same(other, model)
+                optimizer.close()
+            else:
+                try:
+                    train(other, optimizer, [1], cannot)
+                except RuntimeError:
+                    pass
         """,
         drive,
         interpreters,
@@ -298,6 +316,8 @@ def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_wa
 def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
+        from tests.support.engines import failing
+
         model, other = sharded(), sharded()
         plain = torch.optim.AdamW(model.parameters(), **ADAM)
         def clip(model, optimizer):
@@ -320,19 +340,14 @@ def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(d
             dist.all_reduce(total)
             torch.testing.assert_close(norms[1], total.sqrt(), rtol=1e-4, atol=0)
 
-            def fail(*_):
-                raise OSError(5, "as asked for")
             def clip_and_fail(_, optimizer):
-                get = optimizer._store.get
-                if rank == 0:
-                    optimizer._store.get = fail
                 try:
-                    optimizer.clip_grad_norm_(0.1)
+                    with failing("read", 0) if rank == 0 else contextlib.nullcontext():
+                        optimizer.clip_grad_norm_(0.1)
                 except (OSError, RuntimeError) as error:
-                    assert ("as asked for" if rank == 0 else "rank 0 failed in this step") in str(error), error
+                    assert ("read of" if rank == 0 else "rank 0 failed in this step") in str(error), error
                 else:
                     raise AssertionError("clipped by half of the norm")
-                optimizer._store.get = get
             train(other, optimizer, [1], clip_and_fail)
         """,
         drive,

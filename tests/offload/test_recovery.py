@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from deepnvme.offload.optimizer import OffloadedOptimizer
-from deepnvme.offload.sub_group import SubGroup
-from deepnvme.store.tensor_store import TensorStore
+
+from ..support.engines import failing
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 
@@ -52,15 +51,17 @@ def test_a_load_after_a_broken_step_is_not_undone_later(
     optimizer.step()
     kept = copy.deepcopy(optimizer.state_dict())
     weights = [param.detach().clone() for param in params]
-    real, failures = SubGroup.step, [ArithmeticError("as asked for")]
+    real, calls = torch.optim.AdamW.step, 0
 
-    def step(self: SubGroup, *arguments: Any) -> Any:
-        if self.in_memory and failures:
-            raise failures.pop()
-        return real(self, *arguments)
+    def step(inner: torch.optim.Optimizer) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == len(SHAPES):  # sub-groups that stay in memory come last
+            raise ArithmeticError("as asked for")
+        real(inner)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SubGroup, "step", step)
+        patch.setattr(torch.optim.AdamW, "step", step)
         with pytest.raises(ArithmeticError):
             optimizer.step()
     with pytest.raises(RuntimeError, match="load a checkpoint"):
@@ -76,22 +77,11 @@ def test_a_load_after_a_broken_step_is_not_undone_later(
         assert torch.equal(found["exp_avg"], expected["exp_avg"])
 
 
-def test_a_gradient_that_could_not_go_out_is_added_once(
-    params: list[torch.nn.Parameter], offloaded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_could_not_go_out_is_added_once(params: list[torch.nn.Parameter], offloaded: Any) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = [param.detach().clone() for param in params]
-    real, failures = TensorStore.put, [OSError(errno.ENOSPC, "as asked for")]
-
-    def put(self: TensorStore, name: str, tensor: torch.Tensor) -> Any:
-        if name.endswith("gradient") and failures:
-            raise failures.pop()
-        return real(self, name, tensor)
-
-    monkeypatch.setattr(TensorStore, "put", put)
-    with pytest.raises(OSError, match="as asked for"):
+    with failing("write", 0, at_once=True), pytest.raises(OSError, match="write of"):
         backward(params)
-    assert failures == []
     optimizer.zero_grad()
     backward(params)
     expected = [param.detach().clone() for param in params]
@@ -103,20 +93,12 @@ def test_a_gradient_that_could_not_go_out_is_added_once(
 
 
 def test_a_gradient_that_could_not_go_out_counts_once_when_the_step_is_made_all_the_same(
-    params: list[torch.nn.Parameter], offloaded: Any, monkeypatch: pytest.MonkeyPatch
+    params: list[torch.nn.Parameter], offloaded: Any
 ) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = params[0].detach().clone()
-    real, failures = TensorStore.put, [OSError(errno.ENOSPC, "as asked for")]
-
-    def put(self: TensorStore, name: str, tensor: torch.Tensor) -> Any:
-        if name == "0.gradient" and failures:
-            raise failures.pop()
-        return real(self, name, tensor)
-
-    monkeypatch.setattr(TensorStore, "put", put)
-    with pytest.raises(OSError, match="as asked for"):
-        backward(params)
+    with failing("write", len(SHAPES) - 1, at_once=True), pytest.raises(OSError, match="write of"):
+        backward(params)  # the last gradient is the first parameter's
     optimizer.step()
     gradient = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(params[0], before - 0.1 * gradient)

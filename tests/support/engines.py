@@ -89,8 +89,8 @@ class FailingDrive:
         return FailedTransfer(error)
 
 
-def failing(operation: str, first: int, count: int = 1) -> FailingDrive:
-    """Transfers of this kind fail from the ``first`` on, as many as ``count``."""
+def failing(operation: str, first: int, count: int = 1, at_once: bool = False) -> FailingDrive:
+    """Transfers of this kind fail from the ``first`` on, as many as ``count``; ``at_once``, or when asked how they ended."""
     left = first
 
     def fails(asked: str) -> bool:
@@ -98,4 +98,4 @@ def failing(operation: str, first: int, count: int = 1) -> FailingDrive:
         left -= asked == operation
         return asked == operation and -count <= left < 0
 
-    return FailingDrive(fails)
+    return FailingDrive(fails, lambda: at_once)

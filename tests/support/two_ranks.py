@@ -10,7 +10,7 @@ import pytest
 from .interpreters import Interpreters
 
 PRELUDE = """
-import copy, os, warnings
+import contextlib, copy, os, warnings
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
