@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 
+from ..support.files import flip
 from ..support.models import Calls
 
 pytestmark = pytest.mark.gpu
@@ -77,9 +80,11 @@ def test_quantised_weights_are_dequantised_on_the_device(device: torch.device, d
                 assert torch.equal(streamed(x, range(8)), model(x, range(8)))
 
 
-def test_what_is_corrupt_is_named(store: WeightStore, model: Calls, device: torch.device, monkeypatch: Any) -> None:
+def test_what_is_corrupt_is_named(store: WeightStore, model: Calls, device: torch.device, drive: Path) -> None:
     streamed = copy.deepcopy(model)
-    monkeypatch.setattr(store, "_check", lambda extent, read: (_ for _ in ()).throw(CorruptExtent(74, f"corrupt {extent.name}")))
+    path = drive / "store" / DATA_NAME
+    flip(path, path.read_bytes().index(bytes(flat_bytes(model.parts[0].weight.cpu()).numpy())) + 5)
     x = torch.randn(3, WIDTH, device=device, dtype=torch.bfloat16)
-    with stream(streamed, store, device=device), torch.no_grad(), pytest.raises(CorruptExtent, match=r"corrupt parts\.0"):
+    refused = pytest.raises(CorruptExtent, match=r"'parts\.0' .* expected CRC-32")
+    with stream(streamed, store, device=device), torch.no_grad(), refused:
         streamed(x, range(8))

@@ -1,11 +1,14 @@
-"""Tensors whose address and surroundings a test decides."""
+"""Tensors whose address and surroundings a test decides; and what buffer pools have lent."""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 
 import torch
+
+from deepnvme.swap import BufferPool
 
 PAGE = mmap.PAGESIZE
 GUARD = b"\xa5"
@@ -29,6 +32,11 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes, in the order of its elements."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+def leased_bytes() -> int:
+    """Bytes that are leased of all buffer pools of this process, those that a program cannot ask for too."""
+    return sum(each.in_use for each in gc.get_objects() if type(each) is BufferPool)
 
 
 class Surrounded:
