@@ -124,7 +124,8 @@ torch.cuda.is_initialized, torch.cuda.current_device = lambda: True, lambda: 0
 engine, handle = deepnvme.Engine(), op.aio_handle()
 pinned = engine.empty_pinned(10_000)
 tensor, path, stream = driver.tensor(bytes(100_000)), {str(drive / "file")!r}, driver.stream()
-driver._current[0] = stream
+current = driver.using(stream)
+current.__enter__()
 done = engine.write(tensor, path)
 done.result()
 stop = threading.Event()

@@ -871,20 +871,17 @@ def test_a_pool_behaves_like_its_model(steps: list[tuple[str, int, Any]]) -> Non
 # The process's own
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not used its pool."""
-    monkeypatch.setattr(buffers, "_pool", None)
-
-
-@pytest.mark.usefixtures("fresh")
-def test_the_process_has_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "available_memory", lambda: 1001)
-    pool = deepnvme.swap.buffer_pool()
-    assert pool is deepnvme.swap.buffer_pool()
-    assert pool.budget == 500
-    deepnvme.swap.set_buffer_budget(PAGE)
-    assert pool.budget == PAGE
+def test_the_process_has_one_pool(interpreters: Any) -> None:
+    interpreters.run("""
+        import deepnvme.swap
+        from deepnvme.memory import pool as buffers
+        buffers.available_memory = lambda: 1001
+        pool = deepnvme.swap.buffer_pool()
+        assert pool is deepnvme.swap.buffer_pool()
+        assert pool.budget == 500
+        deepnvme.swap.set_buffer_budget(4096)
+        assert pool.budget == 4096
+    """).check()
 
 
 FORK = """

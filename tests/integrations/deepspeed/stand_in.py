@@ -109,3 +109,11 @@ def modules() -> dict[str, ModuleType]:
         made[path] = ModuleType(path)
         vars(made[path]).update(content)
     return made
+
+
+def contents(modules: dict[str, ModuleType]) -> dict[str, Any]:
+    """Of modules and their classes, everything."""
+    found = {f"{path}.{name}": value for path, module in modules.items() for name, value in vars(module).items()}
+    classes = {path: value for path, value in found.items() if isinstance(value, type)}
+    classes["accelerator"] = type(modules["deepspeed.accelerator"].get_accelerator())
+    return found | {f"{path}.{name}": value for path, kind in classes.items() for name, value in vars(kind).items()}

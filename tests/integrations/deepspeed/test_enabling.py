@@ -22,10 +22,11 @@ from deepnvme.integrations.deepspeed import enabling, launching
 from deepnvme.integrations.deepspeed import swap_tensor as zero
 from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.integrations.deepspeed.rank_failures import RankFailures
-from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
+from deepnvme.ops.op_builder import GDSBuilder
 
 from ...support.interpreters import Interpreters
 from . import stand_in as deepspeed_stand_in
+from .stand_in import contents
 
 Modules = dict[str, ModuleType]
 
@@ -36,17 +37,8 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     modules = deepspeed_stand_in.modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(enabling, "_warned", False)
     yield modules
     integration.disable()
-
-
-def contents(modules: Modules) -> dict[str, Any]:
-    """Of modules and their classes, everything."""
-    found = {f"{path}.{name}": value for path, module in modules.items() for name, value in vars(module).items()}
-    classes = {path: value for path, value in found.items() if isinstance(value, type)}
-    classes["accelerator"] = type(modules["deepspeed.accelerator"].get_accelerator())
-    return found | {f"{path}.{name}": value for path, kind in classes.items() for name, value in vars(kind).items()}
 
 
 # What fails
@@ -125,18 +117,28 @@ def test_what_was_enabled_stays_after_any_other_error(deepspeed: Modules, monkey
     assert issubclass(after["deepspeed.runtime.zero.stage3.PipelinedOptimizerSwapper"], zero.PipelinedOptimizerSwapper)
 
 
-def test_where_the_op_cannot_be_built_all_stays_and_one_warning_says_so(
-    deepspeed: Modules, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(self: Any, verbose: bool = False) -> None:
-        raise RuntimeError("async_io cannot be built: no C++20 compiler")
+def test_where_the_op_cannot_be_built_all_stays_and_one_warning_says_so(interpreters: Interpreters) -> None:
+    interpreters.run("""
+        import sys, warnings
+        from deepnvme.integrations import deepspeed as integration
+        from deepnvme.ops.op_builder import AsyncIOBuilder
+        from tests.integrations.deepspeed import stand_in
 
-    monkeypatch.setattr(AsyncIOBuilder, "load", load)
-    before = contents(deepspeed)
-    with pytest.warns(RuntimeWarning, match=r"DeepSpeed stays as it is: .*no C\+\+20 compiler"):
-        integration.enable()
-    integration.enable(swappers=True)  # another warning would be an error here
-    assert contents(deepspeed) == before
+        modules = stand_in.modules()
+        sys.modules.update(modules)
+        def load(self, verbose=False):
+            raise RuntimeError("async_io cannot be built: no C++20 compiler")
+        AsyncIOBuilder.load = load
+        before = stand_in.contents(modules)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            integration.enable()
+            integration.enable(swappers=True)
+        assert [each.category for each in said] == [RuntimeWarning], said
+        text = str(said[0].message)
+        assert text.startswith("DeepSpeed stays as it is: ") and "no C++20 compiler" in text, text
+        assert stand_in.contents(modules) == before
+    """).check()
 
 
 def test_where_our_gds_does_not_load_deepspeeds_own_does(deepspeed: Modules, monkeypatch: pytest.MonkeyPatch) -> None:

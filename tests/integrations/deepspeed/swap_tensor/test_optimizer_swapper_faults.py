@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import pickle
@@ -9,10 +10,12 @@ import shutil
 import struct
 import threading
 import tracemalloc
+import weakref
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -261,7 +264,9 @@ def test_ctrl_c_at_any_line_leaves_calls_that_can_be_repeated(drive: Path) -> No
 
 def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_written(drive: Path, engine: FlakyEngine) -> None:
     """Garbage is collected in the midst of anything, also where the helper holds the lock."""
-    training = Training(drive, buffer_count=5, engine=engine)
+    with mock.patch("atexit.register", wraps=atexit.register) as register:
+        training = Training(drive, buffer_count=5, engine=engine)
+    (end,) = [call.args[0] for call in register.call_args_list if isinstance(call.args[0], weakref.finalize)]
     training.train(2)
     training.backward()
     read = engine.read
@@ -269,7 +274,7 @@ def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_writ
     def collecting(*arguments: Any) -> Any:
         if threading.current_thread().name == "deepnvme-read-ahead":
             engine.read = read  # type: ignore[method-assign]
-            training.swapper._end()
+            end()
         return read(*arguments)
 
     engine.read = collecting  # type: ignore[method-assign]
@@ -278,7 +283,7 @@ def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_writ
         if thread.name.startswith("deepnvme-"):
             thread.join(20)
             assert not thread.is_alive()
-    assert not training.swapper._end.alive
+    assert not end.alive
     training.assert_same_as_in_memory()
 
 

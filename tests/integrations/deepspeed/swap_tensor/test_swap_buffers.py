@@ -18,17 +18,10 @@ from deepnvme.integrations.deepspeed.swap_tensor import (
     swap_in_tensors,
     swap_out_tensors,
 )
-from deepnvme.memory import pool as buffers
-from deepnvme.swap import BufferPool, OutOfBuffers, buffer_pool, set_buffer_budget
+
+from ....support.interpreters import Interpreters
 
 EXAMPLE = torch.zeros(1)
-
-
-@pytest.fixture
-def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a pool of the test's own: a thread of an earlier test may still hold memory of the process's, and is waited for then."""
-    monkeypatch.setattr(buffers, "_pool", BufferPool(1 << 30))
-    return set_buffer_budget
 
 
 def pinned(handle: Any, numel: int) -> torch.Tensor:
@@ -116,19 +109,29 @@ def test_a_manager_lends_zeroed_buffers_and_takes_them_back(handle: Any) -> None
         manager.allocate(1, 1, torch.float64)
 
 
-def test_a_manager_that_runs_out_leases_more_or_says_what_to_set(handle: Any, budget: Any) -> None:
-    manager = SwapBufferManager(2048, 1, torch.float32, handle)
-    gc.collect()
-    budget(buffer_pool().in_use + 8192)
-    buffers = manager.allocate(2048, 2, torch.float32)
-    assert all(handle.is_pinned(buffer) for buffer in buffers)
-    with pytest.raises(OutOfBuffers, match="all 1 swap buffers are in use, set a larger 'buffer_count'; 8192 bytes"):
-        manager.allocate(2048, 1, torch.float32)
-    manager.free(buffers)
-    del buffers
-    manager.free(manager.allocate(2048, 2, torch.float32))
-    assert len(manager.allocate_all(5, torch.float32)) == 1
-    assert len(manager.allocate_all(5, torch.float32)) == 1
+def test_a_manager_that_runs_out_leases_more_or_says_what_to_set(interpreters: Interpreters) -> None:
+    """In a process whose pool nobody else uses."""
+    interpreters.run("""
+        import torch
+        from deepnvme.integrations.deepspeed.swap_tensor import SwapBufferManager
+        from deepnvme.swap import OutOfBuffers, set_buffer_budget
+        handle = op.aio_handle()
+        manager = SwapBufferManager(2048, 1, torch.float32, handle)
+        set_buffer_budget(8192)
+        buffers = manager.allocate(2048, 2, torch.float32)
+        assert all(handle.is_pinned(buffer) for buffer in buffers)
+        try:
+            manager.allocate(2048, 1, torch.float32)
+        except OutOfBuffers as error:
+            assert "all 1 swap buffers are in use, set a larger 'buffer_count'; 8192 bytes" in str(error), error
+        else:
+            raise AssertionError("more than the budget")
+        manager.free(buffers)
+        del buffers
+        manager.free(manager.allocate(2048, 2, torch.float32))
+        assert len(manager.allocate_all(5, torch.float32)) == 1
+        assert len(manager.allocate_all(5, torch.float32)) == 1
+    """).check()
 
 
 def test_a_managers_memory_is_unpinned_with_it(handle: Any) -> None:
