@@ -148,7 +148,7 @@ class Catalog:
                 version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
                 for version, tensor, sums in zip(found, tensors, checksums, strict=True)
             ]
-            operation.subjects = entries
+            operation.set_subjects(entries)
             for entry, version in zip(entries, versions, strict=True):
                 entry.put = operation
                 if self._persist:
@@ -257,7 +257,7 @@ class Catalog:
                 if version is entry.coming and entry.put is not None:
                     under_way = (*under_way, entry.put)
                 for operation in under_way:
-                    operation.doubt = copy
+                    operation.fail(copy)
 
     def _release(self, version: TensorVersion) -> None:
         """Free the space of a version, unless a manifest may refer to it. Call within a change of the space."""

@@ -36,9 +36,9 @@ def check_not_owned(lock: threading.RLock) -> None:
 class Operation:
     """All transfers of one call of a store, and what to do when they have ended.
 
-    The thread that starts the transfers holds the lock ``starting`` meanwhile, and sets ``complete`` when all are started. If an
-    exception (Ctrl-C, say) interrupts it before, ``starting`` is free and ``complete`` is not set: the operation has then failed
-    for all its tensors.
+    The thread that starts the transfers holds the lock ``starting`` meanwhile, and calls :meth:`mark_complete` when all are
+    started. If an exception (Ctrl-C, say) interrupts it before, ``starting`` is free and ``complete`` is False: the operation has
+    then failed for all its subjects.
 
     No background thread is used: ``finish`` is called by the first thread that waits for the operation or looks at its result.
 
@@ -54,12 +54,10 @@ class Operation:
         self._finish: Callable[[Operation, list[Failure]], None] | None = finish
         self._transfers: list[tuple[Future, Sequence[Any]]] = []
         self.complete = False
-        self.reason: OSError | None = None
-        """Why not all transfers were started, if that was an OSError."""
-        self.doubt: OSError | None = None
-        """Why the operation failed for all its tensors although its transfers may have ended well. Set with the lock held."""
+        """Whether all transfers were started."""
         self.subjects: Sequence[Any] = ()
         """What the operation is for (such as catalog entries), for failures that concern all of it."""
+        self._failure: OSError | None = None
         self.error: OSError | None = None
         """The first error, once settled."""
         self.seen = False
@@ -69,6 +67,22 @@ class Operation:
     def settled(self) -> bool:
         """Whether all transfers have ended and ``finish`` was called."""
         return self._finish is None
+
+    def set_subjects(self, subjects: Sequence[Any]) -> None:
+        """Set what the operation is for."""
+        self.subjects = subjects
+
+    def mark_complete(self) -> None:
+        """Record that all transfers were started. Called by the thread that started them."""
+        self.complete = True
+
+    def mark_seen(self) -> None:
+        """Record that the error, if there is one, was raised to a caller."""
+        self.seen = True
+
+    def fail(self, error: OSError) -> None:
+        """Have the operation fail for all its subjects, although its transfers may end well."""
+        self._failure = error
 
     def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
         """Start one transfer for each row of the columns.
@@ -130,10 +144,10 @@ class Operation:
             return
         failures: list[Failure] = []
         if not self.complete:
-            failures.append((self.reason or OSError(errno.ECANCELED, "the call was interrupted"), self.subjects))
-            self.seen = True  # the interrupted call has raised it
-        if self.doubt is not None:
-            failures.append((self.doubt, self.subjects))
+            self.fail(self._failure or OSError(errno.ECANCELED, "the call was interrupted"))
+            self.mark_seen()  # the interrupted call has raised it
+        if self._failure is not None:
+            failures.append((self._failure, self.subjects))
         for transfer, tensors in self._transfers:
             error = transfer.exception()
             if error is not None:
@@ -216,7 +230,7 @@ class StoreFuture(Generic[Result]):
                         error = found
                 self._error = error
                 self._conclude = None
-            self._operation.seen = True
+            self._operation.mark_seen()
         return self._error
 
 

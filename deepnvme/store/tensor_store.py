@@ -207,11 +207,11 @@ class TensorStore:
                 writing.start([version.parts for version in versions], dense, addresses, entries)
             except BaseException as error:  # some transfers may have been started, but no tensor counts as put
                 if isinstance(error, OSError):
-                    operation.reason = OSError(error.errno, error.strerror, error.filename)  # without traceback and frames
+                    operation.fail(OSError(error.errno, error.strerror, error.filename))  # without traceback and frames
                 else:
-                    operation.reason = OSError(errno.ECANCELED, f"the put was interrupted by {error!r}")
+                    operation.fail(OSError(errno.ECANCELED, f"the put was interrupted by {error!r}"))
                 raise
-            operation.complete = True
+            operation.mark_complete()
         nbytes = sum(version.info.nbytes for version in versions)
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
@@ -268,7 +268,7 @@ class TensorStore:
         self._check_writable()
         nbytes = self._in_turn([name], lambda: self._catalog.remove(name), writing=True)
         operation = self._scheduler.operation()
-        operation.complete = True
+        operation.mark_complete()
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def map(self, name: str) -> torch.Tensor:
@@ -317,7 +317,7 @@ class TensorStore:
 
         with operation.starting:
             mapped = map_files(self._in_turn(names, begin), sum(count for _, _, count in ranges))
-            operation.complete = True
+            operation.mark_complete()
         operation.settle()
         return mapped
 
@@ -338,7 +338,7 @@ class TensorStore:
             self._in_turn((), lambda: self._scheduler.begin(operation))
             for file, size in self._space.sizes_for(nbytes):
                 file.grow_to(size, exactly=True)
-            operation.complete = True
+            operation.mark_complete()
         operation.settle()
 
     # Committing and closing.
@@ -373,15 +373,12 @@ class TensorStore:
             # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C interrupts this.
             files = [(file,) for file in range(len(self._handles))]
             flush.submit(without_python(self._engine.fsync), self._handles, subjects=files)
-            flush.complete = True
-            error = flush.settle()
-            if error is not None:
-                flush.seen = True
-                raise error
+            flush.mark_complete()
+            StoreFuture(flush, 0, lambda: None).result()
             self._volumes.publish({name: version.stored() for name, version in versions.items()})
             with self._scheduler.lock:
                 self._catalog.committed()
-            operation.complete = True
+            operation.mark_complete()
         operation.settle()
 
     def close(self) -> None:
@@ -472,7 +469,7 @@ class TensorStore:
                 tensors = read_new(self._engine, self._handles, operation, entries, versions)
             else:
                 read_into(self._engine, self._handles, operation, entries[0], versions[0], out)
-            operation.complete = True
+            operation.mark_complete()
 
         def conclude() -> Result:
             for name, version, tensor in zip(names, versions, tensors, strict=True) if self._checksum else ():
