@@ -14,6 +14,7 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block
+from deepnvme.transfer.gather import Transfers
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class StepReport:
         )
 
 
-class _Transfers:
+class _TransferTimes:
     """The reads, or the writes, of a step: how many bytes, and how long at least one was in flight."""
 
     def __init__(self) -> None:
@@ -122,8 +123,8 @@ class StepTimes:
     """``time.perf_counter()`` when work for the step began; None before."""
     computing: _Stopwatch = field(default_factory=_Stopwatch)
     waiting: _Stopwatch = field(default_factory=_Stopwatch)
-    reads: _Transfers = field(default_factory=_Transfers)
-    writes: _Transfers = field(default_factory=_Transfers)
+    reads: _TransferTimes = field(default_factory=_TransferTimes)
+    writes: _TransferTimes = field(default_factory=_TransferTimes)
 
     def begin(self) -> None:
         """Record that work for the step begins. Only the first call in a step has an effect."""
@@ -250,8 +251,7 @@ class IOStats:
 
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
                 begun = time.perf_counter()
-                for future in [move(name, part) for name, part in zip(names, parts, strict=True)]:
-                    future.result()
+                Transfers(map(move, names, parts)).result()
                 return time.perf_counter() - begun
 
             with self.aside():

@@ -27,7 +27,7 @@ class Transfers:
 
     Args:
         futures: Transfers that were started already.
-        ended: Called with the bytes of each transfer that :meth:`result` or :meth:`take_ended` has found complete.
+        ended: Called with the bytes of each transfer that has ended well, when it is dropped.
     """
 
     def __init__(self, futures: Iterable[Future] = (), ended: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -53,17 +53,21 @@ class Transfers:
         errors = [future.exception(timeout) for future in self._futures]
         return next((error for error in errors if error is not None), None)
 
-    def take_ended(self) -> None:
-        """Drop the transfers at the front that have ended. Never blocks. Raises the first error among them."""
-        while self._futures and self._futures[0].done():
-            self._end_first()
+    def take_ended(self, most: int | None = None) -> None:
+        """Drop the transfers at the front that have ended. Raises the first error among them.
+
+        Blocks only while there are more than ``most``, if that is given.
+        """
+        while self._futures and (self._futures[0].done() or (most is not None and len(self._futures) > most)):
+            self.end_first()
 
     def result(self) -> None:
         """Wait until all have ended, and drop them. Raises the first error at once, while later ones may be under way."""
         while self._futures:
-            self._end_first()
+            self.end_first()
 
-    def _end_first(self) -> None:
+    def end_first(self) -> None:
+        """Wait until the transfer that was started first has ended, and drop it. Raises its error."""
         nbytes = self._futures[0].result()
         self._futures.popleft()
         self._ended(nbytes)

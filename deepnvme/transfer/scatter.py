@@ -11,7 +11,7 @@ from deepnvme.engine import Future
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many
 
-from .gather import CHUNK, Chunk, ChunkRing, Transfers
+from .gather import CHUNK, Chunk, ChunkRing
 
 if TYPE_CHECKING:
     import torch
@@ -80,11 +80,11 @@ def read_ahead(
         Exception: The first error of ``start`` or of a transfer, after all started transfers have ended.
     """
     ring = ChunkRing(pool, CHUNK, wait=True)
-    ahead: deque[tuple[Each, Chunk, Future]] = deque()
+    ahead: deque[tuple[Each, Chunk]] = deque()
 
     def first() -> tuple[Each, torch.Tensor]:
-        each, chunk, future = ahead[0]
-        future.result()
+        each, chunk = ahead[0]
+        chunk.transfers.result()
         return each, chunk.buffer
 
     try:
@@ -92,16 +92,15 @@ def read_ahead(
             chunk = ring.lease()
             if chunk is None:
                 yield first()
-                _, chunk, _ = ahead.popleft()
-            future = start(each, chunk.buffer)
-            chunk.transfers = Transfers([future])
-            ahead.append((each, chunk, future))
+                _, chunk = ahead.popleft()
+            chunk.transfers.start(start, each, chunk.buffer)
+            ahead.append((each, chunk))
         while ahead:
             yield first()
             ahead.popleft()[1].release()
     finally:
-        for _, _, future in ahead:
-            future.exception()
+        for _, chunk in ahead:
+            chunk.transfers.exception()
         ring.release()
 
 

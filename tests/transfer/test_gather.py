@@ -33,6 +33,26 @@ class TestFailures:
         assert transfers.done()
 
 
+def test_transfers_are_waited_for_only_if_there_are_too_many(drive: Path, faulty: Any, gate: Any) -> None:
+    gate.hold()
+    engine = faulty("threads", gate=gate)
+    ended: list[int] = []
+    transfers = Transfers(ended=ended.append)
+    opener = threading.Timer(0.1, gate.release)
+    with engine.open(str(drive / "file"), "w+") as file:
+        for nbytes in (1, 2, 3):
+            transfers.start(engine.write, torch.zeros(nbytes, dtype=torch.uint8), file, 0)
+        transfers.take_ended()
+        transfers.take_ended(most=3)
+        assert ended == []
+        opener.start()
+        transfers.take_ended(most=2)
+        assert ended[:1] == [1]
+        transfers.result()
+        opener.join()
+    assert ended == [1, 2, 3]
+
+
 @pytest.mark.parametrize("budget", [1, 2, 9])
 def test_at_most_four_chunks_and_no_more_than_the_pool_has(budget: int) -> None:
     pool = BufferPool(budget * CHUNK)

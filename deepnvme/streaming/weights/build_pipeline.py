@@ -19,8 +19,8 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
-from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.gather import Transfers
 
 from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
 from .model_blocks import REST, ExtentPlan, StoreMismatch, Structure, described, differences, structure_of, structure_of_names
@@ -183,7 +183,7 @@ def write_extents(
         The extents as they were written, with their checksums.
     """
     pool = BufferPool(_budget(builders))
-    written: deque[StoreFuture[int]] = deque()
+    written = Transfers(ended=told)
     built = []
     for each, lease, reads in read_ahead(builders, _READ, pool, lambda each: each.read.nbytes, ExtentBuilder.start):
         while reads:  # a read that is kept would keep the memory that it was read into
@@ -195,14 +195,10 @@ def write_extents(
         memory = lease.buffer
         _clear_gaps(each.extent, memory)
         built.append(replace(each.extent, crc32=zlib.crc32(memory_of(memory)) if checksum else None))
-        put = store.put(key_of(each.extent.name), memory)
-        lease.release(after=put)
+        lease.release(after=written.start(store.put, key_of(each.extent.name), memory))
         del memory, lease
-        written.append(put)
-        while written and (written[0].done() or len(written) > _WRITTEN):
-            told(written.popleft().result())
-    for put in written:
-        told(put.result())
+        written.take_ended(most=_WRITTEN)
+    written.result()
     return built
 
 

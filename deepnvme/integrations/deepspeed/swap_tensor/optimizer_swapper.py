@@ -8,17 +8,17 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from deepnvme.engine import Engine, Future, without_python
+from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import Use
+from deepnvme.transfer.gather import Transfers
 
 from .aio_config import SwapSizes, engine_of
 from .environment import Timers, describe, rank
@@ -524,17 +524,15 @@ def read_partitions(
         else:
             paths.append(path)
             places.append((part.view((buffers[0] if buffers else tensor).dtype)[-numel:], part))
-    reading: deque[Future] = deque()
+    reading = Transfers()
     try:
         # One call in C, so that Ctrl-C cannot come between starting a read and noting it.
-        reading.extend(map(without_python(engine.read), [values for values, _ in places], paths))
+        reading.add(map(without_python(engine.read), [values for values, _ in places], paths))
         for values, part in places:
-            reading[0].result()
+            reading.end_first()
             part.copy_(values.clone())  # a copy, because the two overlap
-            reading.popleft()
     finally:
-        for future in reading:  # after an error: wait, because the caller may reuse the memory
-            future.exception()
+        reading.exception()  # after an error: wait, because the caller may reuse the memory
 
 
 def _is_dense(value: Any) -> bool:
