@@ -22,10 +22,10 @@ class _Weight:
     """A stored weight, the entries of modules that it belongs to, and the tensors that are put there."""
 
     facts: Weight
+    absent: Placeholder
+    """What is in the modules while the weight is not in memory."""
     places: list[tuple[Tensors, str]] = field(default_factory=list)
     """The entries: dictionary and key."""
-    absent: torch.Tensor | None = None
-    """The placeholder."""
     present: torch.Tensor | None = None
     """The tensor over the memory that was read; None while the placeholder is in the modules."""
     version: int = 0
@@ -35,14 +35,25 @@ class _Weight:
     requires_grad: bool = False
     """Whether the weight required grad before the model was streamed."""
 
-    def put(self, tensor: torch.Tensor | None) -> None:
-        """Put a tensor into all entries of the weight."""
+    def add_place(self, among: Tensors, key: str, requires_grad: bool) -> None:
+        """Add an entry, unless the weight has it already."""
+        if not any(there is among and other == key for there, other in self.places):
+            self.places.append((among, key))
+            self.requires_grad |= requires_grad
+
+    def put(self, memory: torch.Tensor) -> None:
+        """Put a view of the memory of the weight's extent into all entries of the weight."""
+        tensor = self.facts.view(memory).data  # .data: a tensor that counts changes for itself
+        among, key = self.places[0]
+        self.present = nn.Parameter(tensor, requires_grad=False) if isinstance(among.get(key), nn.Parameter) else tensor
+        self.version, self.address = self.present._version, self.present.data_ptr()
         for among, key in self.places:
-            among[key] = tensor
+            among[key] = self.present
 
     def remove(self) -> None:
         """Put the placeholder into all entries of the weight."""
-        self.put(self.absent)
+        for among, key in self.places:
+            among[key] = self.absent
         self.present = None
 
     def changed(self) -> bool:
@@ -76,7 +87,11 @@ class ModuleWeights:
     """
 
     def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
-        self._extents = {name: [_Weight(weight) for weight in extent.weights] for name, extent in extents.items()}
+        users = {extent: block for block, needed in reversed(list(store.blocks.items())) for extent in needed}
+        self._extents = {
+            name: [_Weight(each, Placeholder(each.name, users.get(name, ""), each.info, device)) for each in extent.weights]
+            for name, extent in extents.items()
+        }
         by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
         own = weights_of(model)
         stored_as = {id(own[name]): store.ties.get(name, name) for name in own if name in by_name or name in store.ties}
@@ -86,14 +101,7 @@ class ModuleWeights:
             path, _, key = name.rpartition(".")
             module = modules[path]
             among: Tensors = module._parameters if key in module._parameters else module._buffers
-            if not any(there is among and other == key for there, other in weight.places):
-                weight.places.append((among, key))
-                weight.requires_grad |= tensor.requires_grad
-        users = {extent: block for block, needed in reversed(list(store.blocks.items())) for extent in needed}
-        for extent, weights in self._extents.items():
-            for weight in weights:
-                info = weight.facts.info
-                weight.absent = Placeholder(weight.facts.name, users.get(extent, ""), info.shape, info.dtype, device)
+            weight.add_place(among, key, tensor.requires_grad)
 
     def remove(self, extent: str) -> None:
         """Replace an extent's weights by placeholders."""
@@ -104,12 +112,7 @@ class ModuleWeights:
         """Put an extent's weights into the modules, as views of ``memory``, in which the extent lies ready for use."""
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count changes
             for weight in self._extents[extent]:
-                tensor = weight.facts.view(memory).data  # .data: a tensor that counts changes for itself
-                among, key = weight.places[0]
-                parameter = isinstance(among.get(key), nn.Parameter)
-                weight.present = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
-                weight.version, weight.address = weight.present._version, weight.present.data_ptr()
-                weight.put(weight.present)
+                weight.put(memory)
 
     def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | bool) -> None:
         """Put an extent's weights into the modules for good; they require grad if they did before the model was streamed.

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .weights.manifest import WeightInfo
+
 
 class Placeholder(torch.Tensor):
     """A parameter with a shape, a dtype and a device, but without data.
@@ -17,8 +19,7 @@ class Placeholder(torch.Tensor):
     Args:
         weight: Name of the weight.
         block: Name of the module in whose forward the weight is in memory.
-        shape: Shape of the weight.
-        dtype: Dtype of the weight.
+        info: Shape and dtype of the weight.
         device: Where the weight will be when it is in memory.
     """
 
@@ -28,10 +29,8 @@ class Placeholder(torch.Tensor):
     """Name of the module in whose forward the weight is in memory."""
 
     @staticmethod
-    def __new__(
-        cls, weight: str, block: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Placeholder:
-        self: Placeholder = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+    def __new__(cls, weight: str, block: str, info: WeightInfo, device: torch.device) -> Placeholder:
+        self: Placeholder = torch.Tensor._make_wrapper_subclass(cls, info.shape, dtype=info.dtype, device=device)
         self._is_param = True  # makes isinstance(self, nn.Parameter) true
         self.weight, self.block = weight, block
         return self

@@ -47,7 +47,15 @@ class Tally:
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """As in :class:`StreamReport`."""
     begun: float = field(default_factory=time.perf_counter)
-    """When the current call of the model, or the counting, began."""
+    """When the counting began."""
+
+    def ended(self, begun: float) -> None:
+        """Add the time of a call that began at ``begun``, or since the counting began if that was later."""
+        self.seconds += time.perf_counter() - max(begun, self.begun)
+
+    def exclude(self, nbytes: int) -> None:
+        """Do not count bytes that the stream has read."""
+        self.bytes_before += nbytes
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record one forward call of the model with these arguments, and count its tokens."""
@@ -168,7 +176,7 @@ class StreamedForwards:
             self._limit = total / (time.perf_counter() - begun)
         finally:
             self.read_ahead()
-            self._tally.bytes_before += self._cache.bytes_read - before
+            self._tally.exclude(self._cache.bytes_read - before)
         return self._limit
 
     # Taking turns.
@@ -202,14 +210,14 @@ class StreamedForwards:
 
     def _outermost(self, call: Callable[[], Any]) -> Any:
         """Run a forward that is not inside another one, and count its time."""
-        self._tally.begun = time.perf_counter()
+        begun = time.perf_counter()
         try:
             return call()
         except BaseException:
             self._order.forget_last()
             raise
         finally:
-            self._tally.seconds += time.perf_counter() - self._tally.begun
+            self._tally.ended(begun)
 
     # Calls of the model and its blocks.
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.weights.manifest import WeightInfo
 
 
 def made() -> Any:
-    return Placeholder("layer.weight", "layer", (3, 4), torch.bfloat16, torch.device("cpu"))
+    return Placeholder("layer.weight", "layer", WeightInfo(torch.bfloat16, (3, 4)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

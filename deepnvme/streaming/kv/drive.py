@@ -45,21 +45,27 @@ class KVChunk(Block):
         start: The first position.
         end: The position after the last.
         form: Shape of the keys and values, as they are written.
+        device: The device that they are on.
     """
 
     __slots__ = ("copied_to", "created_on", "end", "form", "rows", "start")
 
-    def __init__(self, name: str, start: int, end: int, form: KVShape) -> None:
+    def __init__(self, name: str, start: int, end: int, form: KVShape, device: torch.device) -> None:
         super().__init__(name, (end - start) * form.position_bytes)
         self.start = start
         self.end = end
         self.form = form
         self.rows: torch.Tensor | None = None
         """Which row of the batch each of the cache's rows is; None while they are the same."""
-        self.created_on: torch.device | None = None
-        """The device whose memory the chunk is created in; None for host memory."""
+        # A device's tensor is written as its stream leaves it: the store sees to that.
+        self.created_on = None if device.type == "cpu" else device
+        """The device whose memory the chunk is created in; None for host memory, and once it was created."""
         self.copied_to: torch.device | None = None
         """The device that the chunk's host memory is copied to, perhaps after its use has ended."""
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Select and reorder the cache's rows. Nothing changes on the drive."""
+        self.rows = rows if self.rows is None else self.rows[rows]
 
 
 class KVDrive:
@@ -83,8 +89,7 @@ class KVDrive:
         self._memory = _ChunkMemory(self.pool)
         self._names = itertools.count()
         self._whole: Lease | None = None
-        self.shown: tuple[int, Pair] | None = None
-        """The layer that the memory of :meth:`whole` is filled with, and its keys and values."""
+        self._shown: tuple[int, Pair] | None = None  # the layer that the memory of whole() is filled with: its keys and values
         self._closed = False
         self._broken: BaseException | None = None
         self.store = None if path is None else _open(Path(path), self.engine)
@@ -106,7 +111,7 @@ class KVDrive:
         self.check()
         self._broken = _INTERRUPTED  # from here to the end, whatever interrupts it
         try:
-            if self.shown is not None and self.shown[0] == layer:
+            if self._shown is not None and self._shown[0] == layer:
                 self.let_go()
             yield
         except GeneratorExit:  # the caller was interrupted before the change began, and dropped this later
@@ -153,9 +158,7 @@ class KVDrive:
         Raises:
             OSError: With ENOSPC, naming the directory; or the error of an earlier write.
         """
-        chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values))
-        if not keys.is_cpu:  # a device's tensor is written as its stream leaves it: the store sees to that
-            chunk.created_on = keys.device
+        chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values), keys.device)
         self.cache.create(chunk)
         chunk.created_on = None
         for mine, theirs in zip(chunk.form.pair(chunk.memory.buffer, keys.shape[2]), (keys, values), strict=True):
@@ -220,9 +223,16 @@ class KVDrive:
         self._whole = self._memory.lease(size)
         return form.pair(self._whole.buffer, positions)
 
+    def show(self, layer: int, gather: Callable[[], Pair]) -> Pair:
+        """Return a layer's keys and values in the memory of :meth:`whole`, which ``gather`` fills if they are not there yet."""
+        if self._shown is None or self._shown[0] != layer:
+            with self.changing():
+                self._shown = layer, gather()
+        return self._shown[1]
+
     def let_go(self) -> None:
         """Release the memory of :meth:`whole`: it is used again when nobody has a view of it."""
-        self.shown = None
+        self._shown = None
         if self._whole is not None:
             self._whole.release()
             self._whole = None

@@ -206,7 +206,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         with self._drive.changing(self._index):
             self._newest.select(rows)
             for chunk in self._chunks:
-                chunk.rows = rows if chunk.rows is None else chunk.rows[rows]
+                chunk.select_rows(rows)
             self._changes += 1
 
     # Memory.
@@ -265,12 +265,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return the keys and values of all positions kept, gathered if they are not in host memory already."""
         if not self.streamed and self._device.type == "cpu":
             return self._newest.view(self._first, self._length)
-        shown = self._drive.shown
-        if shown is None or shown[0] != self._index:
-            with self._drive.changing():
-                shown = (self._index, self._gathered(self._first, self._length))
-                self._drive.shown = shown
-        return shown[1]
+        return self._drive.show(self._index, lambda: self._gathered(self._first, self._length))
 
     def _with(self, seen: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         """Return the keys and values of positions from ``seen`` on, with the new ones behind them."""

@@ -7,6 +7,7 @@ names in a checkpoint. Does no I/O.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,15 +196,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     weights = weights_of(model)
     ties = ties_of(weights)
     sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    root = _tree(sizes, ties)
-    for place in root.all():
-        module = modules[place.name]
-        place.identity = id(module)
-        place.kind = type(module)
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(modules[child.name]) for child in place.children.values())
-            place.alike = any(count > 1 and not issubclass(kind, _PARAMETERS) for kind, count in kinds.items())
+    root = _tree(sizes, ties, dict(model.named_modules(remove_duplicate=False)))
     return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties])
 
 
@@ -220,10 +213,7 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
     Raises:
         ValueError: If a name or pattern matches no module with weights.
     """
-    root = _tree(sizes, ties)
-    for place in root.all():
-        place.alike = sum(part.isdigit() for part in place.children) > 1
-    return _structure(root, blocks, ties, [])
+    return _structure(_tree(sizes, ties, {}), blocks, ties, [])
 
 
 @dataclass
@@ -231,25 +221,35 @@ class _Place:
     """A node of the tree of modules that have weights. A module that is in several places has several nodes of one identity."""
 
     name: str
-    identity: object = field(default_factory=object)
+    module: nn.Module | None
+    """The module; None if only names are known."""
     weights: list[tuple[str, int]] = field(default_factory=list)
     """First names and bytes of the module's own weights."""
     children: dict[str, _Place] = field(default_factory=dict)
     """Nodes of the submodules, by the last part of their names."""
-    alike: bool = False
-    """Whether the module is a list with several children of one type."""
-    kind: type = nn.Module
-    """Class of the module; nn.Module if only names are known."""
+
+    @property
+    def identity(self) -> int:
+        """Identifies the module, or the node if only names are known."""
+        return id(self if self.module is None else self.module)
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether the module is a list with several children of one type."""
+        if self.module is None:
+            return sum(part.isdigit() for part in self.children) > 1
+        kinds = Counter(type(child.module) for child in self.children.values() if not isinstance(child.module, _PARAMETERS))
+        return isinstance(self.module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
 
     @property
     def has_forward(self) -> bool:
         """Whether the module has a forward that somebody calls."""
-        return not issubclass(self.kind, _CONTAINERS)
+        return not isinstance(self.module, _CONTAINERS)
 
     def uses_weights(self) -> bool:
         """Return whether the module's own forward uses weights, not only those of its submodules."""
         return self.has_forward and (
-            bool(self.weights) or any(issubclass(child.kind, _PARAMETERS) for child in self.children.values())
+            bool(self.weights) or any(isinstance(child.module, _PARAMETERS) for child in self.children.values())
         )
 
     def all(self) -> Iterator[_Place]:
@@ -259,19 +259,21 @@ class _Place:
             yield from child.all()
 
 
-def _tree(sizes: Mapping[str, int], ties: Mapping[str, str]) -> _Place:
+def _tree(sizes: Mapping[str, int], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> _Place:
     """Return the tree of the modules that have weights, by the names of the weights.
 
     Args:
         sizes: Bytes of the weights, by all of their names, in the order of registration.
         ties: First names of tied weights, by each of their further names.
+        modules: The modules by all of their names; empty if only names are known.
     """
-    root = _Place("")
+    root = _Place("", modules.get(""))
     for name, nbytes in sizes.items():
         place = root
         *path, _ = name.split(".")
         for part in path:
-            place = place.children.setdefault(part, _Place(f"{place.name}.{part}" if place.name else part))
+            inner = f"{place.name}.{part}" if place.name else part
+            place = place.children.setdefault(part, _Place(inner, modules.get(inner)))
         place.weights.append((ties.get(name, name), nbytes))
     return root
 
@@ -287,7 +289,7 @@ def _named(root: _Place, patterns: Iterable[str]) -> set[object]:
     for pattern in patterns:
         for name in _matching(pattern, places):
             if not places[name].has_forward:
-                kind = places[name].kind.__name__
+                kind = type(places[name].module).__name__
                 raise ValueError(f"blocks: {name!r} is a {kind}, whose forward nobody calls: name what is in it, {name + '.*'!r}")
             found.add(places[name].identity)
     return found
