@@ -251,12 +251,11 @@ class Catalog:
                 if error is None:
                     continue
                 copy = OSError(error.errno, error.strerror, error.filename)  # without the traceback and its frames
-                under_way = entry.gets
                 if version is entry.version:
                     entry.damage = copy
                 if version is entry.coming and entry.put is not None:
-                    under_way = (*under_way, entry.put)
-                for operation in under_way:
+                    entry.put.fail(copy)
+                for operation in entry.gets:
                     operation.fail(copy)
 
     def _release(self, version: TensorVersion) -> None:

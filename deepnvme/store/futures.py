@@ -142,12 +142,10 @@ class Operation:
         """Collect the errors of the transfers, which have ended, and call ``finish``, once. Call with the lock held."""
         if self._finish is None:
             return
-        failures: list[Failure] = []
         if not self.complete:
             self.fail(self._failure or OSError(errno.ECANCELED, "the call was interrupted"))
             self.mark_seen()  # the interrupted call has raised it
-        if self._failure is not None:
-            failures.append((self._failure, self.subjects))
+        failures: list[Failure] = [] if self._failure is None else [(self._failure, self.subjects)]
         for transfer, tensors in self._transfers:
             error = transfer.exception()
             if error is not None:
