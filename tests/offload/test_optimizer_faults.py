@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.offload.sub_group import SubGroup
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.tensor_store import CorruptTensor
 from deepnvme.swap import BufferPool, OutOfBuffers
@@ -430,17 +429,35 @@ def test_an_exception_of_the_optimizer_later_in_memory_is_said_and_a_checkpoint_
 
 
 def test_what_fails_when_all_is_done_is_said_to_be_after_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise FloatingPointError("of a group that cannot be compared")
+    calls, last = 0, 0
+    step = torch.optim.AdamW.step
+
+    def counted(inner: torch.optim.Optimizer) -> None:
+        nonlocal calls
+        calls += 1
+        step(inner)
+
+    class Option:
+        """Cannot be compared once the last sub-group is stepped."""
+
+        def __eq__(self, other: object) -> bool:
+            if calls == last > 0:
+                raise FloatingPointError("of a group that cannot be compared")
+            return self is other
 
     pair = Pair(drive)
     with pair.optimizer as optimizer:
-        pair.step(1)
-        pair.give_gradients()
+        option = Option()
+        for each in (optimizer, pair.reference):
+            each.param_groups[0]["option"] = option
         with monkeypatch.context() as patch:
-            patch.setattr(SubGroup, "pull", fail)
+            patch.setattr(torch.optim.AdamW, "step", counted)
+            pair.step(1)
+            calls, last = 0, calls - 1  # the last one was the reference's
+            pair.give_gradients()
             with pytest.raises(FloatingPointError) as caught:
                 optimizer.step()
+            calls = 0
         assert "as after step 1" not in "".join(getattr(caught.value, "__notes__", []))
         assert optimizer.steps == 2
         pair.reference.step()
