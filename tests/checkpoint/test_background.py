@@ -20,6 +20,7 @@ from deepnvme.swap import BufferPool, Lease, OutOfBuffers
 from deepnvme.transfer.gather import CHUNK
 
 from ..support.disks import Disk
+from ..support.engines import transfers_through
 
 State = dict[str, torch.Tensor]
 LAYER = CHUNK // 4
@@ -54,12 +55,11 @@ def test_a_group_is_refused_with_what_there_is_for_it(drive: Path) -> None:
 
 
 @pytest.fixture
-def held(faulty: Callable[..., Any], gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The gate that holds what is written in the background, from the start."""
-    engine = faulty("threads", gate=gate)
-    monkeypatch.setattr(background, "shared_engine", lambda: engine)
-    yield gate
-    gate.release()
+def held(faulty: Callable[..., Any], gate: Any) -> Any:
+    """The gate that holds what is written, from the start."""
+    with transfers_through(faulty("threads", gate=gate)):
+        yield gate
+        gate.release()
 
 
 def state(value: int = 0) -> State:
@@ -155,12 +155,11 @@ def test_a_full_disk_leaves_nothing_behind(small_disk: Disk, pool: BufferPool) -
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_drive_that_fails_leaves_the_old_file(
-    drive: Path, pool: BufferPool, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lazy: bool
+    drive: Path, pool: BufferPool, faulty: Callable[..., Any], lazy: bool
 ) -> None:
     deepnvme.save(state(1), drive / "a.pt")
-    broken = faulty("threads", error_every=50, error=errno.EIO)
-    monkeypatch.setattr(background, "shared_engine", lambda: broken)
-    error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(10)
+    with transfers_through(faulty("threads", error_every=50, error=errno.EIO)):
+        error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(10)
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO
     assert pool.in_use == 0

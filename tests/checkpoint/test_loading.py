@@ -28,6 +28,7 @@ from deepnvme.checkpoint import CorruptCheckpoint, loading, unpickling, verify
 from deepnvme.checkpoint.formats.pt_records import is_plain, records_of
 
 from ..support.archives import place_of, rezipped
+from ..support.engines import transfers_through
 from ..support.files import flip
 from ..support.objects import OBJECTS, SAFE, assert_same, tensors_of
 
@@ -462,11 +463,9 @@ class TestRefusals:
         with pytest.raises(TypeError, match="list"):
             deepnvme.load(path, keys=["a"])
 
-    def test_a_read_that_fails(self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_read_that_fails(self, path: Path, faulty: Callable[..., Any]) -> None:
         deepnvme.save([torch.ones(300_000), torch.ones(3)], path)
-        failing = faulty("threads", error_every=2)
-        monkeypatch.setattr(loading, "shared_engine", lambda: failing)
-        with pytest.raises(OSError, match="read") as failed:
+        with transfers_through(faulty("threads", error_every=2)), pytest.raises(OSError, match="read") as failed:
             deepnvme.load(path)
         assert failed.value.errno == errno.EIO
 

@@ -19,6 +19,7 @@ from deepnvme.checkpoint import publication, saving
 from deepnvme.checkpoint.publication import SUFFIX, Destination, Publication
 
 from ..support.disks import MIB, Disk
+from ..support.engines import transfers_are, transfers_through
 from ..support.interpreters import Interpreters
 
 OLD = {"old": torch.arange(100)}
@@ -200,25 +201,21 @@ class TestRefusals:
 class TestFaults:
     """The old file stays, and nothing else."""
 
-    def test_a_write_that_fails(self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        failing = faulty("threads", error_every=3)
-        monkeypatch.setattr(saving, "shared_engine", lambda: failing)
-        with pytest.raises(OSError, match="write") as failed:
+    def test_a_write_that_fails(self, path: Path, faulty: Callable[..., Any]) -> None:
+        with transfers_through(faulty("threads", error_every=3)), pytest.raises(OSError, match="write") as failed:
             deepnvme.save([torch.ones(1 << 20), torch.ones(3)], path)
         assert failed.value.errno == errno.EIO
         assert_old(path)
 
     @pytest.mark.parametrize("call", ["fsync", "replace", "interrupt"])
-    def test_the_drive_cannot_keep_it(self, path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def test_the_drive_cannot_keep_it(self, path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         def fail(*arguments: object) -> None:
             raise KeyboardInterrupt if call == "interrupt" else OSError(errno.EIO, os.strerror(errno.EIO))
 
         if call == "replace":
             monkeypatch.setattr(os, "replace", fail)
-        else:
-            monkeypatch.setattr(engine, "fsync", fail)
-            monkeypatch.setattr(publication, "shared_engine", lambda: engine)
-        with pytest.raises((OSError, KeyboardInterrupt)) as failed:
+        fails = transfers_are(lambda name, sound: fail if name == "fsync" and call != "replace" else sound)
+        with fails, pytest.raises((OSError, KeyboardInterrupt)) as failed:
             deepnvme.save([torch.ones(3)], path)
         monkeypatch.undo()
         assert_old(path)
@@ -293,14 +290,12 @@ class TestFaults:
     def test_no_descriptor_is_left_after_an_error(
         self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
     ) -> None:
-        failing = faulty("threads", error_every=1)
-        monkeypatch.setattr(saving, "shared_engine", lambda: failing)
-        monkeypatch.setattr(publication, "shared_engine", lambda: failing)
         if call == "directory":
             failing_fsync_of_directories(monkeypatch)
         errors = []
         for _ in range(5):
-            with pytest.raises(OSError, match="Input/output") as failed:
+            fails = transfers_through(faulty("threads", error_every=1))
+            with fails, pytest.raises(OSError, match="Input/output") as failed:
                 deepnvme.save([torch.ones(3)], path)
             errors.append(failed.value)  # as a notebook keeps it, with its traceback
         assert open_files(path.parent) == []
