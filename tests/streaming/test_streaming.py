@@ -807,12 +807,13 @@ with WeightStore.open({directory!r}) as store, torch.no_grad():
 
 def test_a_stream_that_is_dropped_gives_its_memory_back(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(f"""
-        import gc, re
+        import gc, re, time
+        from pathlib import Path
         import torch
         from torch import nn
         from deepnvme.streaming import WeightStore, stream
         def memory():
-            return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+            return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
         model = nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(3)))  # 8 MiB each
         blocks = list(model)
         x = torch.ones(1, 1024)
@@ -824,8 +825,11 @@ def test_a_stream_that_is_dropped_gives_its_memory_back(drive: Path, interpreter
                 block(x)
             assert memory() - before > 12 << 20, (memory() - before) >> 20
             del model, blocks, block, streaming
-            gc.collect()
-            assert memory() - before < 4 << 20, (memory() - before) >> 20
+            deadline = time.monotonic() + 20
+            while memory() - before > 4 << 20:  # what was read ahead may still be on its way
+                assert time.monotonic() < deadline, (memory() - before) >> 20
+                gc.collect()
+                time.sleep(0.01)
     """).check()
 
 
