@@ -21,7 +21,7 @@ import torch
 from deepnvme import _interrupts as interrupts
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.offload import params as ranks
-from deepnvme.offload import step as stepping
+from deepnvme.offload import step as step_module
 from tests.faults.torture.interruption import Interruption, all_but
 
 from .support.training import assert_same, assert_same_state, give_gradients, optimizer_in, parameters
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypa
     monkeypatch.setattr(ranks.ParamRanks, "failed", failed)
     optimizer = optimizer_in(drive, parameters(), lr=1e-2)
     for point in range(1, 5000):
-        interruption = Interruption(point, all_but(interrupts, ranks, stepping), by=(signal.SIGUSR1,))
+        interruption = Interruption(point, all_but(interrupts, ranks, step_module), by=(signal.SIGUSR1,))
         votes.clear()
         try:
             optimizer.step(closure)

@@ -19,7 +19,7 @@ from deepnvme.transfer.block import Block, State
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
-from .io_stats import IOStats, StoredBlock, shortage
+from .counted_io import CountedIO, StoredBlock, shortage
 from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
@@ -82,18 +82,18 @@ class _Collected:
 class _GradientStore:
     """Reads and writes gradients. What cannot be written is lost, so that backward goes on with the memory."""
 
-    def __init__(self, traffic: IOStats) -> None:
-        self._traffic = traffic
+    def __init__(self, io: CountedIO) -> None:
+        self._io = io
         self.error: OSError | None = None
         """The first error of a write."""
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start reading the gradients of a sub-group."""
-        return self._traffic.read(block, buffer)
+        return self._io.read(block, buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start writing the gradients of a sub-group. Its error is kept here, not raised by the cache."""
-        return _GradientWrite(self.failed, self._traffic.write(block, buffer))
+        return _GradientWrite(self.failed, self._io.write(block, buffer))
 
     def failed(self, error: OSError | None) -> None:
         """Record the first error of a write; None to forget it."""
@@ -124,18 +124,18 @@ class SubGroupGradients:
     thread-safe: GradientHooks serialises calls.
 
     Args:
-        traffic: Reads and writes gradients.
+        io: Reads and writes gradients.
         pool: Where memory is leased.
     """
 
-    def __init__(self, traffic: IOStats, pool: BufferPool) -> None:
-        self._traffic = traffic
+    def __init__(self, io: CountedIO, pool: BufferPool) -> None:
+        self._io = io
         self._arrived: dict[SubGroup, set[int]] = {}
         self._collected: dict[SubGroup, _Collected] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
         self._scale: torch.Tensor | None = None
-        self._store = _GradientStore(traffic)
+        self._store = _GradientStore(io)
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self._cache = BlockCache(self._store, self._memory, retain=False, retain_written=False, read_again=False)
         self._largest = 0
@@ -221,7 +221,7 @@ class SubGroupGradients:
         for kept in self._collected.values():
             if kept.block.users:
                 self._complete(kept)
-        with self._traffic.times.waiting:
+        with self._io.times.waiting:
             self._cache.drain()
         self._raise_if_lost()
 
@@ -230,7 +230,7 @@ class SubGroupGradients:
         """Whether any gradient was collected and not dropped yet, or has memory to be collected in."""
         return any(kept.present or kept.block.users for kept in self._collected.values())
 
-    def note_arrival(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
+    def record_arrived(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
         """Record, with ``step_in_backward``, that the gradient of a parameter with these pieces has arrived.
 
         Returns:
@@ -251,10 +251,10 @@ class SubGroupGradients:
 
     @property
     def any_arrived(self) -> bool:
-        """Whether :meth:`note_arrival` was called since the last step."""
+        """Whether :meth:`record_arrived` was called since the last step."""
         return bool(self._arrived)
 
-    def forget_arrivals(self) -> None:
+    def clear_arrived(self) -> None:
         """Begin a new step: no gradient has arrived for it."""
         self._arrived.clear()
 
@@ -381,9 +381,9 @@ class SubGroupGradients:
         stays = kept.block.users > 0  # because the sub-group is incomplete, or resident
         if not stays:
             self._taken = kept.block
-            with self._traffic.times.waiting:
+            with self._io.times.waiting:
                 self._read(kept.block)
-            self._traffic.look()
+            self._io.record_ended()
         found = {index: kept.layout.sections[index].of(kept.block.content) for index in sorted(present)}
         if self._scale is not None:
             in_place = not stays and kept.block.state is State.CLEAN

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.tensor_store import TensorStore
 
-from .io_stats import StepReport
+from .counted_io import StepReport
 from .partition import SubGroupPlanner
 from .resident_sub_groups import ResidencyPolicy
 from .state_dict import opaque
@@ -116,16 +116,16 @@ class OffloadedOptimizer(Optimizer):
             raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
         if offload_gradients and step_in_backward:
             raise ValueError("step_in_backward frees gradients at once: offload_gradients has nothing to do then; choose one")
-        self._plan = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
-        self._residency = ResidencyPolicy(self._plan, dram_budget, offload_gradients)
+        self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
+        self._residency = ResidencyPolicy(self._planner, dram_budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
         self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
-        super().__init__(params, self._plan.defaults())
-        first = self._plan.sub_groups_of(self.param_groups, 0, 0)
+        super().__init__(params, self._planner.defaults())
+        first = self._planner.sub_groups_of(self.param_groups, 0, 0)
         self._residency.check_memory(first, self._pool, self._pool.in_use)
         try:
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum)
-            self._stepping = StepRunner(
+            self._runner = StepRunner(
                 self,
                 self._store,
                 self._pool,
@@ -134,9 +134,9 @@ class OffloadedOptimizer(Optimizer):
                 in_backward=step_in_backward,
                 verbose=verbose,
             )
-            self.state = self._stepping.states  # type: ignore[assignment]
+            self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
-            self._stepping.add(first)
+            self._runner.add(first)
         except BaseException:
             self.close()
             raise
@@ -161,7 +161,7 @@ class OffloadedOptimizer(Optimizer):
                 child, or after a step that failed and cannot be undone.
             OSError: From the drive.
         """
-        return self._stepping.step(closure)
+        return self._runner.step(closure)
 
     @property
     def steps(self) -> int:
@@ -170,11 +170,11 @@ class OffloadedOptimizer(Optimizer):
         After an exception out of :meth:`step`, it tells whether that step was made. An exception that comes when all the work is
         done, such as Ctrl-C, leaves the step made; any other leaves it undone.
         """
-        return self._stepping.steps
+        return self._runner.steps
 
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
-        return self._stepping.stats.last
+        return self._runner.io.last
 
     def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
         """Measure how fast the drive reads and writes in this optimizer's directories.
@@ -191,9 +191,9 @@ class OffloadedOptimizer(Optimizer):
             ValueError: If ``nbytes`` is less than 1.
             OSError: From the drive.
         """
-        self._stepping.guard.check_usable()
+        self._runner.guard.check_usable()
         largest = max(each.numel for each in self._sub_groups)
-        return self._stepping.stats.measure_limits(self._pool, 4 * largest, nbytes)
+        return self._runner.io.measure_limits(self._pool, 4 * largest, nbytes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.
@@ -211,7 +211,7 @@ class OffloadedOptimizer(Optimizer):
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._offload_gradients:
-            return self._stepping.clip(params, max_norm, norm_type)
+            return self._runner.clip(params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -219,7 +219,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises OSError if undoing fails.
         """
-        self._stepping.zero_grad()
+        self._runner.zero_grad()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -228,18 +228,18 @@ class OffloadedOptimizer(Optimizer):
         Raises what the constructor raises, and RuntimeError if backward has stepped parameters since the last step. Nothing is
         added then.
         """
-        if not hasattr(self, "_stepping"):  # called by torch's constructor
+        if not hasattr(self, "_runner"):  # called by torch's constructor
             super().add_param_group(param_group)
             return
-        self._stepping.check_between_steps()
+        self._runner.check_between_steps()
         groups = len(self.param_groups)
         more: list[SubGroup] | None = None
         try:
             super().add_param_group(param_group)
-            more = self._plan.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
-            others = max(0, self._pool.in_use - self._stepping.leased_bytes * 9 // 8)  # leases may take up to an eighth more
+            more = self._planner.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
+            others = max(0, self._pool.in_use - self._runner.leased_bytes * 9 // 8)  # leases may take up to an eighth more
             self._residency.check_memory([*self._sub_groups, *more], self._pool, others)
-            self._stepping.add(more)
+            self._runner.add(more)
         except BaseException:
             if more is None or any(each not in self._sub_groups for each in more):
                 del self.param_groups[groups:]
@@ -259,8 +259,8 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: If backward has stepped parameters since the last step.
             OSError: If states are damaged (with ``checksum``), or if an earlier step still has to be undone and cannot be.
         """
-        self._stepping.guard.check_usable()
-        self._stepping.check_between_steps()
+        self._runner.guard.check_usable()
+        self._runner.check_between_steps()
         if self._checksum:
             self.state.verify()  # type: ignore[attr-defined]
         return super().state_dict()
@@ -282,8 +282,8 @@ class OffloadedOptimizer(Optimizer):
         Steps made in backward without a :meth:`step`, and a failed step that could not be undone yet, are undone first. If that
         raises OSError, the optimizer stays open: call this again, or :meth:`load_state_dict` and then this.
         """
-        if hasattr(self, "_stepping"):
-            self._stepping.close()
+        if hasattr(self, "_runner"):
+            self._runner.close()
         if hasattr(self, "_store"):
             self._store.close()
 
@@ -315,19 +315,19 @@ class OffloadedOptimizer(Optimizer):
         Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
         for a state_dict that does not fit.
         """
-        self._stepping.guard.check_open()
-        self._stepping.check_before_loading()
+        self._runner.guard.check_open()
+        self._runner.check_before_loading()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._stepping.load(state)
+        self._runner.load(state)
         self.defaults.setdefault("differentiable", False)  # as torch.optim.Optimizer.__setstate__ does
 
     @property
     def _sub_groups(self) -> list[SubGroup]:
-        return self._stepping.sub_groups
+        return self._runner.sub_groups
 
 
 def _own_directories(

@@ -84,7 +84,7 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def version_of(param: torch.Tensor) -> tuple[int, int]:
+def param_version(param: torch.Tensor) -> tuple[int, int]:
     """Return a value that differs after each in-place change of the parameter, and after its memory was replaced."""
     local = local_of(param)
     return local._version, local.data_ptr()
@@ -133,14 +133,14 @@ class StepVote:
         self._ranks = ranks
         self._cast = False
 
-    def carry(self) -> None:
+    def approve(self) -> None:
         """Vote for the step. Blocks until all ranks have voted. Raises RuntimeError if another rank could not make it."""
         self._cast = True
         failed = self._ranks.failed(here=False)
         if failed is not None:
             raise RuntimeError(f"rank {failed} failed in this step, and says why: no rank makes it")
 
-    def object(self) -> None:
+    def veto(self) -> None:
         """Vote against the step. Blocks until all ranks have voted. Has no effect if this rank has voted before."""
         if not self._cast:
             self._cast = True

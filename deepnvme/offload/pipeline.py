@@ -13,8 +13,8 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
-from .io_stats import IOStats, StoredBlock, shortage
 from .resident_sub_groups import RING, BlockVersions, block_name, image_name
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
 
@@ -54,18 +54,18 @@ class SubGroupPipeline:
     written.
 
     Args:
-        traffic: Reads and writes blocks.
+        io: Reads and writes blocks.
         blocks: Chooses where states are written.
         gradients: Provides the gradients. They are read ahead, too.
         pool: Where memory is leased.
     """
 
-    def __init__(self, traffic: IOStats, blocks: BlockVersions, gradients: SubGroupGradients, pool: BufferPool) -> None:
-        self._traffic, self._blocks, self._gradients, self._pool = traffic, blocks, gradients, pool
+    def __init__(self, io: CountedIO, blocks: BlockVersions, gradients: SubGroupGradients, pool: BufferPool) -> None:
+        self._io, self._blocks, self._gradients, self._pool = io, blocks, gradients, pool
         self._memory, self._copies_memory = PooledMemory(pool, 0, shortage), PooledMemory(pool, 0, shortage)
-        self._cache = BlockCache(traffic, self._memory, read_again=False)
+        self._cache = BlockCache(io, self._memory, read_again=False)
         """The states of sub-groups."""
-        self._copies = BlockCache(traffic, self._copies_memory, retain=False)
+        self._copies = BlockCache(io, self._copies_memory, retain=False)
         """Copies of parameters."""
         self._states: dict[SubGroup, StoredBlock] = {}
         self._in_flight = RING
@@ -122,7 +122,7 @@ class SubGroupPipeline:
             self._upcoming.remove(sub_group)
         self._leave_room_for([sub_group])  # not all that backward completes was expected
         states = self._states_of(sub_group)
-        with self._traffic.times.waiting:
+        with self._io.times.waiting:
             if states is None:
                 self._cache.drop_clean()
             else:
@@ -130,7 +130,7 @@ class SubGroupPipeline:
         layout, images = self._copy_params(sub_group)
         self._log.append(_Stepped(sub_group, sub_group.remember(), layout, images))
         collected, scratch = self._gradients.take(sub_group)
-        with self._traffic.times.computing:
+        with self._io.times.computing:
             held = sub_group.step(None if states is None else states.content, collected, scratch, groups)
             if held is not None:
                 self._lay_out(sub_group, held)
@@ -138,7 +138,7 @@ class SubGroupPipeline:
                 give_back_heap()
         self._write(sub_group, images)
         self._cache.poll()  # a write may have ended during the step: its memory is for the next read
-        self._traffic.look()
+        self._io.record_ended()
         self._gradients.expect(self._upcoming)
 
     def keep_copy(self, sub_group: SubGroup) -> None:
@@ -168,10 +168,10 @@ class SubGroupPipeline:
 
     def drain(self) -> None:
         """Wait for all transfers. Raises the OSError of the first that failed."""
-        with self._traffic.times.waiting:
+        with self._io.times.waiting:
             self._cache.drain()
             self._copies.drain()
-        self._traffic.look()
+        self._io.record_ended()
         self._cache.raise_failure()
         self._copies.raise_failure()
 
@@ -280,7 +280,7 @@ class SubGroupPipeline:
         self._images_bytes = max(self._images_bytes, layout.nbytes)
         self._leave_room_for([])
         images = StoredBlock(image_name(sub_group), layout.nbytes, self._images_bytes)
-        with self._traffic.times.waiting:
+        with self._io.times.waiting:
             self._copies.create(images)
         pieces = [sub_group.pieces[section.piece] for section in layout.sections]
         layout.fill(images.content, [piece.of(piece.param) for piece in pieces])

@@ -16,8 +16,8 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import OPEN, SubGroupGradients
-from .io_stats import IOStats, StoredBlock, shortage
 from .partition import SubGroupPlanner
 from .sub_group import SubGroup
 
@@ -29,13 +29,13 @@ class ResidencyPolicy:
     """Chooses which sub-groups stay in memory within a budget.
 
     Args:
-        plan: Estimates the size of blocks before their first step.
+        planner: Estimates the size of blocks before their first step.
         dram_budget: Bytes of blocks that may stay in memory, and of their gradients with ``offload_gradients``.
         offload_gradients: Whether gradients are offloaded.
     """
 
-    def __init__(self, plan: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
-        self._plan, self._dram_budget, self._offload_gradients = plan, dram_budget, offload_gradients
+    def __init__(self, planner: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
+        self._planner, self._dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
         """Set ``in_memory`` of each sub-group that has a block by now and no decision yet, in order, within the budget.
@@ -72,8 +72,8 @@ class ResidencyPolicy:
         ring, largest = 0, 0
         for each in sub_groups:  # resident ones too: their first step goes through the drive
             largest = max(largest, each.numel)
-            gradients = (OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0
-            ring = max(ring, RING * (self._plan.estimate(each) + _parameter_bytes(each)) + each.full_gradient_bytes + gradients)
+            gradients = each.full_gradient_bytes + (OPEN + 1) * _parameter_bytes(each) * self._offload_gradients
+            ring = max(ring, RING * (self._planner.estimate(each) + _parameter_bytes(each)) + gradients)
         wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
         if wanted > pool.budget - leased_by_others:
             raise OutOfBuffers(
@@ -106,7 +106,7 @@ class ResidencyPolicy:
 
     def _block(self, sub_group: SubGroup) -> int:
         """Return the bytes of a sub-group's block; an estimate before its first step."""
-        return self._plan.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
+        return self._planner.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
 
     def _memory(self, sub_group: SubGroup) -> int:
         return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
@@ -179,8 +179,8 @@ class ResidentBlocks:
     first step, and there it can be undone.
     """
 
-    def __init__(self, traffic: IOStats, blocks: BlockVersions, pool: BufferPool) -> None:
-        self._traffic, self._blocks, self._pool = traffic, blocks, pool
+    def __init__(self, io: CountedIO, blocks: BlockVersions, pool: BufferPool) -> None:
+        self._io, self._blocks, self._pool = io, blocks, pool
 
     def load(self, sub_groups: Sequence[SubGroup]) -> None:
         """Read the blocks of these sub-groups into memory, and wait for them.
@@ -193,8 +193,8 @@ class ResidentBlocks:
                 assert each.layout is not None
                 blocks[each] = StoredBlock(block_name(each), each.layout.nbytes)
         memory = PooledMemory(self._pool, sum(block.nbytes for block in blocks.values()), shortage)
-        cache = BlockCache(self._traffic, memory)
-        with self._traffic.times.waiting:
+        cache = BlockCache(self._io, memory)
+        with self._io.times.waiting:
             try:
                 cache.acquire(blocks.values())
             finally:
@@ -207,7 +207,7 @@ class ResidentBlocks:
         assert sub_group.resident is not None
         sub_group.current_states_are_in(None)
         collected, scratch = gradients.take(sub_group)
-        with self._traffic.times.computing:
+        with self._io.times.computing:
             held = sub_group.step(sub_group.resident.buffer, collected, scratch, groups)
             if held is not None:
                 layout = sub_group.lay_out(held)
@@ -224,8 +224,8 @@ class ResidentBlocks:
         assert sub_group.layout is not None
         number = self._blocks.next_of(sub_group)
         block = sub_group.resident.buffer[: sub_group.layout.nbytes]
-        with self._traffic.aside():
-            self._traffic.put(block_name(sub_group, number), block).result()
+        with self._io.aside():
+            self._io.put(block_name(sub_group, number), block).result()
         sub_group.current_states_are_in(number)
 
     def dismiss(self, sub_group: SubGroup) -> None:

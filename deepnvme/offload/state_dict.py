@@ -13,8 +13,8 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
 
+from .counted_io import CountedIO
 from .gradients import Pieces
-from .io_stats import IOStats
 from .params import distributed_like, local_of
 from .pipeline import SubGroupPipeline
 from .resident_sub_groups import BlockVersions, ResidentBlocks, block_name
@@ -101,7 +101,7 @@ class OffloadedStates(MutableMapping[Any, Any]):
 
 @contextlib.contextmanager
 def loaded(
-    state: Mapping[str, Any], sub_groups: Sequence[SubGroup], pipeline: SubGroupPipeline, stats: IOStats
+    state: Mapping[str, Any], sub_groups: Sequence[SubGroup], pipeline: SubGroupPipeline, io: CountedIO
 ) -> Iterator[None]:
     """Write new states to the drive, one sub-group at a time, without overwriting the current ones.
 
@@ -112,13 +112,13 @@ def loaded(
         state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         sub_groups: The sub-groups to load.
         pipeline: Writes the blocks.
-        stats: Does not count the writes for a step.
+        io: Does not count the writes for a step.
     """
     pipeline.abandon()
     undo = [pipeline.forget_states, *(sub_group.remember() for sub_group in sub_groups)]
     done = False
     try:
-        with stats.aside():
+        with io.aside():
             for sub_group in sub_groups:
                 held = take_over(sub_group, state["state"], state["param_groups"])
                 if held:

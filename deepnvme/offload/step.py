@@ -15,8 +15,8 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 
+from .counted_io import CountedIO
 from .gradients import GradientHooks, SubGroupGradients
-from .io_stats import IOStats
 from .params import ParamRanks, StepVote, over_ranks
 from .pipeline import SubGroupPipeline
 from .resident_sub_groups import BlockVersions, ResidencyPolicy, ResidentBlocks
@@ -105,11 +105,11 @@ class StepRunner:
         self._offload_gradients = offload_gradients
         self._order_in_backward: list[SubGroup] = []
         """The sub-groups that the previous step has stepped in backward, in the order they were stepped."""
-        self.stats = IOStats(store, verbose)
-        self._gradients = SubGroupGradients(self.stats, pool)
+        self.io = CountedIO(store, verbose)
+        self._gradients = SubGroupGradients(self.io, pool)
         self._blocks = BlockVersions(store)
-        self._residents = ResidentBlocks(self.stats, self._blocks, pool)
-        self._pipeline = SubGroupPipeline(self.stats, self._blocks, self._gradients, pool)
+        self._residents = ResidentBlocks(self.io, self._blocks, pool)
+        self._pipeline = SubGroupPipeline(self.io, self._blocks, self._gradients, pool)
         self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._hooks = GradientHooks(self._gradient_arrived)
         self._ranks = ParamRanks(())
@@ -158,12 +158,12 @@ class StepRunner:
     def zero_grad(self) -> None:
         """Undo what backward has stepped since the last step, and drop the gradients on the drive. Raises OSError."""
         self._take_all_back()
-        self._gradients.forget_arrivals()
+        self._gradients.clear_arrived()
         self._gradients_lost = False
         collected = self._gradients.any_collected
         self._gradients.clear()  # also if an interrupted call has left nothing but memory
         if collected:
-            self.stats.finish()
+            self.io.finish()
 
     def load(self, state: dict[str, Any]) -> None:
         """Replace all states and parameter groups; on any exception none is replaced.
@@ -174,7 +174,7 @@ class StepRunner:
             state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         """
         given_up = 0
-        with loaded(state, self.sub_groups, self._pipeline, self.stats):
+        with loaded(state, self.sub_groups, self._pipeline, self.io):
             for sub_group in self.sub_groups:
                 sub_group.states_were_loaded()
             self._residency.choose(self.sub_groups)
@@ -242,22 +242,22 @@ class StepRunner:
             try:
                 with defer_interrupts():
                     self._undo(error)
-                    vote.object()
+                    vote.veto()
             finally:  # other ranks wait for this vote, so cast it even if a signal interrupted the lines above
-                vote.object()
+                vote.veto()
             raise
 
     def _step(self, closure: Callable[[], Any] | None, vote: StepVote) -> Any:
         loss = None
-        self.stats.times.begin()
+        self.io.times.begin()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self.stats.times.begin()  # again: the closure may have called zero_grad(), which resets the times
+            self.io.times.begin()  # again: the closure may have called zero_grad(), which resets the times
         self._unfinished = True
         stepped = self._step_all(vote)
         self._unfinished = False
-        self.stats.step_made(self.steps, stepped, self._resident_bytes)
+        self.io.step_made(self.steps, stepped, self._resident_bytes)
         return loss
 
     def _clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float, vote: StepVote) -> torch.Tensor:
@@ -265,7 +265,7 @@ class StepRunner:
         self._gradients.flush()
         norms = self._gradients.norms(params, norm_type)
         with defer_interrupts():  # the vote and the norm are collectives: all ranks have to take part in both
-            vote.carry()
+            vote.approve()
             return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
 
     def _step_all(self, vote: StepVote) -> int:
@@ -299,7 +299,7 @@ class StepRunner:
             first = to_come.pop(0)
             self._pipeline.keep_copy(first)
             self._residents.step(first, self._gradients, self._optimizer.param_groups)
-        vote.carry()
+        vote.approve()
         for sub_group in to_come:
             try:
                 self._residents.step(sub_group, self._gradients, self._optimizer.param_groups)
@@ -316,7 +316,7 @@ class StepRunner:
         for sub_group in (*in_backward, *stepped):
             sub_group.pull(self._optimizer.param_groups)
         self._order_in_backward = list(in_backward)
-        self._gradients.forget_arrivals()
+        self._gradients.clear_arrived()
         self._gradients.clear()
         if self._in_backward:
             self._free_gradients()  # also those of resident sub-groups, which backward did not free
@@ -340,8 +340,8 @@ class StepRunner:
                 self._not_undone = str(error)
                 raise
             finally:
-                self._gradients.forget_arrivals()
-                self.stats.finish()
+                self._gradients.clear_arrived()
+                self.io.finish()
                 if under_way:
                     self._remember_params()
             self._unfinished, self._not_undone = False, None
@@ -358,7 +358,7 @@ class StepRunner:
             try:
                 self._take_back()
             except Exception as error:
-                self._say_where_it_is(error)
+                self._explain_state(error)
                 raise
 
     def _undo(self, error: BaseException) -> None:
@@ -372,9 +372,9 @@ class StepRunner:
                 self._gradients.clear()
                 self._free_gradients()
                 self._gradients_lost = True
-            self._say_where_it_is(error)
+            self._explain_state(error)
 
-    def _say_where_it_is(self, error: BaseException) -> None:
+    def _explain_state(self, error: BaseException) -> None:
         """Add to an error's message, or as a note, which step the states are of and what to do."""
         said = self.guard.broken or f"the optimizer and its parameters are as after step {self.steps}"
         if self.guard.broken is None and self._unfinished:
@@ -399,8 +399,8 @@ class StepRunner:
         try:
             self._finish_undoing()
             self._gradients_lost = False
-            self.stats.times.begin()
-            self.stats.look()
+            self.io.times.begin()
+            self.io.record_ended()
             if self._offload_gradients:
                 self._gradients.take_in(param, self._pieces[param])
             else:
@@ -416,7 +416,7 @@ class StepRunner:
         self._look_for_changes()
         if not self._gradients.any_arrived:
             self._pipeline.expect([each for each in self._order_in_backward if not each.in_memory])
-        for sub_group in self._gradients.note_arrival(self._pieces[param]):
+        for sub_group in self._gradients.record_arrived(self._pieces[param]):
             if not sub_group.in_memory:
                 self._pipeline.step(sub_group, self._optimizer.param_groups)
                 stepped = set(self._pipeline.stepped)

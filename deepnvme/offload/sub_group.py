@@ -12,7 +12,7 @@ import torch
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.transfer.block import Memory
 
-from .params import ParamSlice, version_of
+from .params import ParamSlice, param_version
 
 MASTER = "master_weight"
 """Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
@@ -181,7 +181,7 @@ class SubGroup:
 
     def remember_params(self) -> None:
         """Take the parameters as they are now as unchanged, for :meth:`changed_pieces`."""
-        self._versions = [version_of(piece.param) for piece in self.pieces]
+        self._versions = [param_version(piece.param) for piece in self.pieces]
 
     def changed_pieces(self) -> set[int]:
         """Return the indices of pieces whose parameter was changed since :meth:`remember_params`; none before its first call.
@@ -189,7 +189,7 @@ class SubGroup:
         Changes through ``.data`` are not noticed: torch does not count them as versions.
         """
         seen = zip(self.pieces, self._versions, strict=False)
-        return {index for index, (piece, version) in enumerate(seen) if version_of(piece.param) != version}
+        return {index for index, (piece, version) in enumerate(seen) if param_version(piece.param) != version}
 
     def mark_stale(self, pieces: Iterable[int]) -> None:
         """Have the next step update the master weights of these pieces, whose parameters were changed by other code."""

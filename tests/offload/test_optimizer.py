@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
-from deepnvme.offload import partition as plan
+from deepnvme.offload import partition
 from deepnvme.offload.partition import ELEMENTWISE
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.swap import BufferPool, OutOfBuffers
@@ -143,7 +143,7 @@ def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
 ) -> None:
     """In which gradients are missing too, also all of a portion."""
     optimizer_class, options = OPTIMIZERS[name]
-    monkeypatch.setattr(plan, "PORTION", 600)
+    monkeypatch.setattr(partition, "PORTION", 600)
     portions: list[int] = []
     step_portion = optimizer_class.step
 

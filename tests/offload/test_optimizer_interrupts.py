@@ -39,8 +39,8 @@ NOT_OURS = (
 )
 
 
-class Places(Interruption):
-    """Notes the places of all points, and interrupts at none."""
+class PlaceRecorder(Interruption):
+    """Records the places of all points, and interrupts at none."""
 
     def __init__(self, skip: tuple[str, ...] = NOT_OURS) -> None:
         super().__init__(0, skip)
@@ -64,7 +64,7 @@ class SinceUndoing(Interruption):
 
 def one_point_for_each_place(operation: Callable[..., Any], random: Random) -> list[int]:
     """Numbers of points: of each line the first time, and one of the other times."""
-    places = Places()
+    places = PlaceRecorder()
 
     def note(interrupted: Callable[[], object]) -> Interruption:
         with places:

@@ -21,7 +21,7 @@ WAY = [
     {"deepnvme/offload/step.py"},
     {"deepnvme/offload/pipeline.py"},
     {"deepnvme/transfer/block_cache.py"},
-    {"deepnvme/offload/io_stats.py"},
+    {"deepnvme/offload/counted_io.py"},
     {"deepnvme/store/tensor_store.py"},
     {"deepnvme/store/reading.py", "deepnvme/store/writing.py"},
     {"deepnvme/engine.py"},

@@ -79,13 +79,13 @@ class _TransferTimes:
 
     def started(self, future: StoreFuture[Any], nbytes: int) -> None:
         """Record the start of a transfer."""
-        self.look()
+        self.record_ended()
         if not self._under_way:
             self._since = time.perf_counter()
         self._under_way.append(future)
         self.nbytes += nbytes
 
-    def look(self) -> None:
+    def record_ended(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called."""
         if self._under_way:
             self._under_way = [future for future in self._under_way if not future.done()]
@@ -162,7 +162,7 @@ def shortage(held: int, block: Block) -> str:
     return f"the sub-groups in memory have leased {held} bytes and need {block.nbytes} more"
 
 
-class IOStats:
+class CountedIO:
     """Reads from and writes to a store, counts bytes and times for the current step, and makes a report of each step.
 
     Transfers through ``store`` directly are not counted.
@@ -202,10 +202,10 @@ class IOStats:
         assert isinstance(block, StoredBlock)
         return self.put(block.name, block.content)
 
-    def look(self) -> None:
+    def record_ended(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
-        self.times.reads.look()
-        self.times.writes.look()
+        self.times.reads.record_ended()
+        self.times.writes.record_ended()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ class IOStats:
 
         Called when a step is completed, and when one was undone.
         """
-        self.look()
+        self.record_ended()
         times, self.times = self.times, StepTimes()
         return times
 
