@@ -25,12 +25,12 @@ import torch
 from harness import checkpoints, drive
 from harness.checkpoints import State, library, nbytes_of
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.documents import all_turns, document
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.free_memory import FreeMemory
 from harness.optimizer_steps import quieten
-from harness.tables import turns_table, verdict_table
-from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
+from harness.tables import comparison_table, verdict_table
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -98,10 +98,12 @@ def warm_up(directory: Path, progress: Progress) -> None:
             library(name).load(path, tiny)
 
 
-def times_as_fast_verdicts(verb: str, turns: Turns[str, Counts], rows: Sequence[tuple[str, str, float]]) -> list[Verdict]:
+def times_as_fast_verdicts(
+    verb: str, comparison: Comparison[str, Counts], rows: Sequence[tuple[str, str, float]]
+) -> list[Verdict]:
     """One for each (ours, theirs, at least)."""
     return [
-        judge(turns, f"{verb}, times as fast: {ours} / {theirs}", (ours, theirs), times_as_fast, "at least", bound)
+        judge(comparison, f"{verb}, times as fast: {ours} / {theirs}", (ours, theirs), times_as_fast, "at least", bound)
         for ours, theirs, bound in rows
     ]
 
@@ -126,7 +128,7 @@ def compare_saving(
 ) -> None:
     """Every library saves the same state."""
     contenders = {name: saving(name, state, directory) for name in SAVING}
-    turns = measurements.turns["save"] = take_turns("save", contenders, settings.rounds, progress)
+    comparison = measurements.comparisons["save"] = measure_interleaved("save", contenders, settings.rounds, progress)
     rows = (
         ("deepnvme", "torch", 4.0),
         ("deepnvme", "safetensors", 2.0),
@@ -134,7 +136,7 @@ def compare_saving(
         ("deepnvme", "raw", 0.92),
         ("deepnvme DCP", "DCP", 1.8),
     )
-    measurements.verdicts += times_as_fast_verdicts("save", turns, rows)
+    measurements.verdicts += times_as_fast_verdicts("save", comparison, rows)
 
 
 def loading(name: str, state: State, directory: Path, free: FreeMemory) -> Callable[[], Counts]:
@@ -168,7 +170,7 @@ def compare_loading(
     """Every library loads the state that it has saved, while memory of its size is free."""
     free = FreeMemory(IN_HAND * nbytes_of(state))
     contenders = {name: loading(name, state, directory, free) for name in LOADING}
-    turns = measurements.turns["load"] = take_turns("load", contenders, settings.rounds, progress)
+    comparison = measurements.comparisons["load"] = measure_interleaved("load", contenders, settings.rounds, progress)
     rows = (
         ("deepnvme", "torch", 2.2),
         ("deepnvme", "Run:ai", 1.3),
@@ -176,7 +178,7 @@ def compare_loading(
         ("deepnvme", "raw", 0.92),
         ("deepnvme DCP", "DCP", 1.8),
     )
-    measurements.verdicts += times_as_fast_verdicts("load", turns, rows)
+    measurements.verdicts += times_as_fast_verdicts("load", comparison, rows)
 
 
 def compare_background(
@@ -202,11 +204,11 @@ def compare_background(
         return {"seconds": seconds, "in_all": time.perf_counter() - begun}
 
     held()
-    turns = measurements.turns["background"] = take_turns(
+    comparison = measurements.comparisons["background"] = measure_interleaved(
         "async_save", {"caller held": held, "memcpy": copy}, settings.rounds, progress
     )
     what = "async_save, the caller is held / a memcpy of the state"
-    verdict = judge(turns, what, ("memcpy", "caller held"), times_as_fast, "at most", 1.3)
+    verdict = judge(comparison, what, ("memcpy", "caller held"), times_as_fast, "at most", 1.3)
     measurements.verdicts.append(verdict)
 
 
@@ -237,9 +239,9 @@ def compare_small(
     """A state of many small tensors, whose cost is in their number."""
     small = {f"layer.{index}.weight": torch.full((4096,), float(index)) for index in range(settings.small_tensors)}
     contenders = {name: saving(name, small, directory) for name in ("deepnvme", "torch")}
-    turns = measurements.turns["small"] = take_turns("small tensors", contenders, settings.rounds, progress)
+    comparison = measurements.comparisons["small"] = measure_interleaved("small tensors", contenders, settings.rounds, progress)
     what = f"save of {settings.small_tensors} tensors of 16 KiB, times as fast: deepnvme / torch"
-    measurements.verdicts.append(judge(turns, what, ("deepnvme", "torch"), times_as_fast, "at least", 5))
+    measurements.verdicts.append(judge(comparison, what, ("deepnvme", "torch"), times_as_fast, "at least", 5))
 
 
 def compare_recycling(
@@ -263,8 +265,8 @@ def compare_recycling(
     for _ in range(2):
         save(recycled=True)
     contenders = {"recycled": functools.partial(save, True), "new": functools.partial(save, False)}
-    turns = measurements.turns["recycling"] = take_turns("recycling", contenders, settings.rounds, progress)
-    measurements.verdicts += times_as_fast_verdicts("save over blocks that are there", turns, [("recycled", "new", 1.0)])
+    comparison = measurements.comparisons["recycling"] = measure_interleaved("recycling", contenders, settings.rounds, progress)
+    measurements.verdicts += times_as_fast_verdicts("save over blocks that are there", comparison, [("recycled", "new", 1.0)])
 
 
 def compare_parallel(
@@ -289,16 +291,16 @@ def compare_parallel(
         for how in ways.values():
             save(how)
         contenders = {name: functools.partial(save, how) for name, how in ways.items()}
-        turns = measurements.turns["parallel"] = take_turns("parallel", contenders, settings.rounds, progress)
+        comparison = measurements.comparisons["parallel"] = measure_interleaved("parallel", contenders, settings.rounds, progress)
     rows = [(name, "one process", 0.9) for name in list(ways)[1:]]  # which keeps a drive busy by itself
-    measurements.verdicts += times_as_fast_verdicts("save with group=", turns, rows)
+    measurements.verdicts += times_as_fast_verdicts("save with group=", comparison, rows)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
 def as_json(settings: Settings, measurements: Comparisons, started: str) -> dict[str, Any]:
-    return document("checkpoint", started, settings, measurements.verdicts, turns=all_turns(measurements.turns))
+    return document("checkpoint", started, settings, measurements.verdicts, comparisons=all_comparisons(measurements.comparisons))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
@@ -325,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("checkpoint") as started:
         measurements = measure(settings, print_step)
-    for title, turns in measurements.turns.items():
-        print(turns_table(title, turns))
+    for title, comparison in measurements.comparisons.items():
+        print(comparison_table(title, comparison))
     print(verdict_table(measurements.verdicts))
     write_json(json_path, as_json(settings, measurements, started))
     return 0

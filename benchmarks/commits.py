@@ -21,10 +21,10 @@ from typing import Any
 
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.documents import all_turns, document
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.documents import all_comparisons, document
 from harness.optimizer_steps import quieten
-from harness.tables import turns_table, verdict_table
-from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
+from harness.tables import comparison_table, verdict_table
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -62,7 +62,7 @@ class Settings:
 class Measurements(Comparisons):
     """Everything one run found out."""
 
-    peaks: dict[str, Turns[str, Counts]] = field(default_factory=dict)
+    peaks: dict[str, Comparison[str, Counts]] = field(default_factory=dict)
     """Of memory: a sample for each pair of processes."""
 
 
@@ -78,10 +78,10 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         for workload in settings.only:
             compare(workload, settings, packages, directory, measurements, progress)
     for workload in settings.only:
-        what, turns, peaks = WORKLOADS[workload], measurements.turns[workload], measurements.peaks[workload]
+        what, comparison, peaks = WORKLOADS[workload], measurements.comparisons[workload], measurements.peaks[workload]
         who = ("after", "before")
         measurements.verdicts += [
-            judge(turns, f"{what}: times as fast", who, times_as_fast, "at least", SPEED),
+            judge(comparison, f"{what}: times as fast", who, times_as_fast, "at least", SPEED),
             judge(peaks, f"{what}: peak memory", who, times_the_memory, "at most", MEMORY),
         ]
     return measurements
@@ -101,8 +101,8 @@ def compare(
     workload: str, settings: Settings, packages: dict[str, Path], directory: Path, measurements: Measurements, progress: Progress
 ) -> None:
     """Several pairs of processes, one of each commit, take turns with one workload, and then tell their peak memory."""
-    turns = measurements.turns[workload] = Turns({who: [] for who in packages})
-    peaks = measurements.peaks[workload] = Turns({who: [] for who in packages})
+    comparison = measurements.comparisons[workload] = Comparison({who: [] for who in packages})
+    peaks = measurements.peaks[workload] = Comparison({who: [] for who in packages})
     for pair in range(settings.pairs):
         title = f"{workload}, pair {pair + 1} of {settings.pairs}"
         with tempfile.TemporaryDirectory(dir=directory) as made, contextlib.ExitStack() as stack:
@@ -113,15 +113,15 @@ def compare(
                     for who, package in (packages if pair % 2 == 0 else dict(reversed(packages.items()))).items()
                 }
             except ContenderFailed as error:
-                turns.absent |= dict.fromkeys(packages, str(error))
-                peaks.absent |= turns.absent
+                comparison.absent |= dict.fromkeys(packages, str(error))
+                peaks.absent |= comparison.absent
                 return
             runs = {who: turn_of(processes[who], Path(made)) for who in packages}
-            of_pair = take_turns(title, runs, settings.rounds, progress)
+            of_pair = measure_interleaved(title, runs, settings.rounds, progress)
             for who, process in processes.items():
-                turns.samples[who] += of_pair.samples[who]
+                comparison.samples[who] += of_pair.samples[who]
                 peaks.samples[who].append(process.call("peak"))
-            turns.absent |= of_pair.absent
+            comparison.absent |= of_pair.absent
 
 
 def start(workload: str, package: Path, directory: Path, who: str, scale: float) -> WorkerProcess:
@@ -153,7 +153,7 @@ def times_the_memory(ours: Counts, theirs: Counts) -> float:
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    figures = {"turns": all_turns(measurements.turns), "peaks": all_turns(measurements.peaks)}
+    figures = {"comparisons": all_comparisons(measurements.comparisons), "peaks": all_comparisons(measurements.peaks)}
     return document("commits", started, settings, measurements.verdicts, **figures)
 
 
@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("commits") as started:
         measurements = measure(settings, print_step)
-    for name, turns in measurements.turns.items():
-        print(turns_table(WORKLOADS[name], turns))
+    for name, comparison in measurements.comparisons.items():
+        print(comparison_table(WORKLOADS[name], comparison))
     print(verdict_table(measurements.verdicts))
     write_json(json_path, as_json(settings, measurements, started))
     return 0

@@ -19,10 +19,10 @@ from typing import Any
 
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.documents import all_turns, document
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.documents import all_comparisons, document
 from harness.optimizer_steps import QUEUE_DEPTH, Library, Model, quieten, start_deepspeed
 from harness.tables import spread_text, table, verdict_table
-from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -87,7 +87,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 def compare_time(settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """All contenders train the same model in turns: the seconds of a step are compared, and the losses."""
     size = size_of(model)
-    turns: Turns[str, Counts] = Turns()
+    comparison: Comparison[str, Counts] = Comparison()
     if settings.deepspeed_python is not None:
         contenders, absent = {}, {}
         with contextlib.ExitStack() as stack:
@@ -100,32 +100,32 @@ def compare_time(settings: Settings, model: Model, directory: Path, measurements
                     continue
                 measurements.described[f"{size}, {name}"] = process.described
                 contenders[name] = trainer(process, directory, settings.steps)
-            turns = measurements.turns[size] = take_turns(size, contenders, settings.rounds, progress)
-        turns.absent |= absent
+            comparison = measurements.comparisons[size] = measure_interleaved(size, contenders, settings.rounds, progress)
+        comparison.absent |= absent
     for ours, bound in ((OP, 1.1), (SWAPPERS, 1.8)):
         what, pair = f"{size}, {ours} / {ALONE}", (ours, ALONE)
         measurements.verdicts += [
-            judge(turns, f"{what}: a step, times as fast", pair, times_as_fast, "at least", bound, ABSENT),
-            judge(turns, f"{what}: turns with losses that differ", pair, losses_differ, "at most", 0, ABSENT, summed=True),
+            judge(comparison, f"{what}: a step, times as fast", pair, times_as_fast, "at least", bound, ABSENT),
+            judge(comparison, f"{what}: turns with losses that differ", pair, losses_differ, "at most", 0, ABSENT, summed=True),
         ]
 
 
 def compare_memory(settings: Settings, model: Model, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """Of processes whose allocator keeps nothing large that was given back, since that is luck and not a need."""
     size = size_of(model)
-    turns: Turns[str, Counts] = Turns()
+    comparison: Comparison[str, Counts] = Comparison()
     if settings.deepspeed_python is not None:
 
         def trained(name: str) -> Counts:
             with start(name, settings, model, directory, AT_ONCE) as process:
                 return process.call("train", steps=settings.steps)
 
-        turns = take_turns(f"{size}, memory", {name: partial(trained, name) for name in CONTENDERS}, 1, progress)
-        measurements.turns[f"{size}, memory"] = turns
+        comparison = measure_interleaved(f"{size}, memory", {name: partial(trained, name) for name in CONTENDERS}, 1, progress)
+        measurements.comparisons[f"{size}, memory"] = comparison
     for ours in (OP, SWAPPERS):
         for what, figure in (("training", "peak"), ("starting", "peak_of_start")):
             text = f"{size}, {ours} / {ALONE}: peak memory, {what}"
-            measurements.verdicts.append(judge(turns, text, (ours, ALONE), ratio(figure), "at most", NOT_ABOVE, ABSENT))
+            measurements.verdicts.append(judge(comparison, text, (ours, ALONE), ratio(figure), "at most", NOT_ABOVE, ABSENT))
 
 
 def size_of(model: Model) -> str:
@@ -179,22 +179,22 @@ def losses_differ(ours: Counts, theirs: Counts) -> float:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def training_table(title: str, turns: Turns[str, Counts]) -> str:
+def training_table(title: str, comparison: Comparison[str, Counts]) -> str:
     rows = []
     for name in CONTENDERS:
-        samples = turns.samples.get(name)
+        samples = comparison.samples.get(name)
         cells = ["-"] * 4
         if samples:
             spreads = [Spread.of([sample[field] for sample in samples]) for field in ("seconds", "whole_seconds")]
             peaks = [max(sample[field] for sample in samples) for field in ("peak", "peak_of_start")]
             cells = [*(spread_text(spread, 3) for spread in spreads), *(f"{peak / MIB:.0f}" for peak in peaks)]
-        rows.append([name, *cells, turns.absent.get(name, "")])
+        rows.append([name, *cells, comparison.absent.get(name, "")])
     header = ["", "s/step, median (quartiles)", "forward and backward too", "peak MiB, training", "starting", ""]
     return table(title, header, rows, left=1)
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    figures = {"contenders": measurements.described, "turns": all_turns(measurements.turns)}
+    figures = {"contenders": measurements.described, "comparisons": all_comparisons(measurements.comparisons)}
     return document("deepspeed_training", started, settings, measurements.verdicts, **figures)
 
 
@@ -237,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("deepspeed_training") as started:
         measurements = measure(settings, print_step)
-    for title, turns in measurements.turns.items():
-        print(training_table(title, turns))
+    for title, comparison in measurements.comparisons.items():
+        print(training_table(title, comparison))
     print(verdict_table(measurements.verdicts))
     write_json(json_path, as_json(settings, measurements, started))
-    return 1 if any(turns.absent for turns in measurements.turns.values()) else 0
+    return 1 if any(comparison.absent for comparison in measurements.comparisons.values()) else 0
 
 
 if __name__ == "__main__":

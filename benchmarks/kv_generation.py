@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.comparison import Comparison, Counts, judge, measure_interleaved, times_as_fast
 from harness.documents import document
 from harness.figures import Verdict
 from harness.optimizer_steps import drive_limits, quieten
-from harness.tables import spread_text, table, turns_table, verdict_table
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.tables import comparison_table, spread_text, table, verdict_table
 from harness.workloads import ContenderFailed
 
 from deepnvme.tune.cli.arguments import positive
@@ -58,7 +58,7 @@ class Measurements:
     """Everything one run found out."""
 
     verdicts: list[Verdict] = field(default_factory=list)
-    turns: Turns[str, Counts] = field(default_factory=Turns)
+    comparison: Comparison[str, Counts] = field(default_factory=Comparison)
 
 
 class Generation:
@@ -149,8 +149,8 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
             contenders[who]()  # touches the memory
         nbytes = min(settings.nbytes, 1 << 30)
         limits = stack.enter_context(drive_limits(directory / "limits", nbytes, settings.rounds, ("read",)))
-        turns = take_turns("generate", {"limits": limits, **contenders}, settings.rounds, progress)
-    measurements.turns = turns
+        comparison = measure_interleaved("generate", {"limits": limits, **contenders}, settings.rounds, progress)
+    measurements.comparison = comparison
 
     def of_bound(ours: Counts, limit: Counts, in_memory: Counts) -> float:
         share: float = max(ours["bytes_read"] / limit["read"], in_memory["seconds"]) / ours["seconds"]
@@ -159,18 +159,18 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     what = f"generating {settings.new_tokens} tokens for {settings.sequences} prompts of {settings.prompt_tokens}"
     in_memory = f"{what}, times as fast: in host memory / DynamicCache"
     measurements.verdicts += [
-        judge(turns, in_memory, ("deepnvme, memory", "DynamicCache"), times_as_fast, "at least", 0.9),
+        judge(comparison, in_memory, ("deepnvme, memory", "DynamicCache"), times_as_fast, "at least", 0.9),
         judge(
-            turns,
+            comparison,
             f"{what}: share of the speed of max(bytes read / read limit, DynamicCache)",
             (NVME, "limits", "DynamicCache"),
             of_bound,
             "at least",
             0.7,
         ),
-        judge(turns, f"{what}, times as fast: half of it in memory / none", (HALF, NVME), times_as_fast, "at least", 1.0),
+        judge(comparison, f"{what}, times as fast: half of it in memory / none", (HALF, NVME), times_as_fast, "at least", 1.0),
         *(
-            judge(turns, f"turns whose tokens differ: {who}", (who,), lambda turn: turn["differs"], "at most", 0, summed=True)
+            judge(comparison, f"turns whose tokens differ: {who}", (who,), lambda one: one["differs"], "at most", 0, summed=True)
             for who in ("deepnvme, memory", NVME, HALF)
         ),
     ]
@@ -180,20 +180,20 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def counts_table(turns: Turns[str, Counts]) -> str:
+def counts_table(comparison: Comparison[str, Counts]) -> str:
     """What each cache counted: tokens, and bytes in memory, on the drive and moved."""
     columns = {"tokens_per_second": 1.0, "bytes_in_memory": 1e6, "bytes_on_drive": 1e6, "bytes_read": 1e6, "bytes_written": 1e6}
     rows = [
         [who, *(spread_text(Spread.of([sample[key] / unit for sample in samples])) if key in samples[0] else "-"
                 for key, unit in columns.items())]
-        for who, samples in turns.samples.items()
+        for who, samples in comparison.samples.items()
         if samples and "differs" in samples[0]
     ]  # fmt: skip
     return table("Caches", ["contender", "tokens/s", "MB in memory", "MB on the drive", "MB read", "MB written"], rows, left=1)
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    figures = {"bytes": settings.nbytes, "turns": measurements.turns.as_json()}
+    figures = {"bytes": settings.nbytes, "comparison": measurements.comparison.as_json()}
     return document("kv_generation", started, settings, measurements.verdicts, **figures)
 
 
@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("kv_generation") as started:
         measurements = measure(settings, print_step)
-    print(turns_table("generate", measurements.turns))
-    print(counts_table(measurements.turns))
+    print(comparison_table("generate", measurements.comparison))
+    print(counts_table(measurements.comparison))
     print(verdict_table(measurements.verdicts))
     write_json(json_path, as_json(settings, measurements, started))
     return 0

@@ -18,11 +18,11 @@ from typing import Any
 
 from harness import drive, identity, small_tensors
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.documents import all_turns, document
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
-from harness.tables import turns_table, verdict_table
-from harness.turns import Comparisons, Counts, Turns, judge, take_turns, times_as_fast
+from harness.tables import comparison_table, verdict_table
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -117,10 +117,10 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
             "offloaded": stepper(offloaded, directory),
             "offloaded, half in memory": stepper(half, directory),
         }
-        turns = measurements.turns["limits"] = take_turns("limits", contenders, settings.rounds, progress)
+        comparison = measurements.comparisons["limits"] = measure_interleaved("limits", contenders, settings.rounds, progress)
     measurements.verdicts += [
         judge(
-            turns,
+            comparison,
             f"step of {model.elements / 1e6:.0f} M parameters: time / that of the drive's limits, or in memory",
             ("offloaded", "limits", "in memory"),
             over_limit,
@@ -128,7 +128,7 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
             1.15,
         ),
         judge(
-            turns,
+            comparison,
             "the same, dram_budget of half the states: times as fast as with none",
             ("offloaded, half in memory", "offloaded"),
             times_as_fast,
@@ -149,7 +149,7 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
     """With DeepSpeed's classes and its op."""
     model, sub_group = settings.model, settings.sub_group_elements
     as_much = max(0, settings.buffer_bytes - settings.ring_bytes)
-    turns: Turns[str, Counts] = Turns()
+    comparison: Comparison[str, Counts] = Comparison()
     if settings.deepspeed_python is not None:
         deepspeed = partial(start_deepspeed, settings.deepspeed_python)
         starts: Starts = {
@@ -158,14 +158,15 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
             "pipelined": lambda: deepspeed(directory / "pipelined", model, sub_group, BUFFERS, True),
             "in turn": lambda: deepspeed(directory / "in_turn", model, sub_group, BUFFERS_IN_TURN, False),
         }
-        turns = measurements.turns["deepspeed"] = step_in_turns("deepspeed", starts, settings, directory, measurements, progress)
+        comparison = step_interleaved("deepspeed", starts, settings, directory, measurements, progress)
+        measurements.comparisons["deepspeed"] = comparison
     rows: tuple[tuple[str, tuple[str, str], float], ...] = (
         (f"memory of the ring / DeepSpeed's, pipelined, {BUFFERS} buffers", ("ring", "pipelined"), 1.4),
         (f"memory of the ring / DeepSpeed's, not pipelined, {BUFFERS_IN_TURN} buffers", ("ring", "in turn"), 1.8),
         (f"memory of {BUFFERS} buffers / DeepSpeed's, pipelined", ("as much memory", "pipelined"), 3),
     )
     for what, pair, bound in rows:
-        verdict = judge(turns, f"step, times as fast: {what}", pair, times_as_fast, "at least", bound, ABSENT)
+        verdict = judge(comparison, f"step, times as fast: {what}", pair, times_as_fast, "at least", bound, ABSENT)
         measurements.verdicts.append(verdict)
 
 
@@ -173,7 +174,7 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
     """DeepSpeed's stage 3 with our swappers and with its own, on our op."""
     libraries: tuple[Library, ...] = ("deepnvme", "deepspeed")
     for way, buffers, pipelined in (("pipelined", BUFFERS, True), ("not pipelined", BUFFERS_IN_TURN, False)):
-        turns: Turns[str, Counts] = Turns()
+        comparison: Comparison[str, Counts] = Comparison()
         if settings.deepspeed_python is not None:
             start = partial(start_deepspeed, settings.deepspeed_python, op="deepnvme", model=settings.model)
             starts: Starts = {
@@ -187,19 +188,19 @@ def compare_classes(settings: Settings, directory: Path, measurements: Measureme
                 )
                 for library in libraries
             }
-            turns = step_in_turns(f"classes, {way}", starts, settings, directory, measurements, progress)
-            measurements.turns[f"classes, {way}"] = turns
+            comparison = step_interleaved(f"classes, {way}", starts, settings, directory, measurements, progress)
+            measurements.comparisons[f"classes, {way}"] = comparison
         pair = (f"deepnvme's classes, {way}", f"deepspeed's classes, {way}")
         what = f"in DeepSpeed's stage 3, our op, {way}, {buffers} buffers: our classes / DeepSpeed's"
         measurements.verdicts += [
-            judge(turns, f"{what}, times as fast", pair, times_as_fast, "at least", 1.5, ABSENT),
-            judge(turns, f"{what}, losses that differ", pair, losses_that_differ, "at most", 0, ABSENT, summed=True),
+            judge(comparison, f"{what}, times as fast", pair, times_as_fast, "at least", 1.5, ABSENT),
+            judge(comparison, f"{what}, losses that differ", pair, losses_that_differ, "at most", 0, ABSENT, summed=True),
         ]
 
 
-def step_in_turns(
+def step_interleaved(
     title: str, starts: Starts, settings: Settings, directory: Path, measurements: Measurements, progress: Progress
-) -> Turns[str, Counts]:
+) -> Comparison[str, Counts]:
     """Optimizers each in a process. One that cannot start takes no part."""
     contenders, absent = {}, {}
     with contextlib.ExitStack() as stack:
@@ -212,9 +213,9 @@ def step_in_turns(
                 continue
             measurements.described[name] = process.described
             contenders[name] = stepper(process, directory)
-        turns = take_turns(title, contenders, settings.rounds, progress)
-    turns.absent |= absent
-    return turns
+        comparison = measure_interleaved(title, contenders, settings.rounds, progress)
+    comparison.absent |= absent
+    return comparison
 
 
 def losses_that_differ(ours: Counts, theirs: Counts) -> float:
@@ -237,7 +238,8 @@ def compare_memory(settings: Settings, directory: Path, measurements: Measuremen
 
 def compare_small_tensors(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """Many small tensors in a store, against few large ones."""
-    verdicts, measurements.turns["small"] = small_tensors.measure(directory, settings.small_tensors, settings.rounds, progress)
+    verdicts, comparison = small_tensors.measure(directory, settings.small_tensors, settings.rounds, progress)
+    measurements.comparisons["small"] = comparison
     measurements.verdicts += verdicts
 
 
@@ -245,7 +247,7 @@ def compare_small_tensors(settings: Settings, directory: Path, measurements: Mea
 
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
-    figures = {"contenders": measurements.described, "turns": all_turns(measurements.turns)}
+    figures = {"contenders": measurements.described, "comparisons": all_comparisons(measurements.comparisons)}
     return document("optimizer_swap", started, settings, measurements.verdicts, **figures)
 
 
@@ -280,11 +282,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("optimizer_swap") as started:
         measurements = measure(settings, print_step)
-    for title, turns in measurements.turns.items():
-        print(turns_table(title, turns))
+    for title, comparison in measurements.comparisons.items():
+        print(comparison_table(title, comparison))
     print(verdict_table(measurements.verdicts))
     write_json(json_path, as_json(settings, measurements, started))
-    return 1 if any(turns.absent for turns in measurements.turns.values()) else 0
+    return 1 if any(comparison.absent for comparison in measurements.comparisons.values()) else 0
 
 
 if __name__ == "__main__":

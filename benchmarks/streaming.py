@@ -22,12 +22,12 @@ from typing import Any
 
 from harness import drive
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.documents import all_turns, document
+from harness.comparison import Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.llama import Shape
 from harness.optimizer_steps import drive_limits, quieten
-from harness.tables import spread_text, table, turns_table, verdict_table
-from harness.turns import Comparisons, Counts, judge, take_turns, times_as_fast
+from harness.tables import comparison_table, spread_text, table, verdict_table
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
@@ -185,7 +185,7 @@ def contenders(
         yield running, absent
 
 
-def turns_of(
+def runs_of(
     running: Mapping[str, WorkerProcess], method: str, directory: Path, **arguments: int
 ) -> dict[str, Callable[[], Counts]]:
     """A contender for each process: it calls a method with the drive quiet and nothing in the page cache."""
@@ -213,14 +213,14 @@ def compare_forward(settings: Settings, files: Files, measurements: Measurements
         limits = stack.enter_context(drive_limits(files.directory / "limits", nbytes, settings.rounds, ("read",)))
         for process in running.values():
             process.call("forward", **given)  # learns the order, fills the budget, touches the memory
-        passes = turns_of(running, "forward", files.directory, **given)
-        turns = take_turns("forward", {"limits": limits, **passes}, settings.rounds, progress)
-    turns.absent |= absent
-    measurements.turns["forward"] = turns
-    drives = [settings.shape.nbytes / sample["read"] for sample in turns.samples["limits"]]
+        passes = runs_of(running, "forward", files.directory, **given)
+        comparison = measure_interleaved("forward", {"limits": limits, **passes}, settings.rounds, progress)
+    comparison.absent |= absent
+    measurements.comparisons["forward"] = comparison
+    drives = [settings.shape.nbytes / sample["read"] for sample in comparison.samples["limits"]]
     bounds = [("the weights at the drive's limit", Spread.of(drives))]
-    if turns.samples.get("in memory"):
-        bounds.append(("in memory", Spread.of([sample["seconds"] for sample in turns.samples["in memory"]])))
+    if comparison.samples.get("in memory"):
+        bounds.append(("in memory", Spread.of([sample["seconds"] for sample in comparison.samples["in memory"]])))
     measurements.bounds["forward"] = bounds
 
     def of_bound(ours: Counts, limit: Counts, in_memory: Counts) -> float:
@@ -245,7 +245,7 @@ def compare_forward(settings: Settings, files: Files, measurements: Measurements
         (f"{what}, times as fast: int8 / bfloat16", ("deepnvme, int8", "deepnvme"), times_as_fast, 1.6),
     )
     for text, who, figure, bound in rows:
-        measurements.verdicts.append(judge(turns, text, who, figure, "at least", bound))
+        measurements.verdicts.append(judge(comparison, text, who, figure, "at least", bound))
 
 
 def compare_generate(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
@@ -254,16 +254,16 @@ def compare_generate(settings: Settings, files: Files, measurements: Measurement
     with contenders(files, ("deepnvme", "accelerate", "in memory"), progress) as (running, absent):
         for process in running.values():
             process.call("forward", sequences=1, tokens=1)
-        runs = turns_of(running, "generate", files.directory, **given)
-        turns = take_turns("generate", runs, settings.generate_rounds, progress)
-    turns.absent |= absent
-    measurements.turns["generate"] = turns
-    if turns.samples.get("in memory"):
-        spread = Spread.of([sample["seconds"] for sample in turns.samples["in memory"]])
+        runs = runs_of(running, "generate", files.directory, **given)
+        comparison = measure_interleaved("generate", runs, settings.generate_rounds, progress)
+    comparison.absent |= absent
+    measurements.comparisons["generate"] = comparison
+    if comparison.samples.get("in memory"):
+        spread = Spread.of([sample["seconds"] for sample in comparison.samples["in memory"]])
         measurements.bounds["generate"] = [("in memory", spread)]
     what = f"generating {settings.new_tokens} tokens for {settings.prompts} prompts of {settings.prompt_tokens}, times as fast: "
     what += "deepnvme / accelerate's disk_offload"
-    measurements.verdicts.append(judge(turns, what, ("deepnvme", "accelerate"), times_as_fast, "at least", 2.2))
+    measurements.verdicts.append(judge(comparison, what, ("deepnvme", "accelerate"), times_as_fast, "at least", 2.2))
 
 
 def compare_identity(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
@@ -319,9 +319,9 @@ def compare_building(settings: Settings, files: Files, measurements: Measurement
         "build, int8": building(lambda: build(source, target, {"quantize": "int8"})),
         "build, int4": building(lambda: build(source, target, {"quantize": "int4"})),
     }
-    turns = measurements.turns["build"] = take_turns("build", runs, settings.rounds, progress)
+    comparison = measurements.comparisons["build"] = measure_interleaved("build", runs, settings.rounds, progress)
     what = "WeightStore.build from safetensors, times as fast: deepnvme / cp of the files and sync"
-    measurements.verdicts.append(judge(turns, what, ("build", "cp and sync"), times_as_fast, "at least", 0.8))
+    measurements.verdicts.append(judge(comparison, what, ("build", "cp and sync"), times_as_fast, "at least", 0.8))
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def bounds_table(measurements: Measurements) -> str:
 
 def as_json(settings: Settings, measurements: Measurements, started: str) -> dict[str, Any]:
     bounds = {part: {what: vars(spread) for what, spread in all_} for part, all_ in measurements.bounds.items()}
-    figures = {"weights": settings.shape.nbytes, "bounds": bounds, "turns": all_turns(measurements.turns)}
+    figures = {"weights": settings.shape.nbytes, "bounds": bounds, "comparisons": all_comparisons(measurements.comparisons)}
     return document("streaming", started, settings, measurements.verdicts, **figures)
 
 
@@ -384,8 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, json_path = parse_arguments(arguments)
     with measuring("streaming") as started:
         measurements = measure(settings, print_step)
-    for title, turns in measurements.turns.items():
-        print(turns_table(title, turns))
+    for title, comparison in measurements.comparisons.items():
+        print(comparison_table(title, comparison))
     if measurements.bounds:
         print(bounds_table(measurements))
     print(verdict_table(measurements.verdicts))

@@ -29,7 +29,7 @@ from harness.workloads import ContenderFailed, Workload
 
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.measure.buffer import locked
+from deepnvme.tune.measure.buffer import page_locked
 from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
@@ -125,7 +125,7 @@ class SettingTimer:
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._op = AsyncIOBuilder().load()
         self._keeper = self._op.aio_handle()
-        self._tensor = locked(self._keeper, nbytes)
+        self._tensor = page_locked(self._keeper, nbytes)
         self._path = directory / "tensor"
         self._keeper.sync_pwrite(self._tensor, str(self._path))
         settle(directory)

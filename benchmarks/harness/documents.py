@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from harness import machine
+from harness.comparison import Comparison
 from harness.figures import Verdict
 from harness.interleave import Result
-from harness.turns import Turns
 
 
 class Settings(Protocol):
@@ -45,9 +45,9 @@ def document(
     }
 
 
-def all_turns(turns: Mapping[str, Turns[Any, Any]]) -> dict[str, Any]:
-    """Return the turns of several comparisons as JSON types, by the name of each."""
-    return {name: each.as_json() for name, each in turns.items()}
+def all_comparisons(comparisons: Mapping[str, Comparison[Any, Any]]) -> dict[str, Any]:
+    """Return several comparisons as JSON types, by the name of each."""
+    return {name: each.as_json() for name, each in comparisons.items()}
 
 
 def all_workloads(results: Iterable[Result]) -> list[dict[str, Any]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deepnvme.tune.measure.folder import Unsuitable, check_space, examine
+from deepnvme.tune.measure.folder import Unsuitable, check_space, folder_facts
 from harness import pattern
 
 
 def check(directory: Path, nbytes: int) -> None:
     """Raise Unsuitable unless ``directory`` lies on a drive, takes O_DIRECT and has ``nbytes`` free."""
-    facts = examine(directory)
+    facts = folder_facts(directory)
     if not facts.direct:
         raise Unsuitable(f"'{directory}' is {facts.label}; give --dir on a drive with O_DIRECT")
     # A nearly full file system allocates in fragments, which no contender is to blame for.

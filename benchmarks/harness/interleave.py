@@ -12,7 +12,7 @@ from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from harness import drive
 from harness.command_line import Progress
-from harness.turns import take_turns
+from harness.comparison import measure_interleaved
 from harness.workloads import Contender, ContenderFailed, Sample, Workload
 
 # What files hold before anyone writes them; each contender writes a pattern of its own.
@@ -73,8 +73,8 @@ def run(workload: Workload, contenders: Sequence[Contender], directory: Path, ro
         return contender.measure(workload, files[contender])
 
     racing = {contender: partial(measure, contender) for contender in contenders if contender not in failed}
-    turns = take_turns(workload.name, racing, rounds, progress)
-    failed |= turns.absent
+    comparison = measure_interleaved(workload.name, racing, rounds, progress)
+    failed |= comparison.absent
 
     if workload.state != "existing":
         for paths in files.values():
@@ -82,7 +82,7 @@ def run(workload: Workload, contenders: Sequence[Contender], directory: Path, ro
                 path.unlink(missing_ok=True)
     return Result(
         workload,
-        [Series(each.name, each.memory, turns.samples.get(each, []), failed.get(each, "")) for each in contenders],
+        [Series(each.name, each.memory, comparison.samples.get(each, []), failed.get(each, "")) for each in contenders],
     )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.memory.system_memory import meminfo
-from deepnvme.tune.measure.folder import examine
+from deepnvme.tune.measure.folder import folder_facts
 
 
 def described(directory: Path) -> dict[str, Any]:
     """Without a name or a path of it."""
-    facts = examine(directory)
+    facts = folder_facts(directory)
     return {
         "kernel": platform.release(),
         "architecture": platform.machine(),

@@ -15,7 +15,7 @@ from deepnvme import AioConfig
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import OPERATIONS, Job, Operation, Place
 from deepnvme.tune.measure.worker_processes import CallMembers, worker_processes
-from harness.turns import Counts
+from harness.comparison import Counts
 from harness.worker_process import WorkerProcess
 
 Library = Literal["deepspeed", "deepnvme"]

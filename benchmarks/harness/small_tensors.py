@@ -12,14 +12,14 @@ import torch
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.tune.measure.folder import settle
 from harness.command_line import Progress
+from harness.comparison import Comparison, Counts, judge, measure_interleaved
 from harness.figures import Verdict
-from harness.turns import Counts, Turns, judge, take_turns
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 
-def measure(directory: Path, count: int, rounds: int, progress: Progress) -> tuple[list[Verdict], Turns[str, Counts]]:
+def measure(directory: Path, count: int, rounds: int, progress: Progress) -> tuple[list[Verdict], Comparison[str, Counts]]:
     """``count`` tensors of 4 to 64 KiB: the rate at which they are put over themselves and got."""
     sizes = random.Random(0).choices(range(4 * KIB, 64 * KIB + 1, 4), k=count)
     sets = {
@@ -47,10 +47,10 @@ def measure(directory: Path, count: int, rounds: int, progress: Progress) -> tup
             return {"seconds": seconds, "bytes": sum(tensor.nbytes for tensor in found.values())}
 
         contenders = {f"{which} {move.__name__}": _call(move, which) for move in (put, get) for which in sets}
-        turns = take_turns("small tensors", contenders, rounds, progress)
+        comparison = measure_interleaved("small tensors", contenders, rounds, progress)
     verdicts = [
         judge(
-            turns,
+            comparison,
             f"{count} tensors of 4 to 64 KiB, {move}: rate / that of 1 MiB",
             (f"small {move}", f"large {move}"),
             _rates,
@@ -59,7 +59,7 @@ def measure(directory: Path, count: int, rounds: int, progress: Progress) -> tup
         )
         for move in ("put", "get")
     ]
-    return verdicts, turns
+    return verdicts, comparison
 
 
 def _tensors(name: str, sizes: list[int]) -> dict[str, torch.Tensor]:

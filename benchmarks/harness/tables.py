@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from deepnvme.tune.measure.figures import Spread
+from harness.comparison import Comparison, Counts
 from harness.figures import Verdict
 from harness.interleave import Result
-from harness.turns import Counts, Turns
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
@@ -66,15 +66,15 @@ def rate_table(result: Result) -> str:
     return table(f"{workload.operation} {workload.files} x {size_text(workload.nbytes)}, {state} {files}", header, rows, left=2)
 
 
-def turns_table(title: str, turns: Turns[str, Counts]) -> str:
+def comparison_table(title: str, comparison: Comparison[str, Counts]) -> str:
     """The table of a comparison: seconds of each contender."""
     rows = [
         [
             name,
             spread_text(Spread.of([sample["seconds"] for sample in samples]), 3) if samples else "-",
-            turns.absent.get(name, ""),
+            comparison.absent.get(name, ""),
         ]
-        for name, samples in turns.samples.items()
+        for name, samples in comparison.samples.items()
     ]
     return table(title, ["contender", "s, median (quartiles)", ""], rows, left=1)
 

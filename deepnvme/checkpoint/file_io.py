@@ -280,7 +280,7 @@ def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
         Exception: What ``load`` raised, if the file was not replaced during that call.
     """
     while True:
-        version = version_of(path)
+        version = file_version(path)
         try:
             with naming_file(path):
                 loaded = load()
@@ -298,7 +298,7 @@ def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[Non
     """Raise OSError (ESTALE) after the block if one of the files was replaced during it, for callers that cannot start again.
 
     Args:
-        versions: The files with their versions from before the block, see :func:`version_of`.
+        versions: The files with their versions from before the block, see :func:`file_version`.
         what: What was replaced, for the message: "the checkpoint".
 
     Raises:
@@ -319,7 +319,7 @@ def _refuse_replaced(versions: Mapping[Path, Version], what: str, cause: Excepti
         raise OSError(errno.ESTALE, f"{what} was replaced while it was read: load it again", os.fspath(replaced)) from cause
 
 
-def version_of(path: Path) -> Version:
+def file_version(path: Path) -> Version:
     """Return the current version of a file. Raises OSError if there is no such file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -328,6 +328,6 @@ def version_of(path: Path) -> Version:
 def _replaced(path: Path, version: Version) -> bool:
     """Return whether the path now has another version. A file that was removed was not replaced."""
     try:
-        return version_of(path) != version
+        return file_version(path) != version
     except FileNotFoundError:
         return False

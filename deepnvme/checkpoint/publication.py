@@ -231,7 +231,7 @@ def _start(path: Path) -> io.FileIO:
             os.fchmod(file.fileno(), os.stat(path).st_mode & 0o777)  # no setuid: its owner may be another
         return True
 
-    while (file := _locked(_temporary_name(path), "x+", take_mode)) is None:
+    while (file := _open_locked(_temporary_name(path), "x+", take_mode)) is None:
         pass
     return file
 
@@ -253,7 +253,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         return _is_ours_alone(file.fileno())
 
     try:
-        return _locked(temporary, "r+", is_unshared)
+        return _open_locked(temporary, "r+", is_unshared)
     except (FileNotFoundError, PermissionError) as error:  # a leftover that another process removed; or not ours to write
         if error.filename != temporary:
             raise
@@ -262,7 +262,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         return None
 
 
-def _locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
+def _open_locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
     """Open a temporary file, lock it and return it. It is removed instead if it is not usable, and after an error.
 
     Returns:

@@ -98,7 +98,7 @@ class Snapshot:
         self._chunk = min(_LARGEST, max(CHUNK, pool.budget // 4 // PAGE * PAGE))
         self._at = 0
         """Offset of the first byte that is not copied yet."""
-        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[_StagedChunk | None] = queue.SimpleQueue()
         self._left = False
         """Whether the writing thread has seen that the first thread is done."""
         self._stopped = False
@@ -131,7 +131,7 @@ class Snapshot:
     def leave(self) -> None:
         """Leave what is not copied yet to :meth:`write`."""
         if self._at == self.nbytes:
-            self._let_go()
+            self._drop_image()
         self._chunks.put(None)
 
     def cancel(self) -> None:
@@ -156,7 +156,7 @@ class Snapshot:
             for chunk in self._all():
                 under_way.start(chunk.write, file, engine)
                 under_way.take_ended()
-            self._let_go()
+            self._drop_image()
             if self._cancelled:
                 raise Cancelled
             under_way.result()
@@ -170,9 +170,9 @@ class Snapshot:
             chunk = self._next()
             if chunk is not None:
                 chunk.give_up()
-        self._let_go()
+        self._drop_image()
 
-    def _all(self) -> Iterator[_Chunk]:
+    def _all(self) -> Iterator[_StagedChunk]:
         """Yield the staged chunks, then copy and yield the rest."""
         while (chunk := self._next()) is not None:
             yield chunk
@@ -199,27 +199,27 @@ class Snapshot:
         """Return the bytes of the chunk that begins at this offset."""
         return min(self._chunk, self.nbytes - at)
 
-    def _copied(self, lease: Lease) -> _Chunk:
+    def _copied(self, lease: Lease) -> _StagedChunk:
         """Copy the next bytes of the image into the lease and return them as a chunk."""
         assert self._image is not None
         self._image.copy(self._at, self._at + lease.nbytes, lease.buffer)
-        chunk = _Chunk(self._at, lease.buffer)
+        chunk = _StagedChunk(self._at, lease.buffer)
         self._at += lease.nbytes
         return chunk
 
-    def _next(self) -> _Chunk | None:
+    def _next(self) -> _StagedChunk | None:
         """Return the next chunk from the queue, or None when the first thread is done."""
         chunk = None if self._left else self._chunks.get()
         self._left = chunk is None
         return chunk
 
-    def _let_go(self) -> None:
+    def _drop_image(self) -> None:
         """Drop the image and signal that its tensors may change."""
         self._image = None
         self.staged.set()
 
 
-class _Chunk:
+class _StagedChunk:
     """Copied bytes of the file. Their lease is released after the chunk is done: written, or known never to be."""
 
     def __init__(self, begin: int, buffer: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
-from deepnvme.streaming.weights.model_blocks import REST, ties_of, weights_of
+from deepnvme.streaming.weights.model_blocks import REST, ties_of, weights_by_name
 from deepnvme.streaming.weights.weight_locations import weights_in_index
 from deepnvme.streaming.weights.weight_store import WeightStore
 
@@ -41,14 +41,14 @@ STORE = "deepnvme"
 """Name of the store's directory, within the offload folder that accelerate is given."""
 
 
-class _Options(NamedTuple):
+class _StreamOptions(NamedTuple):
     """The arguments of the last call of :func:`enable`, which describes them."""
 
     memory_budget: int
     prefetch: int
 
 
-_enabled: _Options | None = None
+_enabled: _StreamOptions | None = None
 _originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
@@ -78,7 +78,7 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
     with _changing:
         if not _originals:
             _originals.update((name, getattr(accelerate.big_modeling, name)) for name in _OURS)
-        _enabled = _Options(memory_budget, prefetch)
+        _enabled = _StreamOptions(memory_budget, prefetch)
         _replace(_originals, _OURS)
 
 
@@ -110,7 +110,7 @@ def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = Non
         return _originals["disk_offload"](model, offload_dir, execution_device, *arguments, **options)
     index = _index_in(offload_dir)
     device = execution_device if execution_device is not None else next((each.device for each in model.parameters()), None)
-    kept = {name: weight for name, weight in weights_of(model).items() if name not in index}
+    kept = {name: weight for name, weight in weights_by_name(model).items() if name not in index}
     if device is not None and torch.device(device).type == "meta":
         device = None
     return _Hook(index, offload_dir, kept, device, enabled).attach(model)
@@ -152,7 +152,7 @@ def dispatch_model(
         others = placed - {"disk", "cpu"}
         if not others and offload_dir is not None:
             index = offload_index if offload_index is not None else _index_in(offload_dir)
-            weights = weights_of(model)
+            weights = weights_by_name(model)
             kept = {name: weight for name, weight in weights.items() if name not in index or _is_there(weight)}
             kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
             on_cpu = [name for name in weights if _device_of(name, device_map) != "disk"]
@@ -187,7 +187,7 @@ class _Hook:
     hook does not keep them alive: after the offload was undone, the model itself has the weights."""
     device: Any
     """Where the model runs; None for the CPU."""
-    options: _Options
+    options: _StreamOptions
     """As given to :func:`enable`."""
     on_cpu: Sequence[str] = ()
     """Names of the weights that may stay in memory."""
@@ -223,7 +223,7 @@ class _Hook:
             index = with_dtypes_kept(model, index)
         if callable(tie := getattr(model, "tie_weights", None)):
             tie()  # code that set weights one by one has separated tied ones
-        weights = weights_of(model)
+        weights = weights_by_name(model)
         ties = ties_of(weights)
         if kept is None:
             kept = {name: weight for name, weight in weights.items() if name in self._names}
@@ -291,7 +291,7 @@ class _Hook:
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers, each under all of its names."""
-    return {**weights_of(model), **dict(model.named_buffers(remove_duplicate=False))}
+    return {**weights_by_name(model), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _remove_hooks(model: nn.Module) -> None:
@@ -349,7 +349,7 @@ def _device_of(name: str, device_map: Mapping[str, Any]) -> str:
     return str(device_map.get(name))
 
 
-def _options() -> _Options | None:
+def _options() -> _StreamOptions | None:
     """Return the options of :func:`enable`; None if not enabled, or while ``as_accelerate_does`` is set."""
     return None if as_accelerate_does.get() else _enabled
 

@@ -14,7 +14,7 @@ _SLACK = 8
 """A free chunk is reused for a smaller request if it is larger by at most 1/8 of the request."""
 
 
-def nobody() -> None:
+def no_holder() -> None:
     """The ``holder`` of a free chunk. Returns None, which means that nobody uses the memory."""
 
 
@@ -57,7 +57,7 @@ class PinnedChunk:
         """The op's buffer; None until the memory is pinned."""
         self.owner: threading.Thread | None = None
         """The thread that leased the chunk; None if it is free."""
-        self.holder: Callable[[], object] = nobody
+        self.holder: Callable[[], object] = no_holder
         """Returns None once nobody uses the memory any more."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""
@@ -134,7 +134,7 @@ class ChunkList:
         self.lent.remove(chunk)
         self._lent_bytes -= chunk.nbytes
         if kept:
-            chunk.holder, chunk.owner = nobody, None
+            chunk.holder, chunk.owner = no_holder, None
             chunk.returned = time.monotonic()
             self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
             self._free_bytes += chunk.nbytes

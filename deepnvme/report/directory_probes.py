@@ -66,7 +66,7 @@ class DirectIO:
     """How the alignments were found: "statx" or "tried"."""
 
 
-def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
+def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
     """Return the facts about a directory. Makes one small file in it, and removes it.
 
     Args:
@@ -96,7 +96,7 @@ def examine(directory: Path, gds: GdsProbe) -> list[Fact]:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
+def open_descriptor(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
     """Provide the descriptor of a file, and close it at the end.
 
     For what a file object cannot do: flags of its own, and no warning if an interrupt comes before its ``with``.
@@ -162,7 +162,7 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
         try:
             os.close(descriptor)
             when = "at open"
-            with opened(name, os.O_RDWR | os.O_DIRECT) as descriptor:
+            with open_descriptor(name, os.O_RDWR | os.O_DIRECT) as descriptor:
                 when = "at the first transfer"
                 direct = _transfer(descriptor)
         finally:

@@ -57,7 +57,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     """Examine this machine. Blocks, for about 0.3 s.
 
     Args:
-        directory: Also examine this directory, by writing a small file there, which is removed. None for no directory.
+        directory: Also directory_facts this directory, by writing a small file there, which is removed. None for no directory.
 
     Raises:
         OSError: If ``directory`` is not a directory that can be entered.
@@ -68,7 +68,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     gds = GDSBuilder().probe()
     backends, selected = machine_probes.backends()
     return Report(
-        directory=None if directory is None else directory_probes.examine(Path(directory), gds),
+        directory=None if directory is None else directory_probes.directory_facts(Path(directory), gds),
         ninja=machine_probes.ninja(),
         ops=machine_probes.ops(),
         backends=backends,

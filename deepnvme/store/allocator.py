@@ -196,7 +196,7 @@ Smaller ones are not worth several drives: one drive moves 1 MiB in less than th
 """
 
 
-def pieces(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[tuple[TensorPart, torch.Tensor]]:
+def split_tensor(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[tuple[TensorPart, torch.Tensor]]:
     """Yield each part, with a view of the bytes of a contiguous tensor that belong to it."""
     start = 0
     for part in parts:

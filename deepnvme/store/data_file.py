@@ -19,7 +19,7 @@ from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
-from .directory_lock import StoreLocked, close_in_children, lock, locked, refers_to, unlock_and_close
+from .directory_lock import StoreLocked, close_in_children, lock, locked_error, refers_to, unlock_and_close
 from .futures import check_not_owned
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class DataFile:
             lock(self.descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
         except BlockingIOError:
             if read_only:
-                raise locked(self.directory) from None
+                raise locked_error(self.directory) from None
             text = "the store here is open for reading, in this process or another; close it there, or choose another directory"
             raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
 

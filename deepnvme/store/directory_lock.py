@@ -90,7 +90,7 @@ class DirectoryLock:
             try:
                 lock(descriptor, fcntl.LOCK_EX, path)
             except BlockingIOError:
-                raise locked(self.directory) from None
+                raise locked_error(self.directory) from None
             self._locked = refers_to(path, descriptor)
             if not self._locked:
                 with naming_file(path):
@@ -200,7 +200,7 @@ def unlock_and_close(file: io.FileIO, path: Path) -> None:
             file.close()
 
 
-def locked(directory: Path) -> StoreLocked:
+def locked_error(directory: Path) -> StoreLocked:
     """Return the error that names a directory's owner, as written in its lock file."""
     try:
         file = io.FileIO(str(directory / LOCK_NAME))

@@ -13,7 +13,7 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.transfer.scatter import runs
 
-from .allocator import pieces
+from .allocator import split_tensor
 from .catalog import CatalogEntry, CorruptTensor, TensorVersion
 from .futures import Operation
 
@@ -37,7 +37,7 @@ def read_into(
         version: The tensor to read.
         target: Contiguous tensor with the same number of bytes.
     """
-    for part, piece in pieces(version.parts, target):
+    for part, piece in split_tensor(version.parts, target):
         _submit(operation, engine, piece, files[part.file], part.offset, (entry,))
 
 

@@ -18,7 +18,7 @@ from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVer
 from .data_file import DataFile, map_files
 from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
-from .volumes import Directory, Volumes, weights_of
+from .volumes import Directory, Volumes, directory_weights
 from .writing import Writing
 
 __all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
@@ -87,7 +87,7 @@ class TensorStore:
         engine: Engine | None = None,
         pool: BufferPool | None = None,
     ) -> None:
-        weights = weights_of(directories)
+        weights = directory_weights(directories)
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
@@ -111,14 +111,14 @@ class TensorStore:
     # Queries.
 
     def __contains__(self, name: object) -> bool:
-        return self._look(lambda catalog: name in catalog.entries, even_if_closed=True)
+        return self._read_catalog(lambda catalog: name in catalog.entries, even_if_closed=True)
 
     def __len__(self) -> int:
-        return self._look(lambda catalog: len(catalog.entries), even_if_closed=True)
+        return self._read_catalog(lambda catalog: len(catalog.entries), even_if_closed=True)
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were first put."""
-        return self._look(lambda catalog: list(catalog.entries))
+        return self._read_catalog(lambda catalog: list(catalog.entries))
 
     def info(self, name: str) -> TensorInfo:
         """Return what the name holds when all that is under way has ended well. Does not read the tensor.
@@ -126,30 +126,30 @@ class TensorStore:
         Raises:
             KeyError: If the store has no such name.
         """
-        return self._look(lambda catalog: catalog.entry(name).newest.info)
+        return self._read_catalog(lambda catalog: catalog.entry(name).newest.info)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together, as they are in memory."""
-        return self._look(lambda catalog: sum(entry.newest.info.nbytes for entry in catalog.entries.values()))
+        return self._read_catalog(lambda catalog: sum(entry.newest.info.nbytes for entry in catalog.entries.values()))
 
     @property
     def allocated_bytes(self) -> int:
         """Sizes of the store's files together, in bytes, free space within them included."""
-        return self._look(lambda catalog: sum(file.capacity for file in catalog.space.files))
+        return self._read_catalog(lambda catalog: sum(file.capacity for file in catalog.space.files))
 
     @property
     def used_bytes(self) -> tuple[int, ...]:
         """Bytes that tensors take in the file of each directory, in whole pages. The rest of the file is free for others."""
-        return self._look(lambda catalog: catalog.space.used())
+        return self._read_catalog(lambda catalog: catalog.space.used())
 
-    def _look(self, look: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
-        """Return what ``look`` returns for the catalog, after operations that were interrupted have been undone."""
+    def _read_catalog(self, read: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
+        """Return what ``read`` returns for the catalog, after operations that were interrupted have been undone."""
         with self._scheduler.lock:
             if not even_if_closed:
                 self._scheduler.check_open()
             self._scheduler.settle_interrupted()
-            return look(self._catalog)
+            return read(self._catalog)
 
     # Transfers.
 

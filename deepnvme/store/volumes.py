@@ -25,7 +25,7 @@ Directory = str | os.PathLike[str]
 """A directory's path."""
 
 
-def weights_of(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
+def directory_weights(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
     """Return the weight of each directory, by absolute path.
 
     Args:

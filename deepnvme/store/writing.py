@@ -17,7 +17,7 @@ from deepnvme.memory.tensor_bytes import copy_many, flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing
 from deepnvme.transfer.scatter import runs
 
-from .allocator import Parts, TensorPart, pieces
+from .allocator import Parts, TensorPart, split_tensor
 from .futures import Operation
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Writing:
         whole = [index for index, parts in enumerate(places) if len(parts) == 1]
         if len(whole) < len(places):
             for parts, tensor, subject in zip(places, tensors, subjects, strict=True):
-                for part, piece in pieces(parts, tensor) if len(parts) > 1 else ():
+                for part, piece in split_tensor(parts, tensor) if len(parts) > 1 else ():
                     self._write([piece], [part], [(subject,)])
         whole.sort(key=places.__getitem__)
         extents = [places[index][0] for index in whole]

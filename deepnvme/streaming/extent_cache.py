@@ -17,13 +17,13 @@ from .extent_memory import Slots
 class ExtentCache:
     """Has extents in memory while they are used, and reads ahead those that are expected.
 
-    - Each use of an extent lies between :meth:`take` and :meth:`give_back`; its memory does not change meanwhile. Uses may
+    - Each use of an extent lies between :meth:`acquire` and :meth:`release`; its memory does not change meanwhile. Uses may
       overlap: an extent is in memory once, however many use it.
     - Extents are read ahead as far as there is room beside those in use. If these need no room, as much as the first expected
       one needs is left free. So a wrong expectation seldom makes anybody wait.
-    - Memory that was given back is not read into while somebody has a view of it. Until then it is missing here.
-    - If more is used at a time than there is room for, there is more until it is given back.
-    - An error is raised only where its extent is taken, by a read that began there. What failed while it was read ahead is read
+    - Memory that was released is not read into while somebody has a view of it. Until then it is missing here.
+    - If more is used at a time than there is room for, there is more until it is released.
+    - An error is raised only where its extent is acquired, by a read that began there. What failed in reading ahead is read
       once more, since the fault may have been reported, and removed, before.
     - After an interrupt, :meth:`recover` has to be called first.
 
@@ -57,19 +57,19 @@ class ExtentCache:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds for which :meth:`take` has waited."""
+        """Seconds for which :meth:`acquire` has waited."""
         return self._cache.seconds_waited
 
-    def take(self, keys: Sequence[str], then: Iterable[str] = ()) -> list[torch.Tensor]:
+    def acquire(self, keys: Sequence[str], then: Iterable[str] = ()) -> list[torch.Tensor]:
         """Begin a use of these extents, and return their memory when they have been read.
 
         Args:
-            keys: Different extents. Each has to be given back once.
+            keys: Different extents. Each has to be released once.
             then: What will be wanted next, in order; may be endless. It is read ahead from now on, in place of what was expected.
 
         Raises:
-            OSError: What a read has ended with. Nothing is taken then.
-            OutOfBuffers: If all memory is held by others. Nothing is taken then.
+            OSError: What a read has ended with. Nothing is acquired then.
+            OutOfBuffers: If all memory is held by others. Nothing is acquired then.
         """
         blocks = [self._blocks[key] for key in keys]
         self._cache.acquire(blocks, self._with_room(then, blocks))
@@ -79,15 +79,15 @@ class ExtentCache:
         """Set what will be wanted next, in order, in place of what was expected. Never blocks."""
         self._cache.expect(self._with_room(keys, ()))
 
-    def go_on(self) -> None:
+    def poll(self) -> None:
         """Read more of what is expected, if there is room for it by now. Never blocks."""
         self._cache.poll()
 
-    def give_back(self, keys: Iterable[str], changed: bool = False) -> None:
+    def release(self, keys: Iterable[str], changed: bool = False) -> None:
         """End a use of each extent. Never blocks.
 
         Args:
-            keys: Extents that were taken.
+            keys: Extents that were acquired.
             changed: Whether their memory was changed: they are read again for their next use.
         """
         blocks = [self._blocks[key] for key in keys]

@@ -76,7 +76,7 @@ class PinnedSlots(Slots):
     def __init__(self, nbytes: int) -> None:
         super().__init__(padded(nbytes))
         self._memory: Any = None
-        self._taken: list[_Range] = []  # by their place; those with memory of their own come first
+        self._taken: list[_LentRange] = []  # by their place; those with memory of their own come first
 
     @property
     def in_use(self) -> int:
@@ -101,7 +101,7 @@ class PinnedSlots(Slots):
             index, place = 0, -size
         else:
             return None
-        self._taken.insert(index, _Range(place, size, weakref.ref(memory)))
+        self._taken.insert(index, _LentRange(place, size, weakref.ref(memory)))
         return PinnedSlot(memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ class PinnedSlots(Slots):
         self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 
-class _Range(NamedTuple):
+class _LentRange(NamedTuple):
     """The memory of a slot, which may have been released."""
 
     place: int

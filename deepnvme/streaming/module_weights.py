@@ -10,7 +10,7 @@ from torch import nn
 
 from .placeholder import Placeholder
 from .weights.manifest import Extent, Weight
-from .weights.model_blocks import weights_of
+from .weights.model_blocks import weights_by_name
 from .weights.weight_store import WeightStore
 
 Tensors = dict[str, torch.Tensor | None]
@@ -18,14 +18,14 @@ Tensors = dict[str, torch.Tensor | None]
 
 
 @dataclass
-class _Weight:
+class _ModuleWeight:
     """A stored weight, the entries of modules that it belongs to, and the tensors that are put there."""
 
     facts: Weight
     absent: Placeholder
     """What is in the modules while the weight is not in memory."""
-    places: list[tuple[Tensors, str]] = field(default_factory=list)
-    """The entries: dictionary and key."""
+    entries: list[tuple[Tensors, str]] = field(default_factory=list)
+    """Dictionary and key of each."""
     present: torch.Tensor | None = None
     """The tensor over the memory that was read; None while the placeholder is in the modules."""
     version: int = 0
@@ -35,24 +35,24 @@ class _Weight:
     requires_grad: bool = False
     """Whether the weight required grad before the model was streamed."""
 
-    def add_place(self, among: Tensors, key: str, requires_grad: bool) -> None:
+    def add_entry(self, among: Tensors, key: str, requires_grad: bool) -> None:
         """Add an entry, unless the weight has it already."""
-        if not any(there is among and other == key for there, other in self.places):
-            self.places.append((among, key))
+        if not any(there is among and other == key for there, other in self.entries):
+            self.entries.append((among, key))
             self.requires_grad |= requires_grad
 
     def put(self, memory: torch.Tensor) -> None:
         """Put a view of the memory of the weight's extent into all entries of the weight."""
         tensor = self.facts.view(memory).data  # .data: a tensor that counts changes for itself
-        among, key = self.places[0]
+        among, key = self.entries[0]
         self.present = nn.Parameter(tensor, requires_grad=False) if isinstance(among.get(key), nn.Parameter) else tensor
         self.version, self.address = self.present._version, self.present.data_ptr()
-        for among, key in self.places:
+        for among, key in self.entries:
             among[key] = self.present
 
     def remove(self) -> None:
         """Put the placeholder into all entries of the weight."""
-        for among, key in self.places:
+        for among, key in self.entries:
             among[key] = self.absent
         self.present = None
 
@@ -61,7 +61,7 @@ class _Weight:
         present = self.present
         return (
             present is None
-            or any(among.get(key) is not present for among, key in self.places)
+            or any(among.get(key) is not present for among, key in self.entries)
             or present._version != self.version
             or present.data_ptr() != self.address  # for example after model.to(...)
         )
@@ -70,7 +70,7 @@ class _Weight:
         """Return whether somebody has put another tensor into one of the entries since the weight was removed."""
         return not all(
             found is self.absent or (found is not None and found is self.present)
-            for found in (among.get(key) for among, key in self.places)
+            for found in (among.get(key) for among, key in self.entries)
         )
 
 
@@ -89,11 +89,11 @@ class ModuleWeights:
     def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
         users = {extent: block for block, needed in reversed(list(store.blocks.items())) for extent in needed}
         self._extents = {
-            name: [_Weight(each, Placeholder(each.name, users.get(name, ""), each.info, device)) for each in extent.weights]
+            name: [_ModuleWeight(each, Placeholder(each.name, users.get(name, ""), each.info, device)) for each in extent.weights]
             for name, extent in extents.items()
         }
         by_name = {weight.facts.name: weight for weights in self._extents.values() for weight in weights}
-        own = weights_of(model)
+        own = weights_by_name(model)
         stored_as = {id(own[name]): store.ties.get(name, name) for name in own if name in by_name or name in store.ties}
         modules = dict(model.named_modules(remove_duplicate=False))
         for name, tensor in own.items():
@@ -101,7 +101,7 @@ class ModuleWeights:
             path, _, key = name.rpartition(".")
             module = modules[path]
             among: Tensors = module._parameters if key in module._parameters else module._buffers
-            weight.add_place(among, key, tensor.requires_grad)
+            weight.add_entry(among, key, tensor.requires_grad)
 
     def remove(self, extent: str) -> None:
         """Replace an extent's weights by placeholders."""

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme._progress import Wanted
-from deepnvme.store.volumes import weights_of as directories_of
+from deepnvme.store.volumes import directory_weights
 
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
-from .weights.model_blocks import weights_of
+from .weights.model_blocks import weights_by_name
 from .weights.quantization import Scheme
 from .weights.weight_locations import Location, weights_in_index
 from .weights.weight_store import Directories, WeightStore
@@ -104,7 +104,7 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
-    where: dict[Any, float] = dict(directories_of(offload_dir))
+    where: dict[Any, float] = dict(directory_weights(offload_dir))
 
     def build(directory: Path) -> WeightStore:
         """Build the store of the checkpoint, and open it."""
@@ -219,7 +219,7 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
     index, raw = offload_index_of(model)
     index = with_dtypes_kept(model, index)
     model.tie_weights()
-    weights = weights_of(model)
+    weights = weights_by_name(model)
     here = {each: weight for each, weight in weights.items() if not weight.is_meta}  # buffers, which are loaded into memory
     on_disk = {each: entry for each, entry in index.items() if each in weights and each not in here}
     return model, {**weights_in_index(on_disk, raw), **here}
@@ -256,7 +256,7 @@ def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
         index: As :func:`offload_index_of` returns it. Not changed.
     """
     found = {name: dict(entry) for name, entry in index.items()}
-    weights = weights_of(model)
+    weights = weights_by_name(model)
     for pattern, dtype in model._get_dtype_plan(model.config.dtype).items():
         looked_for = re.compile(pattern.replace("*", ".*"))
         for name in filter(looked_for.search, found):
@@ -296,7 +296,7 @@ def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: Weig
         else:
             model = kind._from_config(config, dtype=dtype, **how)
     model.tie_weights()
-    for weight_name, weight in weights_of(model).items():
+    for weight_name, weight in weights_by_name(model).items():
         found = store.weights.get(store.ties.get(weight_name, weight_name))
         if found is not None:
             weight.data = weight.data.to(found[1].info.dtype)

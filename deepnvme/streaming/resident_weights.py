@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_STATES = 512
+_CHOICES = 512
 """Choices that are followed at a time. Models, whose extents have few different sizes, have fewer; beyond, of choices with nearly
 the same bytes only the best is followed."""
 
 
-class _State(NamedTuple):
+class _Choice(NamedTuple):
     """A choice of how many extents to keep of each group that was looked at so far."""
 
     nbytes: int
@@ -47,28 +47,28 @@ def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str
 
 def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> tuple[int, ...]:
     """Return how many extents to keep of each group: (size, uses) -> number of extents."""
-    states = [_State(0, 0, ())]
+    choices = [_Choice(0, 0, ())]
     for (size, uses), count in groups.items():
-        states = _best(
+        choices = _best(
             [
-                _State(state.nbytes + number * size, state.saved + number * size * uses, (*state.counts, number))
-                for state in states
-                for number in range(min(count, (budget - state.nbytes) // size if size else count) + 1)
+                _Choice(choice.nbytes + number * size, choice.saved + number * size * uses, (*choice.counts, number))
+                for choice in choices
+                for number in range(min(count, (budget - choice.nbytes) // size if size else count) + 1)
             ],
             budget,
         )
-    return states[-1].counts
+    return choices[-1].counts
 
 
-def _best(states: list[_State], budget: int) -> list[_State]:
+def _best(choices: list[_Choice], budget: int) -> list[_Choice]:
     """Return the choices that no other beats with fewer bytes, in order: each takes and saves more than those before."""
-    kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.nbytes, -state.saved)):
-        if not kept or state.saved > kept[-1].saved:
-            kept.append(state)
-    if len(kept) <= _STATES:
+    kept: list[_Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, -choice.saved)):
+        if not kept or choice.saved > kept[-1].saved:
+            kept.append(choice)
+    if len(kept) <= _CHOICES:
         return kept
-    return list({state.nbytes * _STATES // (budget + 1): state for state in kept}.values())
+    return list({choice.nbytes * _CHOICES // (budget + 1): choice for choice in kept}.values())
 
 
 def _spread(keys: list[str], number: int) -> list[str]:

@@ -90,11 +90,11 @@ class StreamedForwards:
         self._slot_size = max((nbytes for name, nbytes in sizes.items() if not cache.is_resident(name)), default=0)
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self._uses: Counter[str] = Counter()
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         """Held during a call of the model or of a block."""
         self._owner = 0  # identifier of the thread that holds the lock for a call; 0 if none does
         self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
-        self._in_use: dict[str, bool] = {}  # extents whose blocks are running -> whether ExtentCache.take was called for that
+        self._in_use: dict[str, bool] = {}  # extents whose blocks are running -> whether ExtentCache.acquire was called for that
         self._there: set[str] = set()  # resident extents whose weights are assigned to the model's modules
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._ended = False
@@ -153,7 +153,7 @@ class StreamedForwards:
     def measured(self, nbytes: int) -> float | None:
         """Return how many bytes a second are read if nothing is computed: see :meth:`Streaming.measure_limit`.
 
-        To be called by :meth:`in_turn`.
+        To be called by :meth:`run_locked`.
 
         Args:
             nbytes: Least number of bytes to read.
@@ -171,15 +171,15 @@ class StreamedForwards:
             begun = time.perf_counter()
             while ahead:
                 key = ahead.popleft()
-                self._cache.take([key], ahead)
-                self._cache.give_back([key])
+                self._cache.acquire([key], ahead)
+                self._cache.release([key])
             self._limit = total / (time.perf_counter() - begun)
         finally:
             self.read_ahead()
             self._tally.exclude(self._cache.bytes_read - before)
         return self._limit
 
-    # Taking turns.
+    # One call at a time.
 
     def check_outside(self, what: str) -> None:
         """Raise RuntimeError if this thread is inside a call of the model."""
@@ -188,11 +188,11 @@ class StreamedForwards:
 
     def _between_calls(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that excludes calls of the model by other threads. It does not block a thread that is in a call."""
-        return contextlib.nullcontext() if self._owner == threading.get_ident() else self.turn
+        return contextlib.nullcontext() if self._owner == threading.get_ident() else self.lock
 
-    def in_turn(self, call: Callable[[], T]) -> T:
+    def run_locked(self, call: Callable[[], T]) -> T:
         """Run ``call`` with the lock held, after repairing what an interrupt may have left. Raises RuntimeError once ended."""
-        with self.turn:  # the lock itself, so that no interrupt can come between acquiring it and the code that releases it
+        with self.lock:  # the lock itself, so that no interrupt can come between acquiring it and the code that releases it
             try:
                 self._owner = threading.get_ident()
                 if self._ended:
@@ -206,7 +206,7 @@ class StreamedForwards:
         """Run a forward, waiting for the lock unless this thread has it."""
         if self._owner == threading.get_ident():
             return call()
-        return self.in_turn(functools.partial(self._outermost, call))
+        return self.run_locked(functools.partial(self._outermost, call))
 
     def _outermost(self, call: Callable[[], Any]) -> Any:
         """Run a forward that is not inside another one, and count its time."""
@@ -261,28 +261,28 @@ class StreamedForwards:
         for extent in wanted:
             self._order.note(extent)
             self._uses[extent] += 1
-        taken = self._take(block, [extent for extent in wanted if extent not in self._there])
+        acquired = self._acquire(block, [extent for extent in wanted if extent not in self._there])
         for extent in wanted:
-            self._in_use[extent] = extent in taken
-            changed = self._weights.replaced(extent) if extent in taken else self._weights.changed(extent)
+            self._in_use[extent] = extent in acquired
+            changed = self._weights.replaced(extent) if extent in acquired else self._weights.changed(extent)
             if changed:
                 raise RuntimeError(
                     f"{', '.join(map(repr, changed))} of {block!r} had been changed, moved or cast: that cannot be done to a"
                     " model whose weights are streamed, and later calls see what is on the drive"
                 )
-            if extent in taken:
-                self._weights.put(extent, taken[extent])
+            if extent in acquired:
+                self._weights.put(extent, acquired[extent])
                 if self._cache.is_resident(extent):
                     self._there.add(extent)
 
-    def _take(self, block: str, extents: list[str]) -> dict[str, torch.Tensor]:
+    def _acquire(self, block: str, extents: list[str]) -> dict[str, torch.Tensor]:
         """Return the memory of these extents when they have been read, and begin to read what will follow."""
         if not extents:  # weights that stay in the modules need no memory, so that what is expected remains the same
-            self._cache.go_on()
+            self._cache.poll()
             return {}
         before = self._cache.seconds_waited
         try:
-            memories = self._cache.take(extents, self._order.predict())
+            memories = self._cache.acquire(extents, self._order.predict())
         except OutOfBuffers as error:
             raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
         if self._cache.seconds_waited != before:
@@ -305,7 +305,7 @@ class StreamedForwards:
                     self._there.discard(extent)
                     self._weights.remove(extent)
                 if found or self._in_use[extent]:
-                    self._cache.give_back([extent], changed=bool(found))
+                    self._cache.release([extent], changed=bool(found))
                 del self._in_use[extent]  # last: what was interrupted before is repeated
                 changed += found
         return changed

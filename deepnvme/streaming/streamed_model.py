@@ -166,7 +166,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
         self._forwards.check_outside("measure_limit()")
-        return self._forwards.in_turn(functools.partial(self._forwards.measured, nbytes))
+        return self._forwards.run_locked(functools.partial(self._forwards.measured, nbytes))
 
     def close(self, restore: bool | Collection[str] = False) -> None:
         """End the stream: release its memory and give the modules their own forward back. Idempotent.
@@ -191,7 +191,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if isinstance(restore, str):
             raise TypeError(f"restore must be a bool or a collection of names, got a str: write [{restore!r}] for one weight")
         self._forwards.check_outside("close()")
-        with self._forwards.turn:
+        with self._forwards.lock:
             if self._ended:
                 return
             wanted = frozenset(restore) if isinstance(restore, Collection) else restore

@@ -360,14 +360,14 @@ class BlockCache(Monitor):
         unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
         return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
 
-    def _look(self) -> None:
+    def _collect_ended(self) -> None:
         """Record the errors of the transfers that are done."""
         for under_way in list(self._transfers.values()):
             if not under_way.ended and under_way.transfer.done():
                 under_way.error = under_way.transfer.exception()
                 under_way.ended = True
 
-    def _take_note(self) -> None:
+    def _apply_ended(self) -> None:
         """Move the blocks whose transfers are known to have ended to their next state."""
         for block, under_way in [item for item in self._transfers.items() if item[1].ended]:
             del self._transfers[block]
@@ -380,14 +380,14 @@ class BlockCache(Monitor):
                 block.written()
                 self._drop_unless_kept(block, written=True)
             elif error is not None:
-                self._let_go(block, block.fail_reading(error))
+                self._release_memory(block, block.fail_reading(error))
                 if block not in self._expected and block not in self._wanted:
                     block.error = None  # nobody wants it any more
             else:
                 block.read()
                 self._drop_unless_kept(block)
 
-    def _go_on(self) -> None:
+    def _start_transfers(self) -> None:
         """Read ahead and write as far as memory and drive allow, once the blocks that a caller waits for have their memory."""
         if all(block.in_memory for block in self._wanted):
             self._read_ahead()
@@ -436,7 +436,7 @@ class BlockCache(Monitor):
         try:
             self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
         except Exception as error:
-            self._let_go(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
+            self._release_memory(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
         else:
             self.bytes_read += block.nbytes
 
@@ -576,7 +576,7 @@ class BlockCache(Monitor):
 
     def _drop(self, block: Block) -> None:
         if block.in_memory:
-            self._let_go(block, block.drop())
+            self._release_memory(block, block.drop())
 
     def _hold(self, block: Block) -> None:
         """Record that a block has memory, and whether it counts against the limit."""
@@ -584,7 +584,7 @@ class BlockCache(Monitor):
         if self._held[block]:
             self.used += block.nbytes
 
-    def _let_go(self, block: Block, memory: Memory) -> None:
+    def _release_memory(self, block: Block, memory: Memory) -> None:
         if self._held.pop(block):
             self.used -= block.nbytes
         memory.release()

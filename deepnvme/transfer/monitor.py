@@ -41,15 +41,15 @@ class Monitor(ABC):
         return self._helper is not None and threading.current_thread() is self._helper
 
     @abstractmethod
-    def _look(self) -> None:
+    def _collect_ended(self) -> None:
         """Find out how transfers that are done have ended. Called without the lock: it may verify checksums."""
 
     @abstractmethod
-    def _take_note(self) -> None:
-        """Record what :meth:`_look` has found. Each step begins with it."""
+    def _apply_ended(self) -> None:
+        """Record what :meth:`_collect_ended` has found out. Each step begins with it."""
 
     @abstractmethod
-    def _go_on(self) -> None:
+    def _start_transfers(self) -> None:
         """Start what can be started. Each step ends with it."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Monitor(ABC):
         """Change the state in the ``with`` body, then start what can be started."""
         with defer_interrupts(), self._lock:
             yield
-            self._go_on()
+            self._start_transfers()
 
     def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
         """Call ``first``, and repeat ``step`` until it returns None; between repetitions, wait for what it returns.
@@ -73,14 +73,14 @@ class Monitor(ABC):
         Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``.
         """
         while True:
-            self._look()
+            self._collect_ended()
             with defer_interrupts(), self._lock:
-                self._take_note()
+                self._apply_ended()
                 if first is not None:
                     first()
                     first = None
                 wait = step()
-                self._go_on()
+                self._start_transfers()
                 if wait is None:
                     return
                 starved = self._helper_name is None and self._starved()
@@ -98,10 +98,10 @@ class Monitor(ABC):
 
     def _help(self) -> None:
         while True:
-            self._look()
+            self._collect_ended()
             with defer_interrupts(), self._lock:
-                self._take_note()
-                self._go_on()
+                self._apply_ended()
+                self._start_transfers()
                 wait = self._awaited()
                 if wait is None:
                     self._helper = None

@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed_training
 import pytest
 from deepspeed_training import ALONE, CONTENDERS, OP, SWAPPERS
-from harness.turns import Turns
+from harness.comparison import Comparison
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +44,11 @@ def test_each_trains_with_what_it_is_named_after(request: pytest.FixtureRequest,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(report.read_text())
-    assert list(document["turns"]) == ["2 M parameters", "2 M parameters, memory"]
-    for turns in document["turns"].values():
-        assert turns["absent"] == {}
-        assert list(turns["samples"]) == list(CONTENDERS)
-    for sample in (sample for turns in document["turns"].values() for each in turns["samples"].values() for sample in each):
+    assert list(document["comparisons"]) == ["2 M parameters", "2 M parameters, memory"]
+    for comparison in document["comparisons"].values():
+        assert comparison["absent"] == {}
+        assert list(comparison["samples"]) == list(CONTENDERS)
+    for sample in (sample for one in document["comparisons"].values() for each in one["samples"].values() for sample in each):
         assert 0 < sample["seconds"] < sample["whole_seconds"]
         assert min(sample["peak"], sample["peak_of_start"]) > 1 << 20
         assert len(set(sample["losses"])) == 2
@@ -69,8 +69,8 @@ def sample(**counts: Any) -> dict[str, Any]:
 
 
 def test_a_contender_that_fell_out_leaves_its_line_in_the_table() -> None:
-    turns = Turns({ALONE: [sample()], OP: [], SWAPPERS: [sample(peak=3 << 20)]}, {OP: "no compiler"})
-    lines = deepspeed_training.training_table("title", turns).splitlines()
+    comparison = Comparison({ALONE: [sample()], OP: [], SWAPPERS: [sample(peak=3 << 20)]}, {OP: "no compiler"})
+    lines = deepspeed_training.training_table("title", comparison).splitlines()
     assert next(line for line in lines if line.startswith(f"{OP}  ")).endswith("no compiler")
     assert next(line for line in lines if line.startswith(SWAPPERS)).split()[-2:] == ["3", "0"]
 

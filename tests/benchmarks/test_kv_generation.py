@@ -18,6 +18,6 @@ import kv_generation  # noqa: E402
 def test_every_target_has_a_line_and_nothing_is_left_behind(tmp_path: Path, document_of: Callable[..., Any]) -> None:
     document = document_of(kv_generation.main, tmp_path, "--rounds", "1")
     assert [target["met"] for target in document["targets"][-3:]] == [True] * 3
-    (on_drive,) = document["turns"]["samples"][kv_generation.NVME]
+    (on_drive,) = document["comparison"]["samples"][kv_generation.NVME]
     assert on_drive["bytes_written"] > 0
     assert on_drive["bytes_read"] > 0

@@ -52,17 +52,17 @@ def quick(io_dir: Path) -> Run:
 
 
 def test_everyone_takes_every_turn(quick: Run) -> None:
-    turns = quick.document["turns"]
-    assert set(turns["limits"]["samples"]) == {"in memory", "limits", "offloaded", "offloaded, half in memory"}
-    assert set(turns["small"]["samples"]) == {"small put", "large put", "small get", "large get"}
-    for group in turns.values():
+    comparisons = quick.document["comparisons"]
+    assert set(comparisons["limits"]["samples"]) == {"in memory", "limits", "offloaded", "offloaded, half in memory"}
+    assert set(comparisons["small"]["samples"]) == {"small put", "large put", "small get", "large get"}
+    for group in comparisons.values():
         assert all(len(samples) == 2 for samples in group["samples"].values())
         assert all(sample["seconds"] > 0 for samples in group["samples"].values() for sample in samples)
 
 
 def test_states_move_and_a_budget_keeps_some_of_them_still(quick: Run) -> None:
-    turns = quick.document["turns"]["limits"]["samples"]
-    for alone, kept in zip(turns["offloaded"], turns["offloaded, half in memory"], strict=True):
+    samples = quick.document["comparisons"]["limits"]["samples"]
+    for alone, kept in zip(samples["offloaded"], samples["offloaded, half in memory"], strict=True):
         assert alone["bytes_written"] > kept["bytes_written"] > 0
 
 
@@ -84,7 +84,7 @@ def test_deepspeed_takes_its_turns_with_its_own_op_and_on_ours(request: pytest.F
     assert contenders["in turn"]["swapper"].endswith("PartitionedOptimizerSwapper")
     assert contenders["deepspeed's classes, pipelined"]["op"].startswith("deepnvme.")
     assert contenders["deepnvme's classes, pipelined"]["swapper"].startswith("deepnvme.")
-    assert not any(turns["absent"] for turns in done.document["turns"].values())
+    assert not any(comparison["absent"] for comparison in done.document["comparisons"].values())
     losses = [target for target in done.document["targets"] if "losses that differ" in target["what"]]
     assert [target["met"] for target in losses] == [True, True]
     assert done.left_behind == []

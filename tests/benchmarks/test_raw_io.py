@@ -19,7 +19,7 @@ import pytest
 import raw_io
 from harness import footprints, interleave
 
-from deepnvme.tune.measure.folder import examine
+from deepnvme.tune.measure.folder import folder_facts
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def test_an_interrupted_run_removes_its_files(drive: Path, monkeypatch: pytest.M
 
 def test_memory_is_no_drive() -> None:
     place = Path("/dev/shm")
-    if not place.is_dir() or examine(place).filesystem != "tmpfs":
+    if not place.is_dir() or folder_facts(place).filesystem != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
     with pytest.raises(SystemExit) as end:
         raw_io.main(["--quick", "--dir", str(place)])

@@ -17,14 +17,14 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
-from ..support.memory import Surrounded, bytes_of, pattern
+from ..support.memory import Guarded, bytes_of, pattern
 
 
 def image_of(*sizes: int, misalignment: int = 0) -> tuple[FileImage, bytes]:
     image, content = FileImage(), b""
     for index, size in enumerate(sizes):
         part = pattern(size, index)
-        image.add(Surrounded(part, misalignment).tensor)
+        image.add(Guarded(part, misalignment).tensor)
         content += part
     return image, content
 

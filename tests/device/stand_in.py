@@ -175,7 +175,7 @@ class StandIn:
         elements = (sum(i * stride for i, stride in zip(place, tensor.stride(), strict=True)) for place in places)
         return b"".join(ctypes.string_at(self.call("reach", begin + at * size, size), size) for at in elements)
 
-    def surroundings_are_intact(self, tensor: torch.Tensor) -> bool:
+    def guards_are_intact(self, tensor: torch.Tensor) -> bool:
         begin, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         before = ctypes.string_at(self.call("reach", begin - PAGE, PAGE), PAGE)
         after = ctypes.string_at(self.call("reach", begin + nbytes, PAGE), PAGE)

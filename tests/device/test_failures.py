@@ -286,7 +286,7 @@ def round_trip(driver: StandIn, engine: Any, path: Path) -> None:
     assert path.read_bytes() == bytes(777) + CONTENT
     assert engine.read(target, path, 777).result(WITHIN) == len(CONTENT)
     assert driver.content(target) == CONTENT
-    assert driver.surroundings_are_intact(target)
+    assert driver.guards_are_intact(target)
 
 
 @pytest.mark.parametrize("faults", [

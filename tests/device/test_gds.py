@@ -28,7 +28,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from ..support.disks import Disk
 from ..support.examples import examples
 from ..support.interpreters import Ended, Interpreters
-from ..support.memory import Surrounded, page_aligned, pattern, zeros
+from ..support.memory import Guarded, page_aligned, pattern, zeros
 from ..support.transfers import lengths
 from .gds_fixtures import CuFile, cached_stand_in, compile_stand_in, load_op
 from .stand_in import DeviceTensor, StandIn
@@ -167,7 +167,7 @@ def test_what_is_written_from_a_device_comes_back_to_it(io_dir: Path, world: dic
     assert [handle.unpin_device_tensor(tensor) for tensor in pinned] == [True] * len(pinned)
     assert driver.content(target) == content
     assert driver.content(source) == content
-    assert not content or driver.surroundings_are_intact(target)
+    assert not content or driver.guards_are_intact(target)
     stats, body = handle.stats(), whole_pages(offset, len(content), granule)
     assert (stats["bytes_gds"], stats["bytes_direct"]) == (2 * body, 2 * body)
     assert stats["bytes_buffered"] == 2 * (len(content) - body)
@@ -228,7 +228,7 @@ def test_tensors_on_the_host_are_served_too_and_are_no_fallback(handle: Any, cuf
     handle.sync_pwrite(page_aligned(CONTENT), path)
     handle.sync_pread(target.tensor, path)
     assert target.content() == CONTENT
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
     stats = handle.stats()
     assert (stats["bytes_gds"], stats["fallbacks"]) == (0, {})
     assert stats["bytes_zero_copy"] > 0
@@ -253,7 +253,7 @@ def test_several_handles_and_many_requests_at_once(gds: ModuleType, driver: Stan
     handles = [gds.gds_handle(16384, 8, index % 2 == 1, True, 1 + index, strict=True) for index in range(3)]
     contents = [pattern(100_000 + index, index) for index in range(60)]
     on_device = [driver.tensor(content, index % 2, index % 3) for index, content in enumerate(contents)]
-    on_host = [Surrounded(content, index % 2).tensor for index, content in enumerate(contents)]
+    on_host = [Guarded(content, index % 2).tensor for index, content in enumerate(contents)]
     for index in range(60):
         handles[index % 3].async_pwrite((on_host if index % 4 == 0 else on_device)[index], str(drive / str(index)))
     assert [handle.wait() for handle in handles] == [20, 20, 20]
@@ -285,7 +285,7 @@ def test_a_short_transfer_is_resumed_where_it_stopped(
         tensor = driver.tensor(bytes(len(CONTENT)), misalignment=1)
         handle.sync_pread(tensor, file)
         assert driver.content(tensor) == CONTENT
-        assert driver.surroundings_are_intact(tensor)
+        assert driver.guards_are_intact(tensor)
     else:
         handle.sync_pwrite(driver.tensor(content), file)
         assert Path(file).read_bytes() == content

@@ -11,7 +11,7 @@ import pytest
 
 import deepnvme
 
-from ..support.memory import Surrounded, page_aligned, pattern
+from ..support.memory import Guarded, page_aligned, pattern
 from .stand_in import StandIn
 
 OLD, NEW = pattern(500_001, 1), pattern(500_001, 2)
@@ -126,7 +126,7 @@ def test_requests_behind_slow_work_keep_no_others_waiting(
             with driver.using(driver.stream()):
                 others = [
                     engine.write(page_aligned(NEW), drive / "0"),
-                    engine.write(Surrounded(NEW, 1).tensor, drive / "1"),
+                    engine.write(Guarded(NEW, 1).tensor, drive / "1"),
                     engine.write(driver.tensor(NEW), drive / "2"),
                     engine.write(driver.tensor(NEW, 1), drive / "3"),
                     engine.read(driver.tensor(NEW), drive / "other"),

@@ -17,7 +17,7 @@ import deepnvme
 
 from ..support.disks import Disk
 from ..support.examples import examples
-from ..support.memory import Surrounded, pattern, zeros
+from ..support.memory import Guarded, pattern, zeros
 from ..support.transfers import DTYPES, lengths
 from .stand_in import StandIn
 
@@ -57,7 +57,7 @@ def test_what_is_written_from_a_device_comes_back_to_it(
                 assert path.read_bytes() == b"x" * world["offset"] + content, backend
                 assert engine.read(target, path, world["offset"]).result() == len(content)
             assert driver.content(target) == content, backend
-            assert not content or driver.surroundings_are_intact(target), backend
+            assert not content or driver.guards_are_intact(target), backend
     assert driver.content(source) == content
 
 
@@ -86,7 +86,7 @@ def test_a_file_of_whole_pages_serves_devices(driver: StandIn, backend: Any, dri
         engine.read(target, file).result()
         assert engine.stats().bytes_staged == 2 * len(CONTENT)
     assert driver.content(target) == CONTENT
-    assert driver.surroundings_are_intact(target)
+    assert driver.guards_are_intact(target)
     assert (drive / "file").read_bytes() == CONTENT + bytes(-len(CONTENT) % 4096)
 
 
@@ -114,7 +114,7 @@ def test_many_small_requests_of_devices(driver: StandIn, backend: Any, drive: Pa
 def test_host_and_device_requests_at_once(driver: StandIn, backend: Any, drive: Path, threads: int) -> None:
     contents = [pattern(200_000 + index, index) for index in range(40)]
     sources = [
-        driver.tensor(content, index % 2) if index % 3 else Surrounded(content, index % 2).tensor
+        driver.tensor(content, index % 2) if index % 3 else Guarded(content, index % 2).tensor
         for index, content in enumerate(contents)
     ]
     on_devices = [driver.tensor(bytes(len(content))) for content in contents]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import deepnvme
 
-from ..support.memory import Surrounded, page_aligned, pattern
+from ..support.memory import Guarded, page_aligned, pattern
 
 MIB = 1 << 20
 CONTENT = pattern(100_001)  # 24 pages and a tail: 7 blocks of 16 KiB
@@ -56,7 +56,7 @@ def test_a_new_engine_has_timed_nothing(engine: deepnvme.Engine) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("misalignment", [0, 1])
 def test_every_block_is_in_one_bin(drive: Path, backend: Any, threads: int, misalignment: int) -> None:
-    tensor = Surrounded(bytes(MIB), misalignment).tensor
+    tensor = Guarded(bytes(MIB), misalignment).tensor
     with deepnvme.Engine(backend=backend, block_size=65536, num_threads=threads) as engine:
         engine.write(tensor, drive / "file", 100).result()
         written = engine.stats()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import deepnvme
 
 from ..support.examples import examples
-from ..support.memory import Surrounded, bytes_of, page_aligned, pattern, zeros
+from ..support.memory import Guarded, bytes_of, page_aligned, pattern, zeros
 from ..support.transfers import DTYPES, lengths
 
 
@@ -48,7 +48,7 @@ def test_a_write_is_what_plain_python_writes(io_dir: Path, backends: list[Any], 
         for backend in backends:
             path = Path(directory, backend)
             path.write_bytes(before)
-            source = Surrounded(content, world["misalignment"])
+            source = Guarded(content, world["misalignment"])
             with deepnvme.Engine(backend=backend, **world["settings"]) as engine:
                 assert engine.write(source.tensor, path, world["offset"]).result() == len(content)
             assert path.read_bytes() == expected, backend
@@ -67,14 +67,14 @@ def test_a_read_is_what_plain_python_reads(io_dir: Path, backends: list[Any], wo
             with deepnvme.Engine(backend=backend, **world["settings"]) as engine:
                 assert engine.read(target.tensor, opened.name, world["offset"]).result() == world["length"]
             assert target.content() == file[world["offset"] : world["offset"] + world["length"]], backend
-            assert target.surroundings_are_intact(), backend
+            assert target.guards_are_intact(), backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_as_it_was(engine: deepnvme.Engine, drive: Path, dtype: torch.dtype) -> None:
     content = pattern(1021 * dtype.itemsize) if dtype != torch.bool else bytes(value % 2 for value in range(1021))
-    source = Surrounded(content, 16, dtype).tensor
-    target = Surrounded(bytes(len(content)), 32, dtype).tensor
+    source = Guarded(content, 16, dtype).tensor
+    target = Guarded(bytes(len(content)), 32, dtype).tensor
     engine.write(source, drive / "file", 3).result()
     engine.read(target, drive / "file", 3).result()
     assert bytes_of(target) == content

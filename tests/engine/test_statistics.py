@@ -11,7 +11,7 @@ import torch
 
 import deepnvme
 
-from ..support.memory import Surrounded, page_aligned
+from ..support.memory import Guarded, page_aligned
 
 MIB = 1 << 20
 
@@ -45,7 +45,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_byte_is_counted_on_its_way(drive: Path, backend: Any, threads: int, way: str) -> None:
     size, misalignment, offset, zero_copy, staged, buffered, blocks = WAYS[way]
-    tensor = Surrounded(bytes(size), misalignment).tensor
+    tensor = Guarded(bytes(size), misalignment).tensor
     with deepnvme.Engine(backend=backend, block_size=65536, num_threads=threads) as engine:
         engine.write(tensor, drive / "file", offset).result()
         written = engine.stats()

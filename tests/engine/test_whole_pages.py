@@ -9,7 +9,7 @@ import pytest
 
 import deepnvme
 
-from ..support.memory import Surrounded, page_aligned, pattern, zeros
+from ..support.memory import Guarded, page_aligned, pattern, zeros
 
 PAGE = 4096
 SIZES = [1, 511, 512, 4000, 4095, 4096, 4097, 65536 + 1, 300_001]
@@ -21,12 +21,12 @@ def there_and_back(engine: Any, path: Path, size: int, misalignment: int) -> Non
     path.write_bytes(b"x" * (PAGE + pages + PAGE))
     target = zeros(size, misalignment)
     with engine.open(path, "rw", whole_pages=True) as file:
-        assert engine.write(Surrounded(content, misalignment).tensor, file, PAGE).result() == size
+        assert engine.write(Guarded(content, misalignment).tensor, file, PAGE).result() == size
         written = path.read_bytes()
         assert (written[:PAGE], written[PAGE : PAGE + size], written[PAGE + pages :]) == (b"x" * PAGE, content, b"x" * PAGE)
         assert engine.read(target.tensor, file, PAGE).result() == size
     assert target.content() == content
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
 
 
 @pytest.mark.parametrize("misalignment", [0, 1, 64])

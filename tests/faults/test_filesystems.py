@@ -14,7 +14,7 @@ import pytest
 import deepnvme
 
 from ..support.disks import MIB, Disk, loop_disk, memory_disk
-from ..support.memory import Surrounded, page_aligned, pattern, zeros
+from ..support.memory import Guarded, page_aligned, pattern, zeros
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -53,12 +53,12 @@ def transfer_anything(directory: str, backends: list[Any]) -> None:
                     content = pattern(chance.choice([1, 4096, 65536, chance.randrange(300_000)]), chance.randrange(1000))
                     misalignment = chance.choice([0, 4, 512, chance.randrange(4096)])
                     path.unlink(missing_ok=True)
-                    engine.write(Surrounded(content, misalignment).tensor, path, offset).result()
+                    engine.write(Guarded(content, misalignment).tensor, path, offset).result()
                     assert path.read_bytes() == bytes(offset) + content
                     target = zeros(len(content), misalignment)
                     engine.read(target.tensor, path, offset).result()
                     assert target.content() == content
-                    assert target.surroundings_are_intact()
+                    assert target.guards_are_intact()
 
 
 def test_neighbours_share_the_file_systems_blocks(disk: Disk, backends: list[Any], interpreters: Any) -> None:
@@ -100,7 +100,7 @@ def test_without_direct_io_every_byte_goes_through_the_page_cache(tmpfs: Disk, b
     content = pattern(300_001)
     target = zeros(len(content), misalignment)
     with deepnvme.Engine(backend=backend, num_threads=2) as engine:
-        engine.write(Surrounded(content, misalignment).tensor, tmpfs / "file", 777).result()
+        engine.write(Guarded(content, misalignment).tensor, tmpfs / "file", 777).result()
         engine.read(target.tensor, tmpfs / "file", 777).result()
         stats = engine.stats()
     assert (tmpfs / "file").read_bytes() == bytes(777) + content

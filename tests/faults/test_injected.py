@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ..support.faulty_filesystem import FaultyFilesystem
-from ..support.memory import Surrounded, page_aligned, pattern, zeros
+from ..support.memory import Guarded, page_aligned, pattern, zeros
 
 Faulty = Callable[..., Any]
 CONTENT = pattern(100_001)
@@ -19,13 +19,13 @@ CONTENT = pattern(100_001)
 
 def round_trip(engine: Any, path: Path, misalignment: int = 0, offset: int = 0) -> None:
     """Write and read CONTENT, and look at both sides of each."""
-    source = Surrounded(CONTENT, misalignment)
+    source = Guarded(CONTENT, misalignment)
     assert engine.write(source.tensor, path, offset).result() == len(CONTENT)
     assert path.read_bytes() == bytes(offset) + CONTENT
     target = zeros(len(CONTENT), misalignment)
     assert engine.read(target.tensor, path, offset).result() == len(CONTENT)
     assert target.content() == CONTENT
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
 
 
 @pytest.mark.parametrize(("short_every", "short_bytes"), [(1, 4096), (1, 5000), (2, 512), (2, 1000), (3, 1)])
@@ -217,7 +217,7 @@ def test_a_flush_on_a_broken_backend_fails_too(faulty: Faulty, drive: Path) -> N
 def test_faults_together_lose_nothing(faulty: Faulty, backend: Any, drive: Path, faults: dict[str, int], threads: int) -> None:
     engine = faulty(backend, block_size=8192, queue_depth=4, num_threads=threads, **faults)
     contents = [pattern(30_000 + index, index) for index in range(20)]
-    futures = [engine.write(Surrounded(each, index % 3).tensor, drive / str(index)) for index, each in enumerate(contents)]
+    futures = [engine.write(Guarded(each, index % 3).tensor, drive / str(index)) for index, each in enumerate(contents)]
     assert [future.result(60) for future in futures] == [len(each) for each in contents]
     assert [(drive / str(index)).read_bytes() for index in range(20)] == contents
 

@@ -16,7 +16,7 @@ import torch
 
 import deepnvme
 
-from ..support.memory import Surrounded, page_aligned, zeros
+from ..support.memory import Guarded, page_aligned, zeros
 
 KIB = 1024
 
@@ -48,7 +48,7 @@ def assert_nothing_is_kept(times: int, work: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any) -> None:
-    tensor = Surrounded(bytes(100 * KIB), 1).tensor  # staged, so that the staging is there to be leaked
+    tensor = Guarded(bytes(100 * KIB), 1).tensor  # staged, so that the staging is there to be leaked
 
     def work() -> None:
         with deepnvme.Engine(backend=backend, queue_depth=4) as engine:

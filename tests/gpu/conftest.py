@@ -107,6 +107,6 @@ class OnDevice:
     def content(self) -> bytes:
         return bytes_of(self.tensor)
 
-    def surroundings_are_intact(self) -> bool:
+    def guards_are_intact(self) -> bool:
         around = bytes_of(self._memory[: self._begin]) + bytes_of(self._memory[self._end :])
         return around == GUARD * len(around)

@@ -58,7 +58,7 @@ def test_strict_bytes_go_directly(direct: Any, path: Path, device: torch.device)
     direct.sync_pwrite(OnDevice(CONTENT, device, 3).tensor, str(path))
     direct.sync_pread(target.tensor, str(path))
     assert path.read_bytes() == target.content() == CONTENT
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
     stats = direct.stats()
     assert stats["bytes_gds"] > len(CONTENT)  # all but the ends
     assert stats["bytes_gds"] + stats["bytes_buffered"] == 2 * len(CONTENT)

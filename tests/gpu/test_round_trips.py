@@ -30,7 +30,7 @@ def test_any_length_at_any_offset(face: Face, path: Path, device: torch.device, 
     target = OnDevice(bytes(length), device)
     face.read(target.tensor, path, offset)
     assert target.content() == before[offset : offset + length]
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
 
 
 @pytest.mark.parametrize("misalignment", [1, 4, 511, 512, 4095])
@@ -41,7 +41,7 @@ def test_a_view_may_begin_anywhere_in_its_storage(face: Face, path: Path, device
     assert path.read_bytes() == content
     face.read(target.tensor, path)
     assert target.content() == content
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +105,7 @@ def test_several_of_each_kind_at_once_with_host_memory_between(make: Make, drive
     for face in faces:
         face.wait()
     assert [target.content() for target in targets] == contents
-    assert all(target.surroundings_are_intact() for target in targets)
+    assert all(target.guards_are_intact() for target in targets)
 
 
 def test_one_file_written_in_parts_by_several_at_once(make: Make, path: Path, device: torch.device) -> None:

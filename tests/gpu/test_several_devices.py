@@ -29,7 +29,7 @@ def test_a_tensor_on_a_device_that_is_not_current(face: Face, path: Path, second
     assert path.read_bytes() == CONTENT
     face.read(target.tensor, path)
     assert target.content() == CONTENT
-    assert target.surroundings_are_intact()
+    assert target.guards_are_intact()
     assert torch.cuda.current_device() == 0
 
 

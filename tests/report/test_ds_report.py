@@ -428,7 +428,7 @@ def test_it_never_compiles_the_op_and_takes_less_than_three_seconds(cache: Path)
 
 
 def facts_of(directory: Path) -> dict[str, Fact]:
-    return {fact.name: fact for fact in directory_probes.examine(directory, GDSBuilder().probe())}
+    return {fact.name: fact for fact in directory_probes.directory_facts(directory, GDSBuilder().probe())}
 
 
 def failing(code: str) -> Callable[..., Any]:

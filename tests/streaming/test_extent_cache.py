@@ -37,65 +37,65 @@ def is_right(key: str, memory: torch.Tensor) -> bool:
 def pass_over(cache: ExtentCache, keys: str, following: str = "") -> Iterator[str]:
     """Use each in turn, with what comes after it expected."""
     for index, key in enumerate(keys):
-        assert is_right(key, cache.take([key], keys[index + 1 :] + following)[0])
+        assert is_right(key, cache.acquire([key], keys[index + 1 :] + following)[0])
         yield key
-        cache.give_back([key])
+        cache.release([key])
 
 
-def test_what_a_failed_read_leaves_is_read_again_when_it_is_taken_again(fake: FakeDrive) -> None:
+def test_what_a_failed_read_leaves_is_read_again_when_it_is_acquired_again(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     fake.failing = {"a"}
     with pytest.raises(OSError, match="failed a"):
-        cache.take(["a"], "b")
+        cache.acquire(["a"], "b")
     fake.failing = set()
-    assert is_right("a", cache.take(["a"])[0])
+    assert is_right("a", cache.acquire(["a"])[0])
 
 
-def test_an_error_from_reading_ahead_is_not_raised_where_another_is_taken(fake: FakeDrive) -> None:
+def test_an_error_from_reading_ahead_is_not_raised_where_another_is_acquired(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     fake.failing, fake.refusing = {"b"}, {"c"}
-    assert is_right("a", cache.take(["a"], "bc")[0])
-    cache.give_back("a")
+    assert is_right("a", cache.acquire(["a"], "bc")[0])
+    cache.release("a")
     with pytest.raises(OSError, match="failed b"):
-        cache.take(["b"], "c")
+        cache.acquire(["b"], "c")
     with pytest.raises(OSError, match="refused c"):
-        cache.take(["c"])
+        cache.acquire(["c"])
 
 
 def test_an_error_that_ended_a_read_before_it_was_wanted_is_old(fake: FakeDrive) -> None:
     cache = cache_of(fake, residents="c")
     fake.failing = {"b", "c"}
-    cache.take(["a"], "bc")
+    cache.acquire(["a"], "bc")
     fake.end()
     fake.failing = set()
-    assert is_right("b", cache.take(["b"], "c")[0])
-    assert is_right("c", cache.take(["c"])[0])
+    assert is_right("b", cache.acquire(["b"], "c")[0])
+    assert is_right("c", cache.acquire(["c"])[0])
 
 
 @pytest.mark.parametrize("residents", ["", "b"])
 def test_an_error_of_reading_ahead_is_not_raised_once_the_fault_is_mended(fake: FakeDrive, residents: str) -> None:
     cache = cache_of(fake, residents=residents)
     fake.failing = {"b", "c"}
-    cache.take(["a"], "bc")
+    cache.acquire(["a"], "bc")
     fake.failing = {"c"}
-    assert is_right("b", cache.take(["b"], "c")[0])  # whose read, begun before, ends with its error only now
+    assert is_right("b", cache.acquire(["b"], "c")[0])  # whose read, begun before, ends with its error only now
     with pytest.raises(OSError, match="failed c"):
-        cache.take(["c"])
+        cache.acquire(["c"])
     fake.failing = set()
-    assert is_right("c", cache.take(["c"])[0])
+    assert is_right("c", cache.acquire(["c"])[0])
     assert fake.begun == [*"abcbcc"]
 
 
-def test_a_failure_among_several_takes_none(fake: FakeDrive) -> None:
+def test_a_failure_among_several_acquires_none(fake: FakeDrive) -> None:
     cache = cache_of(fake, slots=2)
     fake.failing = {"b"}
     with pytest.raises(OSError, match="failed b"):
-        cache.take(["a", "b"])
+        cache.acquire(["a", "b"])
     for _ in pass_over(cache, "cdefgh"):  # no slot was lost
         pass
 
 
-def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_acquire_leaves_no_use_behind(fake: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(fake, slots=1)
 
     def interrupted(reading: object, timeout: float | None = None) -> None:
@@ -104,7 +104,7 @@ def test_an_interrupted_take_leaves_no_use_behind(fake: FakeDrive, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("tests.support.drives.FakeReading.exception", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cache.take(["a"])
+            cache.acquire(["a"])
     fake.end()
     assert [*pass_over(cache, "bab")] == [*"bab"]
 
@@ -117,17 +117,17 @@ def test_reads_begin_before_anything_waits_and_are_as_many_as_there_are_slots(fa
     assert fake.waited_for[0] == "a"
 
 
-def test_what_was_said_to_come_first_is_read_before_anything_is_taken(fake: FakeDrive) -> None:
+def test_what_was_said_to_come_first_is_read_before_anything_is_acquired(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     cache.expect("abcd")
     assert fake.begun == ["a", "b"]
-    assert is_right("a", cache.take("a", "bcd")[0])
+    assert is_right("a", cache.acquire("a", "bcd")[0])
 
 
 def test_what_was_expected_wrongly_is_not_waited_for_and_its_slots_are_read_into_as_they_come_free(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     cache.expect("ab")
-    cache.take(["c"], "de")
+    cache.acquire(["c"], "de")
     assert fake.waited_for[0] == "c"
     assert fake.begun == ["a", "b", "c", "d", "e"]
 
@@ -135,18 +135,18 @@ def test_what_was_expected_wrongly_is_not_waited_for_and_its_slots_are_read_into
 def test_an_extent_that_is_expected_next_stays_where_it_is(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     for _ in range(3):
-        cache.take(["a"], "a")
-        cache.give_back(["a"])
+        cache.acquire(["a"], "a")
+        cache.release(["a"])
     assert fake.begun == ["a"]
 
 
 def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
     cache = cache_of(fake, residents="b")
     for key in "ab":
-        (memory,) = cache.take([key], key)
+        (memory,) = cache.acquire([key], key)
         memory.zero_()
-        cache.give_back([key], changed=True)
-        assert is_right(key, cache.take([key], key)[0])
+        cache.release([key], changed=True)
+        assert is_right(key, cache.acquire([key], key)[0])
 
 
 def test_residents_are_read_once(fake: FakeDrive) -> None:
@@ -183,29 +183,29 @@ def test_the_drive_has_work_while_residents_are_used(fake: FakeDrive) -> None:
     for _ in pass_over(cache, "abcdefgh"):
         pass
     fake.begun.clear()
-    cache.take(["a"], "bcdefgh")
+    cache.acquire(["a"], "bcdefgh")
     assert fake.begun == ["a", "f", "g"]
 
 
 def test_uses_overlap(fake: FakeDrive) -> None:
     cache = cache_of(fake, slots=2)
-    (first,) = cache.take(["a"], "b")
-    (again,) = cache.take(["a"], "b")
+    (first,) = cache.acquire(["a"], "b")
+    (again,) = cache.acquire(["a"], "b")
     assert first.data_ptr() == again.data_ptr()
-    cache.give_back(["a"])
+    cache.release(["a"])
     for _ in pass_over(cache, "bcd"):
         assert is_right("a", again)
-    cache.give_back(["a"])
+    cache.release(["a"])
     assert fake.begun == ["a", "b", "c", "d"]
 
 
 def test_more_in_use_than_slots_have_more_for_as_long(fake: FakeDrive) -> None:
     slots = CountedSlots(2 * NBYTES)
     cache = ExtentCache(fake.read, dict.fromkeys(KEYS, NBYTES), slots)
-    memories = [cache.take([key], "gh")[0] for key in "abcd"]
+    memories = [cache.acquire([key], "gh")[0] for key in "abcd"]
     assert all(map(is_right, "abcd", memories))
     assert slots.most == 4 * NBYTES
-    cache.give_back("abcd")
+    cache.release("abcd")
     del memories
     slots.most = 0
     for _ in pass_over(cache, KEYS):
@@ -221,9 +221,9 @@ def test_smaller_extents_are_read_further_ahead(fake: FakeDrive) -> None:
     order = "acdefBacdefB"
     begun = []
     for index, key in enumerate(order):
-        cache.take([key], order[index + 1 :])
+        cache.acquire([key], order[index + 1 :])
         begun.append("".join(fake.begun))
-        cache.give_back([key])
+        cache.release([key])
     assert begun[:6] == ["acdef", "acdef", "acdef", "acdefBa", "acdefBac", "acdefBacd"]
     assert "".join(fake.begun) == order
     assert slots.most <= 6 * NBYTES
@@ -233,10 +233,10 @@ def test_what_is_on_its_way_stays_while_residents_are_used(fake: FakeDrive) -> N
     sizes = dict.fromkeys("abcde", NBYTES) | {"L": 3 * NBYTES}
     cache = ExtentCache(fake.read, sizes, CountedSlots(4 * NBYTES), residents="b")
     cache.expect("bacdeL")
-    cache.take(["a"], "bcdeL")
-    cache.give_back(["a"])
-    cache.take(["b"], "cdeL")
-    cache.give_back(["b"])
+    cache.acquire(["a"], "bcdeL")
+    cache.release(["a"])
+    cache.acquire(["b"], "cdeL")
+    cache.release(["b"])
     for _ in pass_over(cache, "cde"):
         pass
     assert sorted(fake.begun) == [*"abcde"]
@@ -264,9 +264,9 @@ def test_a_slot_is_as_large_as_was_asked_for_and_lies_where_there_is_room() -> N
 
 def test_memory_that_somebody_keeps_is_not_read_into(fake: FakeDrive) -> None:
     cache = cache_of(fake)
-    (memory,) = cache.take(["a"])
+    (memory,) = cache.acquire(["a"])
     kept = memory[10:20]
-    cache.give_back(["a"])
+    cache.release(["a"])
     del memory
     for _ in range(2):
         for _ in pass_over(cache, "bcdefgh"):
@@ -277,17 +277,17 @@ def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fa
     cache = cache_of(fake, slots=1)
     kept = []
     for key in "ab":
-        kept += cache.take([key])
-        cache.give_back([key])
+        kept += cache.acquire([key])
+        cache.release([key])
     with pytest.raises(OutOfBuffers, match=r"'c'.*all 16384 bytes hold what somebody keeps a view of"):
-        cache.take(["c"])
+        cache.acquire(["c"])
     kept.pop()
-    assert is_right("c", cache.take(["c"])[0])
+    assert is_right("c", cache.acquire(["c"])[0])
 
 
 def test_what_is_read_is_counted(fake: FakeDrive) -> None:
     cache = cache_of(fake)
-    cache.take(["a"], "bc")
+    cache.acquire(["a"], "bc")
     assert cache.bytes_read == len(fake.begun) * NBYTES == 3 * NBYTES
     assert cache.seconds_waited > 0
 
@@ -300,7 +300,7 @@ def test_closing_waits_for_what_is_under_way(fake: FakeDrive) -> None:
 
 
 class Rules(RuleBasedStateMachine):
-    """Whatever is taken, expected, given back, kept and broken, in whatever order."""
+    """Whatever is acquired, expected, released, kept and broken, in whatever order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,11 +314,11 @@ class Rules(RuleBasedStateMachine):
         self.kept: list[tuple[str, torch.Tensor]] = []
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True), then=st.text(KEYS, max_size=6))
-    def take(self, keys: list[str], then: str) -> None:
+    def acquire(self, keys: list[str], then: str) -> None:
         begun = len(self.fake.begun)
         broken = self.fake.failing | self.fake.refusing | {reading.key for reading in self.fake.under_way if reading.error}
         try:
-            memories = self.cache.take(keys, then)
+            memories = self.cache.acquire(keys, then)
         except OSError:
             assert broken.intersection(keys)
         except OutOfBuffers:
@@ -338,13 +338,13 @@ class Rules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.in_use)
     @rule(data=st.data(), keep=st.booleans())
-    def give_back(self, data: st.DataObject, keep: bool) -> None:
+    def release(self, data: st.DataObject, keep: bool) -> None:
         key, memory = self.in_use.pop(data.draw(st.integers(0, len(self.in_use) - 1)))
         assert is_right(key, memory)
         if keep and key not in self.residents and len(self.kept) < 2:
             self.kept.append((key, memory[:100]))
         del memory
-        self.cache.give_back([key])
+        self.cache.release([key])
 
     @precondition(lambda self: self.kept)
     @rule()
@@ -379,7 +379,7 @@ class Rules(RuleBasedStateMachine):
         self.fake.end()
         self.kept.clear()
         for key, _ in self.in_use:
-            self.cache.give_back([key])
+            self.cache.release([key])
         self.in_use.clear()
         for _ in pass_over(self.cache, KEYS):  # it still works
             pass

@@ -39,7 +39,7 @@ def leased_bytes() -> int:
     return sum(each.in_use for each in gc.get_objects() if type(each) is BufferPool)
 
 
-class Surrounded:
+class Guarded:
     """A tensor of ``content``, ``misalignment`` bytes after the start of a page, with guard bytes before and after it."""
 
     def __init__(self, content: bytes, misalignment: int = 0, dtype: torch.dtype = torch.uint8) -> None:
@@ -57,16 +57,16 @@ class Surrounded:
     def content(self) -> bytes:
         return self._memory[self._begin : self._end]
 
-    def surroundings_are_intact(self) -> bool:
+    def guards_are_intact(self) -> bool:
         around = self._memory[: self._begin] + self._memory[self._end :]
         return around == GUARD * len(around)
 
 
 def page_aligned(content: bytes) -> torch.Tensor:
     """A tensor that is transferred in place."""
-    return Surrounded(content).tensor
+    return Guarded(content).tensor
 
 
-def zeros(nbytes: int, misalignment: int = 0) -> Surrounded:
+def zeros(nbytes: int, misalignment: int = 0) -> Guarded:
     """To read into."""
-    return Surrounded(bytes(nbytes), misalignment)
+    return Guarded(bytes(nbytes), misalignment)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, can_move, huge_pages_needed, pieces, run, version
+from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, can_move, huge_pages_needed, run, split_file, version
 
 from .conftest import Command
 
@@ -141,7 +141,7 @@ def test_what_fio_cannot_do_is_told_before_anything_is_moved(
 def test_a_file_is_dealt_in_whole_blocks_without_gap_or_overlap(
     nbytes: int, block: int, count: int, expected: list[tuple[int, int]]
 ) -> None:
-    assert [(piece.offset, piece.nbytes) for piece in pieces(Path("f"), nbytes, block, count)] == expected
+    assert [(piece.offset, piece.nbytes) for piece in split_file(Path("f"), nbytes, block, count)] == expected
 
 
 @pytest.mark.parametrize(("nbytes", "block", "possible"), [
@@ -153,8 +153,8 @@ def test_fio_moves_whole_blocks_of_whole_sectors(nbytes: int, block: int, possib
 
 
 def test_huge_pages_hold_what_is_under_way_and_one_more_for_each_piece() -> None:
-    assert huge_pages_needed(FioSettings("fio", "libaio", MIB, 8, True), pieces=2, page=2 * MIB) == 2 * (4 + 1)
-    assert huge_pages_needed(FioSettings("fio", "libaio", 4 * KIB, 1, True), pieces=1, page=2 * MIB) == 2
+    assert huge_pages_needed(FioSettings("fio", "libaio", MIB, 8, True), jobs=2, page=2 * MIB) == 2 * (4 + 1)
+    assert huge_pages_needed(FioSettings("fio", "libaio", 4 * KIB, 1, True), jobs=1, page=2 * MIB) == 2
 
 
 def test_a_report_is_read_by_fios_own_clocks(fake: Fake, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepnvme.report import directory_probes
-from deepnvme.tune.measure.folder import Unsuitable, drop_pages, examine, settle, workspace
+from deepnvme.tune.measure.folder import Unsuitable, drop_pages, folder_facts, settle, workspace
 
 from ..support.disks import Disk
 from ..support.files import cached
@@ -29,26 +29,26 @@ def read_only(small_disk: Disk) -> Iterator[Disk]:
 
 def test_a_folder_that_is_missing_is_named(drive: Path) -> None:
     with pytest.raises(Unsuitable, match=r"/missing' cannot be written to: No such file or directory"):
-        examine(drive / "missing")
+        folder_facts(drive / "missing")
 
 
 def test_a_file_is_not_a_folder(drive: Path) -> None:
     (drive / "file").write_bytes(b"mine")
     with pytest.raises(Unsuitable, match="/file' is not a directory"):
-        examine(drive / "file")
+        folder_facts(drive / "file")
     assert (drive / "file").read_bytes() == b"mine"
 
 
 def test_a_way_through_a_file_leads_nowhere(drive: Path) -> None:
     (drive / "file").write_bytes(b"")
     with pytest.raises(Unsuitable, match="Not a directory"):
-        examine(drive / "file" / "folder")
+        folder_facts(drive / "file" / "folder")
 
 
 @pytest.mark.root
 def test_a_read_only_file_system_cannot_be_measured(read_only: Disk) -> None:
     with pytest.raises(Unsuitable, match="cannot be written to: Read-only file system; choose a directory"):
-        examine(read_only.path)
+        folder_facts(read_only.path)
     with pytest.raises(Unsuitable, match="Read-only file system"), workspace(read_only.path, "test-"):
         pass
 
@@ -57,11 +57,11 @@ def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any
     (drive / "closed").mkdir(mode=0o555)
     interpreters.run(f"""
         from pathlib import Path
-        from deepnvme.tune.measure.folder import Unsuitable, examine
+        from deepnvme.tune.measure.folder import Unsuitable, folder_facts
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         try:
-            examine(Path({str(drive / "closed")!r}))
+            folder_facts(Path({str(drive / "closed")!r}))
         except Unsuitable as error:
             assert "cannot be written to: Permission denied" in str(error), error
         else:
@@ -70,7 +70,7 @@ def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any
 
 
 def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
-    facts = examine(drive)
+    facts = folder_facts(drive)
     assert list(drive.iterdir()) == []
     assert Path(facts.path) == drive.resolve()
     assert facts.direct == facts.label.endswith("takes direct I/O")
@@ -82,8 +82,8 @@ def test_folders_on_one_disk_have_its_number(drive: Path, monkeypatch: pytest.Mo
     if mount is None or not Path(mount.source).is_block_device():
         pytest.skip("needs a directory on a block device")
     (drive / "folder").mkdir()
-    number = examine(drive).device_number
-    assert examine(drive / "folder").device_number == number
+    number = folder_facts(drive).device_number
+    assert folder_facts(drive / "folder").device_number == number
     disk = directory_probes.block_device(drive)
     assert directory_probes.block_device(Path("/proc")) is None
     monkeypatch.setattr(directory_probes, "mount_of", lambda directory: mount)
@@ -92,7 +92,7 @@ def test_folders_on_one_disk_have_its_number(drive: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.root
 def test_memory_is_labelled_as_no_drive(tmpfs: Disk) -> None:
-    facts = examine(tmpfs.path)
+    facts = folder_facts(tmpfs.path)
     assert (facts.filesystem, facts.direct, facts.label) == ("tmpfs", False, "tmpfs, in memory, not a drive")
 
 

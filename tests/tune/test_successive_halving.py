@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.measure.job import Operation
-from deepnvme.tune.search.successive_halving import Candidate, Observation, Outcome, noise, rounds, search, standings
+from deepnvme.tune.search.successive_halving import Candidate, Observation, Outcome, noise, relative_times, rounds, search
 
 from ..support.examples import examples
 
@@ -366,7 +366,7 @@ def test_standings_do_not_know_the_drives_speed_at_the_time() -> None:
 
     # The second pass met the drive half as fast, the third not all of the settings.
     field = [candidate(1.0, 2.0, 1.0), candidate(1.1, 2.2), candidate(0.9, 1.8, 0.9)]
-    fast, slow = standings(field, 0)[field[2]], standings(field, 0)[field[1]]
+    fast, slow = relative_times(field, 0)[field[2]], relative_times(field, 0)[field[1]]
     assert fast == pytest.approx([0.9, 0.9, 0.9 / 0.95])
     assert slow == pytest.approx([1.1, 1.1])
 

@@ -14,7 +14,7 @@ from torch.futures import Future
 from deepnvme.checkpoint.file_io import read_consistently
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 
-from .reader import Wanted, elements_of_safetensors, fill, opened, part
+from .reader import Wanted, elements_of_safetensors, fill, open_item_file, part
 from .writer import PlannedFile, done, write_files
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
@@ -74,7 +74,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
             by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with opened(path, requests[0]):
+            with open_item_file(path, requests[0]):
                 read_consistently(path, partial(_read, path, requests, planner))
         return done(None)
 

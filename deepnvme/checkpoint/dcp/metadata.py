@@ -100,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
                 return found
         if name in _ENUMS.get(module, ()):
             members = getattr(importlib.import_module(module), name)
-            return _Callable(self, lambda value: _Member(members(value)))
+            return _Callable(self, lambda value: _EnumMember(members(value)))
         function = _CALLABLE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
         if function is not None:
             return _Callable(self, function)
@@ -141,7 +141,7 @@ class _Callable(_WithoutState):
         return self._unpickler.call(self._function, arguments)
 
 
-class _Member(_WithoutState):
+class _EnumMember(_WithoutState):
     """Stands for a member of an enumeration and equals it. The member itself is shared by the whole process."""
 
     __slots__ = ("_member",)

@@ -126,7 +126,7 @@ class NVMeReader(FileSystemReader):
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
 
-        version, metadata = file_io.read_consistently(file, lambda: (file_io.version_of(file), load_metadata(file)))
+        version, metadata = file_io.read_consistently(file, lambda: (file_io.file_version(file), load_metadata(file)))
         self._metadata_read = file, version
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -153,7 +153,7 @@ class NVMeReader(FileSystemReader):
                 raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
         for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
             with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
-                versions[Path(self.path) / name] = file_io.version_of(Path(self.path) / name)
+                versions[Path(self.path) / name] = file_io.file_version(Path(self.path) / name)
         with file_io.unless_replaced(versions, "the checkpoint"):
             self._read_items(plan, CheckingPlanner(planner, self._weights_only))
         return done(None)
@@ -171,7 +171,7 @@ class NVMeReader(FileSystemReader):
                 by_file.setdefault(info.relative_path, []).append(request)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with naming_file(path), opened(path, requests[0]) as file:
+            with naming_file(path), open_item_file(path, requests[0]) as file:
                 others += self._read(file, path, requests, planner)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
@@ -191,7 +191,7 @@ class NVMeReader(FileSystemReader):
         """Check a tensor that is not stored in a plain way. What was written with extensions cannot be checked."""
         info = self.storage_data[request.storage_index]
         if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
-            with opened(path, request) as file:
+            with open_item_file(path, request) as file:
                 file.seek(info.offset)
                 check_archive(io.BytesIO(file.read(info.length)))
 
@@ -290,7 +290,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
+def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
     """Open a file to look into it. Raises OSError naming the requested item too."""
     try:
         file = path.open("rb")

@@ -23,7 +23,7 @@ Source = torch.Tensor | torch.UntypedStorage
 _Source = TypeVar("_Source", bound=Source)
 
 
-class Range(NamedTuple):
+class WriteRange(NamedTuple):
     """A range of the file that one request writes."""
 
     begin: int
@@ -148,7 +148,7 @@ class FileImage:
         """Return a hash of the text, that is of everything but the tensors' bytes."""
         return hashlib.sha256(b"".join(self._texts)).digest()
 
-    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[Range]:
+    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[WriteRange]:
         """Yield the requests that write [begin, end) of the file, in order.
 
         The boundaries between requests are page-aligned, so that each can bypass the page cache.
@@ -165,7 +165,7 @@ class FileImage:
             if inner_end <= inner_begin:
                 continue
             yield from _chunks(at, inner_begin)
-            yield Range(inner_begin, inner_end, flat_bytes(self._sources[piece])[inner_begin - start : inner_end - start])
+            yield WriteRange(inner_begin, inner_end, flat_bytes(self._sources[piece])[inner_begin - start : inner_end - start])
             at = inner_end
         yield from _chunks(at, end)
 
@@ -229,11 +229,11 @@ class FileImage:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._texts[-1]))
 
 
-def _chunks(begin: int, end: int) -> Iterator[Range]:
+def _chunks(begin: int, end: int) -> Iterator[WriteRange]:
     """Yield ranges of at most CHUNK bytes that have to be gathered."""
     while begin < end:
         border = min(begin // PAGE * PAGE + CHUNK, end)
-        yield Range(begin, border, None)
+        yield WriteRange(begin, border, None)
         begin = border
 
 

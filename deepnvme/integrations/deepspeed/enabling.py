@@ -18,14 +18,14 @@ TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
 
 
-class _Options(NamedTuple):
+class _DeepSpeedOptions(NamedTuple):
     """The arguments of the last call of :func:`enable`, which describes them."""
 
     swappers: bool
     checkpoint: bool
 
 
-_enabled: _Options | None = None
+_enabled: _DeepSpeedOptions | None = None
 _set = contextlib.ExitStack()  # restores DeepSpeed's own parts
 _warned = False
 _changing = threading.Lock()
@@ -53,7 +53,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
     After an exception nothing is changed.
     """
     global _warned
-    options = _Options(swappers, checkpoint)
+    options = _DeepSpeedOptions(swappers, checkpoint)
     with _changing:
         if _enabled == options:
             return
@@ -84,7 +84,7 @@ def disable() -> None:
         _undo()
 
 
-def _undo() -> _Options | None:
+def _undo() -> _DeepSpeedOptions | None:
     """Restore DeepSpeed's own parts. Return what was enabled."""
     global _enabled
     before, _enabled = _enabled, None
@@ -92,7 +92,7 @@ def _undo() -> _Options | None:
     return before
 
 
-def _put(options: _Options) -> None:
+def _put(options: _DeepSpeedOptions) -> None:
     """Replace the parts of DeepSpeed that the options name, all of them or, after an exception, none."""
     global _enabled, _set
     # All of them are found in DeepSpeed before the first one is set.

@@ -28,11 +28,11 @@ _METHODS = {
     "deepspeed.runtime.engine.DeepSpeedEngine": ("__init__", "forward", "backward", "step", "save_checkpoint", "load_checkpoint"),
     "deepspeed.runtime.zero.partition_parameters.Init": ("__init__", "_post_init_method"),
 }
-_LOOKS_EVERY = 0.5  # seconds
+_READ_EVERY = 0.5  # seconds
 _HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to read its error
-_PARTED_WITHIN = 1.0  # seconds that the rank which serves the store waits for the others when its process ends
+_LEFT_WITHIN = 1.0  # seconds that the rank which serves the store waits for the others when its process ends
 _FAILURE, _HEARD = "failure", "heard"
-_PARTED = "null"
+_LEFT = "null"
 """Stored in place of a failure when a process ends, so that ranks stop reading: torch prints a page if the store is gone."""
 
 
@@ -52,7 +52,7 @@ def _sharing_failures(own: Any, *arguments: Any, **named: Any) -> Any:
     except (OSError, RuntimeError) as error:
         ranks = _ranks_of_this_process()
         if ranks is not None and isinstance(error, OSError):
-            ranks.tell(error)
+            ranks.report(error)
         elif ranks is not None and (failure := ranks.failure()) is not None:
             raise failure from error
         raise
@@ -78,12 +78,12 @@ class RankFailures:
         self._rank, self._count = rank, count
         self._failure: dict[str, Any] | None = None
         self._over = False  # there is nothing more to read: a failure was found, or the ranks are ending
-        self._looking = threading.Lock()
+        self._reading = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deepnvme-failures", daemon=True)
         self._thread.start()
 
-    def tell(self, error: OSError) -> None:
+    def report(self, error: OSError) -> None:
         """Send this rank's error to the other ranks. Only the first call has an effect.
 
         Blocks until all have read it, for some seconds at most. A store that is gone raises nothing.
@@ -100,7 +100,7 @@ class RankFailures:
             self._store.set(_FAILURE, json.dumps(self._failure))
             self._wait_for_the_others(_HEARD_WITHIN)
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Make all ranks stop reading the store, because this process ends. A store that is gone raises nothing.
 
         The rank that is likely to serve the store, rank 0, waits up to a second until the others have read this.
@@ -109,12 +109,12 @@ class RankFailures:
         self._thread.join()
         if not self._over:
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set(_FAILURE, "", _PARTED)
-                self._wait_for_the_others(_PARTED_WITHIN if self._rank == 0 else 0.0)
+                self._store.compare_set(_FAILURE, "", _LEFT)
+                self._wait_for_the_others(_LEFT_WITHIN if self._rank == 0 else 0.0)
 
     def failure(self) -> OSError | None:
         """Return an OSError with another rank's errno, text and path; None if no other rank has failed."""
-        self._look()
+        self._read_store()
         if self._failure is None or self._failure["rank"] == self._rank:
             return None
         text = f"{self._failure['text']} (on rank {self._failure['rank']})"
@@ -131,12 +131,12 @@ class RankFailures:
 
     def _watch(self) -> None:
         """Read the store twice a second until there is nothing more to read. What the thread runs."""
-        while not self._over and not self._ended.wait(_LOOKS_EVERY):
-            self._look()
+        while not self._over and not self._ended.wait(_READ_EVERY):
+            self._read_store()
 
-    def _look(self) -> None:
+    def _read_store(self) -> None:
         """Read the store once, and log a failure that is found there."""
-        with self._looking:
+        with self._reading:
             if self._over:
                 return
             with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
@@ -162,8 +162,8 @@ def _ranks_of_this_process() -> RankFailures | None:
         world = dist.group.WORLD
         if _group is None or _group[0] is not world:
             if _group is not None:
-                _group[1].part()
+                _group[1].leave()
             store = dist.distributed_c10d._get_default_store()
             _group = world, RankFailures(store, dist.get_rank(), dist.get_world_size())
-            atexit.register(_group[1].part)
+            atexit.register(_group[1].leave)
         return _group[1]

@@ -112,7 +112,7 @@ class KVDrive:
         self._broken = _INTERRUPTED  # from here to the end, whatever interrupts it
         try:
             if self._shown is not None and self._shown[0] == layer:
-                self.let_go()
+                self.release_whole()
             yield
         except GeneratorExit:  # the caller was interrupted before the change began, and dropped this later
             raise
@@ -143,7 +143,7 @@ class KVDrive:
             for name in self.store.names():
                 if name not in kept:
                     self.store.delete(name)
-        self.let_go()
+        self.release_whole()
         self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class KVDrive:
         """
         nbytes = form.position_bytes * positions
         size = padded(nbytes, max(1 << nbytes.bit_length() >> _GROWTH, ALIGNMENT))
-        self.let_go()
+        self.release_whole()
         on_device = device.type != "cpu"
         reading = max(self._prefetch * nbytes, _ROOM * max(CHUNK_BYTES, form.position_bytes))
         # Not below what is held: it would be dropped, and read again.
@@ -230,7 +230,7 @@ class KVDrive:
                 self._shown = layer, gather()
         return self._shown[1]
 
-    def let_go(self) -> None:
+    def release_whole(self) -> None:
         """Release the memory of :meth:`whole`: it is used again when nobody has a view of it."""
         self._shown = None
         if self._whole is not None:
@@ -241,7 +241,7 @@ class KVDrive:
         """Wait for I/O in flight, and remove the files. Idempotent."""
         self._closed = True
         self.cache.clear()
-        self.let_go()
+        self.release_whole()
         if self.store is not None:
             with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
                 self.store.close()

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from deepnvme.memory.host import empty_aligned
 
 from .drive import CHUNK_BYTES, KVChunk, KVDrive
-from .strip import KVShape, Pair, Strip, in_one_thread, part_of
+from .strip import KVShape, Pair, Strip, in_one_thread, slice_positions
 
 
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -171,7 +171,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Remove all positions, in memory and on the drive."""
         while self._chunks:
             self._drive.delete(self._index, -1)
-        self._drive.let_go()
+        self._drive.release_whole()
         self.drop()
         self.streamed = self._always_streamed
 
@@ -303,10 +303,10 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         end = seen + states[0].shape[2]
         if begin < seen or end - begin < self._per_chunk:
-            self._newest.append(*part_of(states, self._length - seen, end - seen))
+            self._newest.append(*slice_positions(states, self._length - seen, end - seen))
             self._store_newest()
         else:
-            self._store_chunks(lambda first, last: part_of(states, first - seen, last - seen), begin, end)
+            self._store_chunks(lambda first, last: slice_positions(states, first - seen, last - seen), begin, end)
 
     def _store_newest(self) -> None:
         """Write those of the newest positions that fill chunks."""

@@ -62,7 +62,7 @@ class KVShape:
         return keys.view(shapes[0]), values.view(shapes[1])
 
 
-def part_of(states: Pair, begin: int, end: int) -> Pair:
+def slice_positions(states: Pair, begin: int, end: int) -> Pair:
     """Return views of the keys and values from index ``begin`` to ``end`` among their positions."""
     keys, values = states
     return keys[:, :, begin:end], values[:, :, begin:end]
@@ -113,7 +113,7 @@ class Strip:
 
     def view(self, begin: int, end: int) -> Pair:
         """Return views of the keys and values of positions from ``begin`` to ``end``, which must be in the strip."""
-        return part_of(self._pair, begin - self._origin, end - self._origin)
+        return slice_positions(self._pair, begin - self._origin, end - self._origin)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a copy of these positions, from any device."""

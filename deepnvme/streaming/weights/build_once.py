@@ -46,14 +46,14 @@ def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build
     first: Path = next(iter(where))
     if (first / MANIFEST_NAME).exists():  # opening where nothing is would lock the directory against a process about to build
         try:
-            store = opened(where, origin)
+            store = open_existing(where, origin)
         except StoreLocked:
             store = None
         if store is not None:  # return at once: Ctrl-C in a call in between would leave the store open if the traceback is kept
             return store
     owner = _alone_in(first / BUILDING)
     try:
-        return opened(where, origin) or build(first / BUILDING)
+        return open_existing(where, origin) or build(first / BUILDING)
     finally:
         try:
             owner.release()
@@ -61,7 +61,7 @@ def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build
             owner.release()  # again, in case Ctrl-C interrupted the first: a traceback that is kept would keep the lock
 
 
-def opened(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
+def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
     """Open the store in the directories; return None if there is none.
 
     Raises:

@@ -108,7 +108,7 @@ class Structure:
         return {name: extents for name, extents in found.items() if extents}
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's parameters and persistent buffers by all of their names, in the order of registration."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -136,7 +136,7 @@ def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> d
 
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
     """Return dtype and shape of a model's weights by all of their names; and for each tied weight's further names the first."""
-    weights = weights_of(model)
+    weights = weights_by_name(model)
     return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
 
 
@@ -193,7 +193,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     Raises:
         ValueError: If a name or pattern matches no module with weights, or one without a forward.
     """
-    weights = weights_of(model)
+    weights = weights_by_name(model)
     ties = ties_of(weights)
     sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
     root = _tree(sizes, ties, dict(model.named_modules(remove_duplicate=False)))
@@ -217,7 +217,7 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
 
 
 @dataclass
-class _Place:
+class _ModuleNode:
     """A node of the tree of modules that have weights. A module that is in several places has several nodes of one identity."""
 
     name: str
@@ -225,7 +225,7 @@ class _Place:
     """The module; None if only names are known."""
     weights: list[tuple[str, int]] = field(default_factory=list)
     """First names and bytes of the module's own weights."""
-    children: dict[str, _Place] = field(default_factory=dict)
+    children: dict[str, _ModuleNode] = field(default_factory=dict)
     """Nodes of the submodules, by the last part of their names."""
 
     @property
@@ -252,14 +252,14 @@ class _Place:
             bool(self.weights) or any(isinstance(child.module, _PARAMETERS) for child in self.children.values())
         )
 
-    def all(self) -> Iterator[_Place]:
+    def all(self) -> Iterator[_ModuleNode]:
         """Yield this node and all nodes below it."""
         yield self
         for child in self.children.values():
             yield from child.all()
 
 
-def _tree(sizes: Mapping[str, int], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> _Place:
+def _tree(sizes: Mapping[str, int], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> _ModuleNode:
     """Return the tree of the modules that have weights, by the names of the weights.
 
     Args:
@@ -267,31 +267,31 @@ def _tree(sizes: Mapping[str, int], ties: Mapping[str, str], modules: Mapping[st
         ties: First names of tied weights, by each of their further names.
         modules: The modules by all of their names; empty if only names are known.
     """
-    root = _Place("", modules.get(""))
+    root = _ModuleNode("", modules.get(""))
     for name, nbytes in sizes.items():
-        place = root
+        node = root
         *path, _ = name.split(".")
         for part in path:
-            inner = f"{place.name}.{part}" if place.name else part
-            place = place.children.setdefault(part, _Place(inner, modules.get(inner)))
-        place.weights.append((ties.get(name, name), nbytes))
+            inner = f"{node.name}.{part}" if node.name else part
+            node = node.children.setdefault(part, _ModuleNode(inner, modules.get(inner)))
+        node.weights.append((ties.get(name, name), nbytes))
     return root
 
 
-def _named(root: _Place, patterns: Iterable[str]) -> set[object]:
+def _named(root: _ModuleNode, patterns: Iterable[str]) -> set[object]:
     """Return the identities of the modules that the patterns match."""
-    first: dict[object, _Place] = {}
-    for place in root.all():
-        if place.weights or place.children:
-            first.setdefault(place.identity, place)
-    places = {place.name: place for place in first.values()}
+    first: dict[object, _ModuleNode] = {}
+    for node in root.all():
+        if node.weights or node.children:
+            first.setdefault(node.identity, node)
+    nodes = {node.name: node for node in first.values()}
     found: set[object] = set()
     for pattern in patterns:
-        for name in _matching(pattern, places):
-            if not places[name].has_forward:
-                kind = type(places[name].module).__name__
+        for name in _matching(pattern, nodes):
+            if not nodes[name].has_forward:
+                kind = type(nodes[name].module).__name__
                 raise ValueError(f"blocks: {name!r} is a {kind}, whose forward nobody calls: name what is in it, {name + '.*'!r}")
-            found.add(places[name].identity)
+            found.add(nodes[name].identity)
     return found
 
 
@@ -307,15 +307,15 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _structure(root: _Place, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
+def _structure(root: _ModuleNode, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
     """Divide a tree into blocks; ``named`` are patterns of block names, ``rest`` weights that belong to none in any case."""
     chosen: dict[object, bool] = dict.fromkeys(_named(root, named or ()), False)  # True: a block only if it is large enough
     _choose(root, chosen)
     needed: dict[object, dict[str, int]] = {}
     names: dict[object, str] = {}
-    for place, block in _with_blocks(root, chosen):
-        names.setdefault(block, place.name)
-        needed.setdefault(block, {}).update(place.weights)
+    for node, block in _with_blocks(root, chosen):
+        names.setdefault(block, node.name)
+        needed.setdefault(block, {}).update(node.weights)
     remaining = dict(needed.pop(None, {}))
     blocks = []
     for identity, weights in needed.items():
@@ -326,24 +326,24 @@ def _structure(root: _Place, named: Iterable[str] | None, ties: Mapping[str, str
     return Structure(tuple(blocks), tuple(dict.fromkeys((*remaining, *rest))), ties)
 
 
-def _choose(place: _Place, chosen: dict[object, bool]) -> None:
+def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
     """Add the blocks that are found in a node and below it to ``chosen``; a named block is not searched."""
-    if place.identity in chosen:
+    if node.identity in chosen:
         return
-    if place.uses_weights() and not place.alike:
-        chosen[place.identity] = True
-        if not any(each.alike for each in place.all()):
+    if node.uses_weights() and not node.alike:
+        chosen[node.identity] = True
+        if not any(each.alike for each in node.all()):
             return
-    for child in place.children.values():
-        if place.alike and child.has_forward:
+    for child in node.children.values():
+        if node.alike and child.has_forward:
             chosen.setdefault(child.identity, False)
         else:
             _choose(child, chosen)
 
 
-def _with_blocks(place: _Place, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_Place, object]]:
+def _with_blocks(node: _ModuleNode, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_ModuleNode, object]]:
     """Yield a node and those below it, each with the identity of the innermost block around it; None if there is none."""
-    block = place.identity if place.identity in chosen else block
-    yield place, block
-    for child in place.children.values():
+    block = node.identity if node.identity in chosen else block
+    yield node, block
+    for child in node.children.values():
         yield from _with_blocks(child, chosen, block)

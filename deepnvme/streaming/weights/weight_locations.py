@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme._shortened_lists import listed
-from deepnvme.checkpoint.file_io import read_consistently, started, version_of
+from deepnvme.checkpoint.file_io import file_version, read_consistently, started
 from deepnvme.checkpoint.formats import pt_records
 from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
 from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
@@ -22,7 +22,7 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
 from .manifest import WeightInfo
-from .model_blocks import ties_of, weights_of
+from .model_blocks import ties_of, weights_by_name
 
 _OPEN_FILES = 16
 """Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
@@ -124,7 +124,7 @@ class Weights:
                 check_storable(name, weight)
         self._weights = weights
         self._files = files
-        self._versions = {weight.path: version_of(weight.path) for weight in weights.values() if isinstance(weight, Location)}
+        self._versions = {weight.path: file_version(weight.path) for weight in weights.values() if isinstance(weight, Location)}
 
     def names(self) -> Iterable[str]:
         """Return the names of all weights."""
@@ -172,7 +172,7 @@ class Weights:
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
         for path, version in self._versions.items():
-            if version_of(path) != version:
+            if file_version(path) != version:
                 raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
 
 
@@ -350,7 +350,7 @@ def source_of(given: Any, files: OpenFiles) -> Source:
         Exception: What :func:`weights_in` raises.
     """
     if isinstance(given, nn.Module):
-        given = weights_of(given)
+        given = weights_by_name(given)
     elif isinstance(given, str | os.PathLike):
         given = weights_in(given)
     if isinstance(given, Mapping):

@@ -23,8 +23,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.store.volumes import Directory
-from deepnvme.store.volumes import weights_of as directories_of
+from deepnvme.store.volumes import Directory, directory_weights
 
 from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
@@ -142,7 +141,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise ValueError(f"dtype must be one of floating point, got {dtype}")
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
-        where = directories_of(path)
+        where = directory_weights(path)
         # The files are closed twice, in case Ctrl-C interrupts the first: a traceback that is kept would keep them open.
         with Engine() as engine, contextlib.closing(OpenFiles(engine)) as files, contextlib.closing(files):
             source = source_of(model_or_checkpoint, files)
@@ -170,7 +169,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             CorruptExtent: If an extent is missing or has the wrong size.
             StoreLocked: If the store is being built.
         """
-        directories = directories_of(path)
+        directories = directory_weights(path)
         engine = Engine(queue_depth=_QUEUE_DEPTH * len(directories))
         tensors = None
         try:

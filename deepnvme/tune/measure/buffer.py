@@ -67,7 +67,7 @@ class TransferBuffer:
             self.tensor[:nbytes].copy_(self._bounce[:nbytes])
 
 
-def locked(handle: Any, nbytes: int) -> torch.Tensor:
+def page_locked(handle: Any, nbytes: int) -> torch.Tensor:
     """Return a uint8 tensor of ``nbytes`` random bytes in page-locked memory of a handle."""
     tensor: torch.Tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
     return random_bytes(tensor)
@@ -85,7 +85,7 @@ def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _host(nbytes: int, handle: Any, by_accelerator: bool) -> tuple[torch.Tensor, str]:
     """Return random bytes in host memory, and what kind of memory it is."""
     if not by_accelerator:
-        return locked(handle, nbytes), "locked memory"
+        return page_locked(handle, nbytes), "locked memory"
     tensor = random_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     if torch.cuda.is_available():
         return tensor.pin_memory(), "memory pinned by PyTorch"

@@ -64,15 +64,15 @@ def version(program: str) -> str:
     return _output([program, "--version"]).strip()
 
 
-def huge_pages_needed(settings: FioSettings, pieces: int, page: int) -> int:
+def huge_pages_needed(settings: FioSettings, jobs: int, page: int) -> int:
     """Return the number of huge pages of ``page`` bytes that fio's buffers need for that many jobs.
 
     fio aligns the buffers of each job to a huge page, and needs one more for each.
     """
-    return pieces * (math.ceil(settings.queue_depth * settings.block_size / page) + 1)
+    return jobs * (math.ceil(settings.queue_depth * settings.block_size / page) + 1)
 
 
-def pieces(path: Path, nbytes: int, block_size: int, count: int) -> list[FioRange]:
+def split_file(path: Path, nbytes: int, block_size: int, count: int) -> list[FioRange]:
     """Divide a file of ``nbytes`` into ranges for ``count`` jobs, in whole blocks, as our workers share a tensor.
 
     Empty ranges are left out.
@@ -249,4 +249,4 @@ class FioComparisonRun:
 
 def _job_pieces(job: Job, path: Path) -> list[FioRange]:
     """Return the ranges of one file that fio's jobs move, one for each of our workers."""
-    return pieces(path, job.io_size, job.setting.block_size, job.setting.intra_op_parallelism)
+    return split_file(path, job.io_size, job.setting.block_size, job.setting.intra_op_parallelism)

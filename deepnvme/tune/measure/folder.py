@@ -46,7 +46,7 @@ class FolderFacts:
     subvolumes. ``st_dev`` where no disk is known; volumes of LVM and the like count as disks of their own."""
 
 
-def examine(folder: Path) -> FolderFacts:
+def folder_facts(folder: Path) -> FolderFacts:
     """Return the facts about a folder; makes small files in it and removes them. Raises Unsuitable if it cannot be written to."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise Unsuitable(f"'{folder}' is not a directory")
@@ -133,14 +133,14 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
 def drop_pages(paths: Iterable[Path]) -> None:
     """Write back and drop the page cache's pages of each file; missing files are skipped. Needs no privilege. Blocks."""
     for path in paths:
-        with contextlib.suppress(FileNotFoundError), directory_probes.opened(path, os.O_RDONLY) as descriptor:
+        with contextlib.suppress(FileNotFoundError), directory_probes.open_descriptor(path, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)  # only clean pages can be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:
     """Write a file's or directory's data to stable storage (fsync). Blocks."""
-    with directory_probes.opened(path, os.O_RDONLY) as descriptor:
+    with directory_probes.open_descriptor(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
 
 

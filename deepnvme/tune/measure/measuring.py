@@ -9,7 +9,7 @@ from deepnvme.report.directory_probes import IN_MEMORY
 
 from .figures import merged
 from .fio import FioComparisonRun, find_suitable
-from .folder import check_memory, check_space, examine, settle, workspace
+from .folder import check_memory, check_space, folder_facts, settle, workspace
 from .job import Job, Measurement, Paths, Sample
 from .worker_processes import worker_processes
 
@@ -33,7 +33,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
         ValueError: If validation finds a difference.
         FioFailed: If fio fails.
     """
-    facts = {place.folder: examine(place.folder) for place in job.places}
+    facts = {place.folder: folder_facts(place.folder) for place in job.places}
     check_space((place.folder, _file_bytes(job)) for place in job.places)
     in_memory = sum(_file_bytes(job) for place in job.places if facts[place.folder].filesystem in IN_MEMORY)
     remedy = "give a smaller --io_size" + (" or fewer processes" if len(job.places) > 1 else "")

@@ -16,7 +16,7 @@ from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR,
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
-from .buffer import TransferBuffer, locked, random_bytes
+from .buffer import TransferBuffer, page_locked, random_bytes
 from .folder import Unsuitable, first_line
 from .job import EngineName, Job
 
@@ -230,7 +230,7 @@ class TorchFastIo(TorchIo):
             raise Unsuitable(f"--fast_io_size: must be at least {SMALLEST_TENSOR}, got {job.fast_io_size}")
         super().__init__(job, device)
         self._handle = make_handle(job.setting)
-        self._buffer = locked(self._handle, job.fast_io_size)
+        self._buffer = page_locked(self._handle, job.fast_io_size)
 
     def write(self, path: Path) -> None:
         """Write the tensor to a file by ``torch.save`` through a :class:`FastFileWriter`."""

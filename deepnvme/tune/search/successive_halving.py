@@ -101,7 +101,7 @@ SearchProgress = Callable[[float, str], None]
 """Called with the share of the search that is done, and a description of the current step."""
 
 
-def part_of(progress: SearchProgress, number: int, count: int, what: str) -> SearchProgress:
+def partial_progress(progress: SearchProgress, number: int, count: int, what: str) -> SearchProgress:
     """Return a function that reports the progress of one of ``count`` equal parts as progress of the whole.
 
     Args:
@@ -152,7 +152,7 @@ def search(
                 racing = _promoted(racing, number - 1, counts[number])
             available = max(end - clock(), 0.0) / (len(counts) - number)
             step = f"round {number + 1} of {len(counts)}: {counts[number]} settings"
-            pace = bench.round(racing, pace, available, part_of(progress, number, len(counts), step))
+            pace = bench.round(racing, pace, available, partial_progress(progress, number, len(counts), step))
         complete = True
         progress(1.0, "done")
     except KeyboardInterrupt:
@@ -161,15 +161,15 @@ def search(
     return _judge(candidates, complete)
 
 
-def standings(candidates: Sequence[Candidate], round_number: int) -> dict[Candidate, list[float]]:
+def relative_times(candidates: Sequence[Candidate], round_number: int) -> dict[Candidate, list[float]]:
     """Return each candidate's time in each pass of a round, divided by the median of all candidates in that pass.
 
     This cancels the drive's speed at the time, which changes from pass to pass.
     """
     times = {candidate: candidate.passes(round_number) for candidate in candidates}
     count = max(map(len, times.values()), default=0)
-    middles = [statistics.median(found[turn] for found in times.values() if turn < len(found)) for turn in range(count)]
-    return {candidate: [each / middles[turn] for turn, each in enumerate(found)] for candidate, found in times.items()}
+    middles = [statistics.median(found[number] for found in times.values() if number < len(found)) for number in range(count)]
+    return {candidate: [each / middles[number] for number, each in enumerate(found)] for candidate, found in times.items()}
 
 
 def typical(values: Sequence[float]) -> float:
@@ -178,17 +178,17 @@ def typical(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[spare : len(values) - spare])
 
 
-def noise(standings: Mapping[Candidate, Sequence[float]]) -> float:
+def noise(relative: Mapping[Candidate, Sequence[float]]) -> float:
     """Return the relative standard error of a candidate's typical time, estimated from how passes differ.
 
     With only one pass nothing is known about it; the largest allowed tie is returned then.
 
     Args:
-        standings: What :func:`standings` returned.
+        relative: What :func:`relative_times` returned.
     """
     deviations: list[float] = []
     passes = 1
-    for found in standings.values():
+    for found in relative.values():
         passes = max(passes, len(found))
         middle = statistics.median(found)
         deviations += [abs(each / middle - 1) for each in found]
@@ -270,7 +270,7 @@ def _promoted(racing: Sequence[Candidate], number: int, count: int) -> list[Cand
     Two thirds of the places go to the fastest. The others go to the candidates with the least CPU time of those that may really
     be as fast, because the tie in the last round is to be decided among these.
     """
-    found = standings(racing, number)
+    found = relative_times(racing, number)
     time = {candidate: typical(times) for candidate, times in found.items()}
     fastest = sorted(racing, key=time.__getitem__)
     chosen = fastest[: math.ceil(count * 2 / 3)]
@@ -309,10 +309,10 @@ def _judge(candidates: Sequence[Candidate], complete: bool) -> Outcome:
     time: dict[Candidate, float] = {}
     for number in range(last + 1):
         # Relative to all candidates of that round, including those that were promoted.
-        found = standings([each for each in reached_by if reached_by[each] >= number], number)
+        found = relative_times([each for each in reached_by if reached_by[each] >= number], number)
         time |= {each: typical(times) for each, times in found.items() if reached_by[each] == number}
     ranked = sorted(reached_by, key=lambda each: (-reached_by[each], time[each]))
-    final = standings([each for each in ranked if reached_by[each] == last], last)
+    final = relative_times([each for each in ranked if reached_by[each] == last], last)
     bound = min(max(1.5 * noise(final), _LEAST_TIE), _MOST_TIE)  # 1.5: a difference has the noise of both candidates
     fastest = min(time[each] for each in final)
     tied = [each for each in final if time[each] <= fastest * (1 + bound)]

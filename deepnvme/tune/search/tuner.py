@@ -12,13 +12,13 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.report.directory_probes import IN_MEMORY
-from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, examine
+from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
 
 from .results import Figures, Result, Search, Striping, Tuning
 from .space import default_space
-from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, part_of, search
+from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, partial_progress, search
 
 _STRIPING_PASSES = 5
 
@@ -64,7 +64,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
         Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.
         OSError: If a transfer fails.
     """
-    facts = [examine(folder) for folder in order.folders]
+    facts = [folder_facts(folder) for folder in order.folders]
     check_space((folder, order.io_size) for folder in order.folders)
     tensors = 0 if order.gds else order.io_size * len(order.folders)
     check_memory(tensors + order.io_size * sum(each.filesystem in IN_MEMORY for each in facts))
@@ -84,7 +84,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
                 started = time.monotonic()
                 measure = functools.partial(bench.move, _shares(group, searches))
                 where = " + ".join(facts[index].path for index in group)
-                part = part_of(progress, number, len(groups), f"{where}: ")
+                part = partial_progress(progress, number, len(groups), f"{where}: ")
                 outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
                 searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
                 if not outcome.complete:

@@ -338,36 +338,36 @@ def test_a_rank_tells_the_others_what_failed_it() -> None:
     ranks = [RankFailures(store, rank, 3) for rank in range(3)]
     assert ranks[0].failure() is None
     error = OSError(errno.ENOSPC, "No space left on device", "/mnt/nvme/0.swp")
-    told = threading.Thread(target=ranks[1].tell, args=(error,))
-    told.start()
-    told.join(timeout=4.0)  # before it stops waiting
-    assert not told.is_alive()
+    reporting = threading.Thread(target=ranks[1].report, args=(error,))
+    reporting.start()
+    reporting.join(timeout=4.0)  # before it stops waiting
+    assert not reporting.is_alive()
     for number in (0, 2):
         failure = ranks[number].failure()
         assert failure is not None
         assert (failure.errno, failure.filename) == (errno.ENOSPC, "/mnt/nvme/0.swp")
         assert "on rank 1" in str(failure)
     assert ranks[1].failure() is None  # which has raised its own
-    ranks[0].tell(error)  # of no use any more, and at once
+    ranks[0].report(error)  # of no use any more, and at once
 
 
-def test_ranks_part_without_a_failure_and_the_others_look_no_longer() -> None:
+def test_ranks_leave_without_a_failure_and_the_others_look_no_longer() -> None:
     store = dist.HashStore()
     ranks = [RankFailures(store, rank, 2) for rank in range(2)]
-    ranks[0].part()
+    ranks[0].leave()
     assert [rank.failure() for rank in ranks] == [None, None]
     assert not any(thread.name == "deepnvme-failures" and thread.is_alive() for thread in threading.enumerate())
-    ranks[1].part()
+    ranks[1].leave()
 
 
 def test_ranks_that_fail_together_do_not_wait_for_each_other() -> None:
     store = dist.HashStore()
     ranks = [RankFailures(store, rank, 2) for rank in range(2)]
     errors = [OSError(errno.ENOSPC, "No space left on device", f"/mnt/nvme/{rank}.swp") for rank in range(2)]
-    telling = [threading.Thread(target=rank.tell, args=(error,)) for rank, error in zip(ranks, errors, strict=True)]
-    for thread in telling:
+    reporting = [threading.Thread(target=rank.report, args=(error,)) for rank, error in zip(ranks, errors, strict=True)]
+    for thread in reporting:
         thread.start()
-    for thread in telling:
+    for thread in reporting:
         thread.join(timeout=4.0)  # before they stop waiting
         assert not thread.is_alive()
     assert [rank.failure() for rank in ranks] == [None, None]  # each raises its own

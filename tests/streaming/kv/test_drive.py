@@ -162,7 +162,7 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -
     there.whole(KVShape.of(*states()), 4, CPU)
     there.expect(0)
     there.delete(0, 0)
-    there.let_go()
+    there.release_whole()
     assert there.chunks[0] == []
     assert there.pool.in_use == 0
 

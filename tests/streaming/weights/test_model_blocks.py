@@ -15,7 +15,7 @@ from deepnvme.streaming.weights.model_blocks import (
     structure_of,
     structure_of_names,
     ties_of,
-    weights_of,
+    weights_by_name,
 )
 
 WIDE = 1024
@@ -194,7 +194,7 @@ def test_buffers_stay_in_memory_and_those_that_are_not_saved_are_nobody_s():
     model.layers[0].register_buffer("kept", torch.empty(3))
     model.layers[0].register_buffer("made", torch.empty(3), persistent=False)
     assert structure_of(model).rest == ("norm.weight", "norm.bias", "layers.0.kept")
-    assert list(weights_of(model)) == list(model.state_dict())
+    assert list(weights_by_name(model)) == list(model.state_dict())
 
 
 def test_ties_are_found_by_identity():
@@ -210,7 +210,7 @@ def test_a_model_without_weights_has_no_extents():
 @pytest.mark.parametrize("experts", [0, 2])
 def test_names_alone_say_the_same(experts):
     model = Model(tied=True, experts=experts)
-    sizes = {name: weight.nbytes for name, weight in weights_of(model).items()}
+    sizes = {name: weight.nbytes for name, weight in weights_by_name(model).items()}
     assert structure_of_names(sizes, {"head.weight": "embed.weight"}) == structure_of(model)
 
 

@@ -16,7 +16,7 @@ from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
 from deepnvme.streaming.weights.manifest import WeightInfo
-from deepnvme.streaming.weights.model_blocks import REST, weights_of
+from deepnvme.streaming.weights.model_blocks import REST, weights_by_name
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 
@@ -346,7 +346,7 @@ class TestBadInput:
 def damage(drive, model, key: str) -> int:
     """Change the first byte of a weight on the drive; return the checksum that its extent should have."""
     data = (drive / "store" / DATA_NAME).read_bytes()
-    wanted = bytes_of(weights_of(model)[key])
+    wanted = bytes_of(weights_by_name(model)[key])
     at = data.index(wanted)
     with open(drive / "store" / DATA_NAME, "r+b") as file:
         file.seek(at)

@@ -22,7 +22,7 @@ from deepnvme.transfer.gather import Transfers
 
 from .aio_config import SwapSizes, engine_of
 from .environment import Timers, describe, rank
-from .resident_tensors import plan
+from .resident_tensors import choose_residents
 from .swap_info import OptimizerStateSwapInfo
 from .tile_cache import TileCache
 
@@ -168,7 +168,7 @@ class OptimizerSwapper(SwapSizes):
             OSError: From writing.
         """
         with self._timers.measure(SWAP_INIT_TIMER):
-            self._take_charge(
+            self._add_parameters(
                 parameters,
                 [source.numel() for source in src_tensors],
                 lambda number, target: target.copy_(src_tensors[number].detach().reshape(-1)),
@@ -201,7 +201,7 @@ class OptimizerSwapper(SwapSizes):
                 f"one list of partitions and one length for each parameter, got {len(fp16_partitions_info)} and "
                 f"{len(fp16_num_elems)} for {len(fp32_parameters)}"
             )
-        self._take_charge(
+        self._add_parameters(
             fp32_parameters,
             fp16_num_elems,
             lambda number, target: read_partitions(self._cache.engine, fp16_partitions_info[number], fp16_pinned_buffers, target),
@@ -295,9 +295,9 @@ class OptimizerSwapper(SwapSizes):
         if info is None or info.active:
             return
         with self._timers.measure(self.SWAP_IN_TIMER):
-            if info.turn <= self._cache.turn:
+            if info.index <= self._cache.current:
                 self._decide_what_stays()
-            self._cache.begin_turn(info.turn, len(self.swap_params_info))
+            self._cache.set_current(info.index, len(self.swap_params_info))
             info.restore(self.optimizer.state)
             info.swap_in(self._last_gradients(info))
             self._read_ahead(info, async_parameter)
@@ -388,7 +388,7 @@ class OptimizerSwapper(SwapSizes):
         """The sub-groups in the order of a step."""
         return list(self.swap_params_info.values())
 
-    def _take_charge(
+    def _add_parameters(
         self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]
     ) -> None:
         """Start to swap all of the parameters or, after an exception, none.
@@ -401,16 +401,16 @@ class OptimizerSwapper(SwapSizes):
                 key = self.parameter_id(parameter)
                 if key in self.swap_params_info:
                     raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
-                turn = len(self.swap_params_info)
-                info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, turn)
+                index = len(self.swap_params_info)
+                info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, index)
                 self.swap_params_info[key] = info
-                self._cache.begin_turn(turn, turn + 1)
+                self._cache.set_current(index, index + 1)
                 info.initialize(functools.partial(fill, number))
         except BaseException:
             for info in self._order[known:]:
                 self._cache.discard(info.master.tile)
                 del self.swap_params_info[self.parameter_id(info.parameter)]
-            self._cache.begin_turn(max(known - 1, 0), max(known, 1))
+            self._cache.set_current(max(known - 1, 0), max(known, 1))
             raise
 
     def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
@@ -446,7 +446,7 @@ class OptimizerSwapper(SwapSizes):
         states = [info.tiles() for info in self._order]
         gradients = [info.gradient for info in self._order]
         sizes = [[tile.nbytes for tile in group] for group in states]
-        staying, waiting = plan(sizes, [tile.nbytes for tile in gradients], self._cache.memory.limit)
+        staying, waiting = choose_residents(sizes, [tile.nbytes for tile in gradients], self._cache.memory.limit)
         resident: dict[Block, bool] = {tile: number < staying for number, tile in enumerate(chain.from_iterable(states))}
         self._cache.keep(resident | {tile: number < waiting for number, tile in enumerate(gradients)})
 
@@ -460,12 +460,12 @@ class OptimizerSwapper(SwapSizes):
         ahead: list[Use] = []
         if following is not None:
             first = self.swap_params_info.get(self.parameter_id(following))
-            after = order[info.turn + 1 :]
+            after = order[info.index + 1 :]
             for other in ([first] if first is not None and first not in after else []) + after:
                 ahead += [Use(tile, limit) for tile in [*other.tiles(), other.gradient]]
         if following is not None or info is order[-1]:
             waiting = sum(other.gradient.nbytes for other in order if other.gradient.resident)
-            for other in order[: info.turn]:
+            for other in order[: info.index]:
                 if not all(tile.resident for tile in other.tiles()):
                     ahead += [Use(tile, limit - waiting) for tile in other.tiles()]
                     break

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 
 
-def plan(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
+def choose_residents(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
     """Share ``limit`` bytes of memory between what stays and what passes through.
 
     A step goes through the sub-groups in the same order each time, so what was used last is needed last: the least recently used

@@ -66,7 +66,7 @@ def get_sized_buffers(buffer_list: Iterable[torch.Tensor], num_elems_list: Itera
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Allocation:
     """A tensor's part of a buffer, and the path and offset (bytes) in a file that it is written to."""
 
     offset: int
@@ -95,7 +95,7 @@ class SwapBuffer:
         """Make the whole buffer free again."""
         self.offset = 0
         self.num_elem = 0
-        self._places: list[_Place] = []
+        self._allocations: list[_Allocation] = []
 
     def insert_tensor(self, tensor: torch.Tensor, swap_path: str | None, aligned_numel: int, file_offset: int = 0) -> Parts:
         """Copy a tensor of any shape into the buffer; return its swap tensor and its compute tensor.
@@ -127,11 +127,11 @@ class SwapBuffer:
                 "ask has_space first, or reset it"
             )
         swap_tensor = self.buffer.narrow(0, self.offset, aligned_numel)
-        place = _Place(self.offset, swap_tensor, swap_tensor.narrow(0, 0, numel), swap_path, file_offset)
-        self._places.append(place)
+        allocation = _Allocation(self.offset, swap_tensor, swap_tensor.narrow(0, 0, numel), swap_path, file_offset)
+        self._allocations.append(allocation)
         self.offset += aligned_numel
         self.num_elem += numel
-        return place.swap_tensor, place.compute_tensor
+        return allocation.swap_tensor, allocation.compute_tensor
 
     def has_space(self, numel: int) -> bool:
         """Return whether ``numel`` more elements fit."""
@@ -142,20 +142,20 @@ class SwapBuffer:
 
         If this raises OSError for a tensor, writing that tensor and those after it was not started.
         """
-        for place in self._places:
-            aio_handle.async_pwrite(place.swap_tensor, place.path, place.file_offset)
+        for allocation in self._allocations:
+            aio_handle.async_pwrite(allocation.swap_tensor, allocation.path, allocation.file_offset)
 
     def get_swap_tensors(self) -> list[torch.Tensor]:
         """Return the swap tensors, in the order they were added."""
-        return [place.swap_tensor for place in self._places]
+        return [allocation.swap_tensor for allocation in self._allocations]
 
     def get_swap_paths(self) -> list[str | None]:
         """Return the paths of the tensors, in the order they were added."""
-        return [place.path for place in self._places]
+        return [allocation.path for allocation in self._allocations]
 
     def get_compute_tensors(self) -> list[torch.Tensor]:
         """Return the compute tensors, in the order they were added."""
-        return [place.compute_tensor for place in self._places]
+        return [allocation.compute_tensor for allocation in self._allocations]
 
     def get_num_elem(self) -> int:
         """Return the number of elements in the buffer, without padding."""
@@ -163,22 +163,22 @@ class SwapBuffer:
 
     def get_swap_tensor(self, offset: int) -> torch.Tensor | None:
         """Return the swap tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
-        place = self._at(offset)
-        return None if place is None else place.swap_tensor
+        allocation = self._at(offset)
+        return None if allocation is None else allocation.swap_tensor
 
     def get_compute_tensor(self, offset: int) -> torch.Tensor | None:
         """Return the compute tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
-        place = self._at(offset)
-        return None if place is None else place.compute_tensor
+        allocation = self._at(offset)
+        return None if allocation is None else allocation.compute_tensor
 
     def get_swap_path(self, offset: int) -> str | None:
         """Return the path of the tensor at ``offset`` elements from the buffer's start; None if no tensor begins there."""
-        place = self._at(offset)
-        return None if place is None else place.path
+        allocation = self._at(offset)
+        return None if allocation is None else allocation.path
 
-    def _at(self, offset: int) -> _Place | None:
-        """Return the last place that begins at ``offset``: earlier ones there have no elements."""
-        return next((place for place in reversed(self._places) if place.offset == offset), None)
+    def _at(self, offset: int) -> _Allocation | None:
+        """Return the last allocation that begins at ``offset``: earlier ones there have no elements."""
+        return next((allocation for allocation in reversed(self._allocations) if allocation.offset == offset), None)
 
 
 class SwapBufferPool:

@@ -117,14 +117,14 @@ class OptimizerStateSwapInfo:
         numel: Number of elements.
         cache: Where tensors are in memory and on their way to files.
         folder: The folder of the files. Each tensor has a file; a state's file is named after the state, as with DeepSpeed.
-        aligned_bytes: File lengths are a multiple of this many bytes.
-        turn: The sub-group's place in the order of a step, from 0.
+        alignment: File lengths are a multiple of this many bytes.
+        index: The sub-group's index in the order of a step, from 0.
     """
 
-    def __init__(self, parameter: torch.Tensor, numel: int, cache: TileCache, folder: str, aligned_bytes: int, turn: int) -> None:
+    def __init__(self, parameter: torch.Tensor, numel: int, cache: TileCache, folder: str, alignment: int, index: int) -> None:
         self.parameter = parameter
         self.param_id: str = parameter.ds_id  # type: ignore[attr-defined]
-        self.turn = turn
+        self.index = index
         self.active = False
         """Whether the sub-group is swapped in."""
         self._stepped = False
@@ -132,7 +132,7 @@ class OptimizerStateSwapInfo:
         self._numel = numel
         self._cache = cache
         self._folder = folder
-        self._aligned_bytes = aligned_bytes
+        self._alignment = alignment
         self._restores = False
         """Whether the files may have been replaced by a checkpoint's."""
         nbytes = numel * parameter.element_size()
@@ -374,7 +374,7 @@ class OptimizerStateSwapInfo:
 
     def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
         """Return a tile with a file of this name in the folder."""
-        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), padded(nbytes, self._aligned_bytes), self.turn, stored)
+        return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), padded(nbytes, self._alignment), self.index, stored)
 
     def _gradient_memory(self) -> torch.Tensor:
         """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""

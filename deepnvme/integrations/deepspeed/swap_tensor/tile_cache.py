@@ -22,15 +22,15 @@ class Tile(Block):
     Args:
         path: Path of the file.
         nbytes: Bytes in memory and in the file.
-        turn: The sub-group's place in the order of a step, from 0.
+        index: The sub-group's index in the order of a step, from 0.
         stored: Whether the file has the bytes already.
     """
 
-    __slots__ = ("turn",)
+    __slots__ = ("index",)
 
-    def __init__(self, path: str, nbytes: int, turn: int, stored: bool = False) -> None:
+    def __init__(self, path: str, nbytes: int, index: int, stored: bool = False) -> None:
         super().__init__(path, nbytes, stored)
-        self.turn = turn
+        self.index = index
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the start of its memory as a flat tensor. Raises RuntimeError if it is not in memory."""
@@ -57,14 +57,14 @@ class TileCache(BlockCache):
         # Written tiles give their memory back: the pool is the process's, which saves a checkpoint between steps, say.
         super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
-        self.turn = 0
-        """The place of the sub-group in use, or used last, in the order of a step."""
-        self.turns = 1
+        self.current = 0
+        """The index of the sub-group in use, or used last, in the order of a step."""
+        self.count = 1
         """Number of sub-groups."""
 
-    def begin_turn(self, turn: int, turns: int) -> None:
+    def set_current(self, index: int, count: int) -> None:
         """Set which sub-group is in use from now on, and how many there are."""
-        self.turn, self.turns = turn, turns
+        self.current, self.count = index, count
 
     def overwrite(self, tile: Tile, content: torch.Tensor, offset: int) -> None:
         """Write a part of a tile that is not in memory to its file. ``offset``: bytes. Blocks. Raises OSError."""
@@ -73,7 +73,7 @@ class TileCache(BlockCache):
     def _distance(self, block: Block) -> int:
         """Return how many sub-groups later in the order of a step the block is used."""
         assert isinstance(block, Tile)
-        return (block.turn - self.turn) % self.turns
+        return (block.index - self.current) % self.count
 
 
 class _Files:

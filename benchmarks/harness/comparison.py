@@ -18,8 +18,8 @@ Counts = dict[str, Any]
 
 
 @dataclass
-class Turns(Generic[Who, Taken]):
-    """What each turn took, round by round, by contender; of those who took no part or fell out, why in ``absent``."""
+class Comparison(Generic[Who, Taken]):
+    """Samples of contenders measured in turns, round by round; of those who took no part or fell out, why in ``absent``."""
 
     samples: dict[Who, list[Taken]] = field(default_factory=dict)
     absent: dict[Who, str] = field(default_factory=dict)
@@ -33,29 +33,31 @@ class Comparisons:
     """What the comparisons of one run of a benchmark found out."""
 
     verdicts: list[Verdict] = field(default_factory=list)
-    turns: dict[str, Turns[str, Counts]] = field(default_factory=dict)
-    """Of each comparison, by its name."""
+    comparisons: dict[str, Comparison[str, Counts]] = field(default_factory=dict)
+    """By name."""
 
 
-def take_turns(title: str, contenders: Mapping[Who, Callable[[], Taken]], rounds: int, progress: Progress) -> Turns[Who, Taken]:
+def measure_interleaved(
+    title: str, contenders: Mapping[Who, Callable[[], Taken]], rounds: int, progress: Progress
+) -> Comparison[Who, Taken]:
     """Have each do its thing ``rounds`` times. One that raises ContenderFailed is left out from there on."""
-    turns: Turns[Who, Taken] = Turns({who: [] for who in contenders})
+    comparison: Comparison[Who, Taken] = Comparison({who: [] for who in contenders})
     order = list(contenders)
     for number in range(rounds):
         progress(f"{title}: round {number + 1} of {rounds}")
         # Back and forth, so that nobody always follows the same predecessor and a steady drift cancels.
         for who in order if number % 2 == 0 else reversed(order):
-            if who in turns.absent:
+            if who in comparison.absent:
                 continue
             try:
-                turns.samples[who].append(contenders[who]())
+                comparison.samples[who].append(contenders[who]())
             except ContenderFailed as error:
-                turns.absent[who] = str(error)
-    return turns
+                comparison.absent[who] = str(error)
+    return comparison
 
 
 def judge(
-    turns: Turns[str, Taken],
+    comparison: Comparison[str, Taken],
     what: str,
     who: tuple[str, ...],
     figure: Callable[..., float],
@@ -68,9 +70,9 @@ def judge(
     forgives it half of the time. Where one of them is missing the verdict says why; it is for
     ``absence`` if no turn was ever to be taken."""
     for name in who:
-        if name in turns.absent or not turns.samples.get(name):
-            return Verdict(what, None, sense, bound, note=f"{name}: {turns.absent.get(name, absence)}")
-    figures = [figure(*samples) for samples in zip(*(turns.samples[name] for name in who), strict=True)]
+        if name in comparison.absent or not comparison.samples.get(name):
+            return Verdict(what, None, sense, bound, note=f"{name}: {comparison.absent.get(name, absence)}")
+    figures = [figure(*samples) for samples in zip(*(comparison.samples[name] for name in who), strict=True)]
     return Verdict(what, Spread.of([sum(figures)] if summed else figures), sense, bound)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness.turns import Counts, Turns, judge, take_turns, times_as_fast
+from harness.comparison import Comparison, Counts, judge, measure_interleaved, times_as_fast
 from harness.workloads import ContenderFailed
 
 
@@ -31,7 +31,7 @@ def contender(order: list[str]) -> Callable[[str, float], Callable[[], Counts]]:
 
 
 def test_every_second_round_goes_backwards(order: list[str], contender: Callable[[str, float], Callable[[], Counts]]) -> None:
-    take_turns("a title", {name: contender(name, 1) for name in "abc"}, 3, silent)
+    measure_interleaved("a title", {name: contender(name, 1) for name in "abc"}, 3, silent)
     assert "".join(order) == "abccbaabc"
 
 
@@ -42,30 +42,31 @@ def test_one_that_fails_is_left_out_from_there_on_and_the_verdict_says_why(
         order.append("broken")
         raise ContenderFailed("its drive is gone")
 
-    turns = take_turns("a title", {"ours": contender("ours", 1), "broken": broken}, 3, silent)
+    comparison = measure_interleaved("a title", {"ours": contender("ours", 1), "broken": broken}, 3, silent)
     assert order.count("broken") == 1
     assert order.count("ours") == 3
-    verdict = judge(turns, "a row", ("ours", "broken"), times_as_fast, "at least", 2)
+    verdict = judge(comparison, "a row", ("ours", "broken"), times_as_fast, "at least", 2)
     assert verdict.met is None
     assert verdict.note == "broken: its drive is gone"
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
     # The drive became ten times as slow after the first round; ours was always twice as fast.
-    turns = Turns({"ours": [{"seconds": 1}, {"seconds": 10}], "theirs": [{"seconds": 2}, {"seconds": 20}]})
-    verdict = judge(turns, "a row", ("ours", "theirs"), times_as_fast, "at least", 2)
+    comparison = Comparison({"ours": [{"seconds": 1}, {"seconds": 10}], "theirs": [{"seconds": 2}, {"seconds": 20}]})
+    verdict = judge(comparison, "a row", ("ours", "theirs"), times_as_fast, "at least", 2)
     assert verdict.figure is not None
     assert (verdict.figure.low, verdict.figure.median, verdict.figure.high) == (2, 2, 2)
     assert verdict.met is True
 
 
 def test_a_figure_may_need_three_contenders() -> None:
-    turns = Turns({name: [{"seconds": seconds}] for name, seconds in (("a", 1), ("b", 2), ("c", 4))})
-    verdict = judge(turns, "a row", ("a", "b", "c"), lambda a, b, c: sum(each["seconds"] for each in (a, b, c)), "at most", 6)
+    comparison = Comparison({name: [{"seconds": seconds}] for name, seconds in (("a", 1), ("b", 2), ("c", 4))})
+    of_all = ("a", "b", "c")
+    verdict = judge(comparison, "a row", of_all, lambda *each: sum(one["seconds"] for one in each), "at most", 6)
     assert verdict.met is False
 
 
 def test_what_must_never_happen_is_not_forgiven_by_a_median() -> None:
-    turns = Turns({"a": [{"seconds": 0}, {"seconds": 0}, {"seconds": 1}]}, {})
-    assert judge(turns, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0).met
-    assert not judge(turns, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0, summed=True).met
+    comparison = Comparison({"a": [{"seconds": 0}, {"seconds": 0}, {"seconds": 1}]}, {})
+    assert judge(comparison, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0).met
+    assert not judge(comparison, "x", ("a",), lambda sample: float(sample["seconds"]), "at most", 0, summed=True).met
