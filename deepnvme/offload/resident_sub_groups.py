@@ -72,7 +72,7 @@ class ResidencyPolicy:
         ring, largest = 0, 0
         for each in sub_groups:  # resident ones too: their first step goes through the drive
             largest = max(largest, each.numel)
-            gradients = each.full_gradient_bytes + (OPEN + 1) * _parameter_bytes(each) * self._offload_gradients
+            gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
             ring = max(ring, RING * (self._planner.estimate(each) + _parameter_bytes(each)) + gradients)
         wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
         if wanted > pool.budget - leased_by_others:

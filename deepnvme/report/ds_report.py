@@ -57,7 +57,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     """Examine this machine. Blocks, for about 0.3 s.
 
     Args:
-        directory: Also directory_facts this directory, by writing a small file there, which is removed. None for no directory.
+        directory: Also examine this directory, by writing a small file there, which is removed. None for no directory.
 
     Raises:
         OSError: If ``directory`` is not a directory that can be entered.

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
+from deepnvme.memory.host import give_back_heap
 from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
@@ -137,6 +138,8 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         self._drive.close()
         for layer in self._offloaded().values():
             layer.drop()
+        if any(self._drive.chunks):  # the holes that its model has left made the next one's peak 747 MB instead of 640
+            give_back_heap()
 
     def __exit__(self, *_: object) -> None:
         self.close()

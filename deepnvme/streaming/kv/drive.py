@@ -14,7 +14,6 @@ import torch
 
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
-from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.directory_lock import StoreLocked
@@ -247,7 +246,6 @@ class KVDrive:
                 self.store.close()
         self.engine.close()
         self.pool.trim()
-        give_back_heap()  # what attention and the model freed meanwhile, too: the next cache's peak was 747 MB instead of 640
 
 
 class _Chunks:
