@@ -35,6 +35,7 @@ from ..support.training import (
     InMemory,
     Lion,
     Pair,
+    adamw_fails,
     assert_same,
     assert_same_state,
     backward,
@@ -465,24 +466,13 @@ def test_what_fails_when_all_is_done_is_said_to_be_after_the_step(drive: Path, m
         pair.check()
 
 
-def test_clipping_is_refused_where_a_step_is(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_is_refused_where_a_step_is(drive: Path) -> None:
     pair = Pair(drive, offload_gradients=True, dram_budget=1 << 40)
     with pair.optimizer as optimizer:
         pair.step(2)
         pair.give_gradients()
-        step, calls = torch.optim.AdamW.step, 0
-
-        def fail_in_the_second(inner: torch.optim.Optimizer) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise ArithmeticError("as asked for")
-            step(inner)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "step", fail_in_the_second)
-            with pytest.raises(ArithmeticError):
-                optimizer.step()
+        with adamw_fails(2), pytest.raises(ArithmeticError):
+            optimizer.step()
         with pytest.raises(RuntimeError, match=r"cannot go on: step 3 failed .* and could not be undone"):
             optimizer.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match="this optimizer is closed"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -138,6 +140,22 @@ def assert_same_state(found: Mapping[str, Any], expected: Mapping[str, Any]) -> 
                 assert same_bits(values[key], value), f"{key} of parameter {number} differs"
             else:
                 assert values[key] == value, f"{key} of parameter {number} differs"
+
+
+@contextlib.contextmanager
+def adamw_fails(number: int) -> Iterator[None]:
+    """Meanwhile the step of torch's AdamW that is the ``number``-th raises ArithmeticError instead: one sub-group's."""
+    step, calls = torch.optim.AdamW.step, 0
+
+    def counted(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise ArithmeticError("as asked for")
+        step(optimizer)
+
+    with mock.patch.object(torch.optim.AdamW, "step", counted):
+        yield
 
 
 def snapshot(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
