@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,14 +63,14 @@ class StoreAllocator:
 
     Args:
         files: The store's data files, one for each directory.
-        held: Returns the parts of all tensors in use.
+        held: A method that returns the parts of all tensors in use. Kept as a weak reference: its object owns the allocator.
     """
 
     def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
         self.files = files
         self._weights = [file.weight for file in files]
         self._extents = [ExtentMap() for _ in files]
-        self._held = held
+        self._held = weakref.WeakMethod(held)
         self._changing = False
 
     def __enter__(self) -> None:
@@ -86,8 +87,10 @@ class StoreAllocator:
         """Rebuild the extent maps from the parts in use, if a change was interrupted."""
         if not self._changing:
             return
+        held = self._held()
+        assert held is not None
         extents = [ExtentMap() for _ in self.files]
-        for part in sorted({part for parts in self._held() for part in parts}):
+        for part in sorted({part for parts in held() for part in parts}):
             extents[part.file].take_at(part.offset, padded(part.nbytes))
         self._extents = extents
         self._changing = False

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import deepnvme
 from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
+from deepnvme.store.catalog import Catalog
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.futures import Operation
 from deepnvme.store.tensor_store import TensorStore
@@ -621,3 +622,22 @@ def test_its_own_engine_is_closed_with_it(drive):
     assert not engine.closed
     store.close()
     assert engine.closed
+
+
+def test_a_store_that_is_dropped_is_freed_at_once(drive):
+    """What it knows of each tensor is many small allocations, which would leave holes in the heap until a collection."""
+
+    def catalogs():
+        return sum(isinstance(each, Catalog) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = catalogs()
+        with TensorStore(drive / "store") as store:
+            store.put("name", numbered(MIB))
+            assert catalogs() == before + 1
+        del store
+        assert catalogs() == before
+    finally:
+        gc.enable()

@@ -55,11 +55,14 @@ class KVShape:
             memory: At least ``positions * position_bytes`` bytes (uint8, one dimension).
             positions: Number of positions.
         """
-        shapes = [(self.batch, heads, positions, dim) for heads, dim in zip(self.heads, self.dims, strict=True)]
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written to outside of it
-            elements = memory[: positions * self.position_bytes].view(self.dtype)
-        keys, values = elements.split([math.prod(shape) for shape in shapes])  # type: ignore[no-untyped-call]
-        return keys.view(shapes[0]), values.view(shapes[1])
+            elements = memory.view(self.dtype)
+        states, start = [], elements.storage_offset()  # as_strided instead of slices and views: half the time, for each chunk
+        for heads, dim in zip(self.heads, self.dims, strict=True):
+            shape = (self.batch, heads, positions, dim)
+            states.append(elements.as_strided(shape, (heads * positions * dim, positions * dim, dim, 1), start))
+            start += math.prod(shape)
+        return states[0], states[1]
 
 
 def slice_positions(states: Pair, begin: int, end: int) -> Pair:
