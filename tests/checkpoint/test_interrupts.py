@@ -73,6 +73,7 @@ def test_a_save_that_is_interrupted_leaves_nothing_taken(drive: Path, kind: type
         interrupts_save.check(way, f"interrupted at {where}, ended with {kept!r}")
 
 
+@pytest.mark.slow
 def test_an_interrupted_write_ends_what_it_has_begun(drive: Path, faulty: Any, gate: Any) -> None:
     """Before it raises: memory that nothing waits for would stay in use, of a pool and of the caller."""
     engine, image = faulty("threads", gate=gate), FileImage()

@@ -711,6 +711,7 @@ def without_cufile(ended: Ended) -> str:
     return reasons[0]
 
 
+@pytest.mark.slow
 def test_without_libcufile_everything_goes_through_the_host(program: Program) -> None:
     reason = without_cufile(program(WITHOUT_CUFILE, cufile=""))
     assert reason.startswith("cuFile is not to be had: libcufile.so.0: cannot open shared object file")

@@ -169,6 +169,7 @@ def test_a_file_that_refused_once_is_not_asked_again(faulty: Faulty, drive: Path
     assert engine.stats()["fallbacks"]["a direct write was refused: Invalid argument"] == 2  # once a request
 
 
+@pytest.mark.slow
 def test_a_file_that_refuses_direct_transfers_is_warned_of(interpreters: Any, drive: Path) -> None:
     """When the request's end is asked for, at the latest: there may be no other request to bring the news."""
     interpreters.run(f"""
@@ -222,6 +223,7 @@ def test_faults_together_lose_nothing(faulty: Faulty, backend: Any, drive: Path,
     assert [(drive / str(index)).read_bytes() for index in range(20)] == contents
 
 
+@pytest.mark.slow
 def test_the_last_attempt_is_not_far_off(faulty: Faulty, drive: Path) -> None:
     """A file that is never ready must not hold up its request for more than a few seconds."""
     engine = faulty("threads", error_every=1, error=errno.EAGAIN)

@@ -119,6 +119,7 @@ def test_the_class_can_be_chosen(drive: Path) -> None:
     assert torch.equal(model(**inputs).last_hidden_state, known(**inputs).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_a_class_that_is_beside_the_checkpoint(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(drive / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])

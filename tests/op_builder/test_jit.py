@@ -149,6 +149,7 @@ def test_a_missing_record_counts_as_damage(standin: StandinBuilder, elsewhere: E
         assert standin.load().value == 1
 
 
+@pytest.mark.slow
 def test_a_build_killed_halfway_leaves_nothing_that_the_next_one_mistakes_or_keeps(
     elsewhere: Elsewhere, logging_compiler: Path, tmp_path: Path, cache: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_number_of_jobs_below_one_is_refused(standin: StandinBuilder, text: st
 # One build
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(elsewhere: Elsewhere, logging_compiler: Path) -> None:
     assert [finish(process) for process in [elsewhere() for _ in range(4)]] == ["1"] * 4
     assert logging_compiler.read_text().splitlines() == ["compiled"]
@@ -382,6 +384,7 @@ def test_sources_of_the_same_name_in_two_directories_are_both_built(standin: Sta
     assert StandinBuilder(standin.files[0], other).load().value == 5
 
 
+@pytest.mark.slow
 def test_no_more_compilers_run_at_once_than_max_jobs_allows(
     standin: StandinBuilder, command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

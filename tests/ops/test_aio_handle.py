@@ -299,6 +299,7 @@ def test_a_handle_serves_on_after_an_error(handle: Any, tensor: torch.Tensor, pa
     assert handle.wait() == 1
 
 
+@pytest.mark.slow
 def test_what_is_started_while_another_thread_waits_is_not_given_up(handle: Any, drive: Path) -> None:
     """wait() may count it or leave it to the next, but must not count it before it has ended: its tensor would be let go."""
     tensor = page_aligned(bytes(8 << 20))

@@ -178,6 +178,7 @@ def test_nothing_outside_the_document_is_referred_to() -> None:
 
 
 @needs_matplotlib
+@pytest.mark.slow
 def test_every_reference_has_one_target() -> None:
     source = rendered(two_folders())
     page = Page(source)

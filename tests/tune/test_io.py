@@ -263,6 +263,7 @@ def test_the_lines_that_other_tools_parse_are_deepspeeds(ds_io: Command, drive: 
     assert "validation     tensors and files agree" in ran.out
 
 
+@pytest.mark.slow
 def test_json_alone_is_all_that_is_on_stdout(ds_io: Command, drive: Path) -> None:
     ran = ds_io("--folder", drive, "--io_size", "4097", "--read", "--loops", 5, "--warmup_loops", 2, "--json")
     assert (ran.status, ran.err) == (0, "")

@@ -261,6 +261,7 @@ def test_fsync_counts_as_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, d
     assert found.task_seconds >= 0.1
 
 
+@pytest.mark.slow
 def test_validation_takes_no_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
     real = transfers.AioHandle.matches
 

@@ -309,6 +309,7 @@ def test_without_a_terminal_each_step_is_a_line(written: Written) -> None:
     assert "\x1b" not in written.err
 
 
+@pytest.mark.slow
 def test_verbose_shows_all_settings(ds_nvme_tune: Command, drive: Path, many: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", many, "--verbose", "--no_write")
     assert ran.status == 0

@@ -164,6 +164,7 @@ def test_an_interrupt_before_the_second_folder_keeps_the_first(drive: Path, monk
     assert tuning.striping is None
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_striping_keeps_all_searches(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [drive / "a", drive / "b"]
     for folder in folders:
@@ -228,6 +229,7 @@ def test_memory_is_measured_and_labelled(tmpfs: Disk) -> None:
     assert not [*tmpfs.path.iterdir()]
 
 
+@pytest.mark.slow
 def test_folders_of_one_device_are_measured_alone_and_together_and_said_to_share_it(drive: Path) -> None:
     folders = [drive / "a", drive / "b"]
     for folder in folders:
@@ -249,6 +251,7 @@ def test_folders_of_one_device_are_measured_alone_and_together_and_said_to_share
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_folders_of_two_devices_are_not_said_to_share_one(drive: Path) -> None:
     (drive / "disk").mkdir()
     (drive / "folder").mkdir()

@@ -289,6 +289,7 @@ def test_tensors_of_a_device_are_written_and_read(drive: Path) -> None:
         assert_equal(found, saved)
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_raised_when_no_thread_writes_any_more(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published later could replace a file of the next save. A real signal, while this thread waits for the other."""
     publish, ended = publication.Destination.publish, []

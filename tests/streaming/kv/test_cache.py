@@ -549,6 +549,7 @@ def test_a_view_that_somebody_keeps_is_not_overwritten(cache: OffloadedCache) ->
 # Memory.
 
 
+@pytest.mark.slow
 def test_memory_beyond_the_budget_is_a_few_layers(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_layer, "CHUNK_BYTES", CHUNK_BYTES)
     layers, positions = 24, 8192

@@ -195,6 +195,7 @@ def test_files_are_closed_after_an_error_that_somebody_keeps(drive, sharded, fai
     assert open_files(sharded) == []
 
 
+@pytest.mark.slow
 def test_files_are_closed_after_an_interrupt_that_somebody_keeps(drive):
     weights = in_files_of_their_own(2, drive)
     WeightStore.build(weights, drive / "store").close()  # so that all modules are loaded
