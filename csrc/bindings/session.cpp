@@ -1,6 +1,7 @@
 #include "bindings/session.h"
 
 #include <algorithm>
+#include <atomic>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -52,6 +53,27 @@ void register_exit_hook() {
     }));
 }
 
+// Called after each request's end, without the GIL: the main thread lets go of tensors as soon as it runs Python code, though no
+// engine is called any more. At most one such call is waiting in a process.
+void forget_soon() noexcept {
+    static std::atomic<std::uint64_t> ended{0};    // requests of this process
+    static std::atomic<std::uint64_t> waiting{0};  // the generation of the process, plus one: a forked child has none
+    ended.fetch_add(1, std::memory_order_relaxed);
+    const std::uint64_t here = process_generation() + 1;
+    if (waiting.exchange(here) == here || !Py_IsInitialized()) return;
+    const auto forget = [](void*) {
+        waiting.store(0);
+        try {
+            const std::vector<Session*> sessions(live_sessions().begin(), live_sessions().end());
+            for (Session* session : sessions)  // letting go may run Python code that ends one
+                if (live_sessions().contains(session) && session->usable_here()) session->forget_ended(ended.load(std::memory_order_relaxed));
+        } catch (const std::bad_alloc&) {  // they stay until another call
+        }
+        return 0;
+    };
+    if (Py_AddPendingCall(forget, nullptr) != 0) waiting.store(0);  // too many calls of others: the next end tries again
+}
+
 }  // namespace
 
 bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout) {
@@ -85,6 +107,7 @@ File& OpenFile::get() const {
 
 Session::Session(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {
     register_exit_hook();
+    engine_->tell_of_ends(&forget_soon);
     live_sessions().insert(this);
 }
 
@@ -155,12 +178,18 @@ std::shared_ptr<Pending> Session::remember(Pending submitted) {
     return pending;
 }
 
-void Session::forget_ended() {
+void Session::forget_ended(std::uint64_t ended_so_far) {
     // Taken out before any tensor is let go, which may run Python code that comes back here.
     std::vector<std::shared_ptr<Pending>> ended;
     while (!pending_.empty() && pending_.front()->request->done()) {
         ended.push_back(std::move(pending_.front()));
         pending_.pop_front();
+    }
+    if (ended_so_far > looked_at_all_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
+        looked_at_all_ = ended_so_far;
+        std::erase_if(pending_, [&](std::shared_ptr<Pending>& pending) {
+            return pending->request->done() && (ended.push_back(std::move(pending)), true);
+        });
     }
     for (auto& pending : ended)
         if (!pending->validate) pending->owner = py::none();

@@ -43,6 +43,7 @@ public:
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
 
+    bool usable_here() const noexcept { return engine_->usable_here(); }
     // Throws std::runtime_error in a forked child, where even asking could hang on a lock.
     Engine& engine() const;
 
@@ -59,14 +60,18 @@ public:
 
     py::dict stats() const;
 
+    // Let go of the tensors of requests that have ended, up to the first that has not. Behind it as well once there may be many.
+    // `ended_so_far`: how many requests of this process have ended so far.
+    void forget_ended(std::uint64_t ended_so_far = 0);
+
 private:
     void check_process() const;
     std::shared_ptr<Pending> remember(Pending pending);
-    void forget_ended();
 
     std::unique_ptr<Engine> engine_;
     // Submitted and not known to have ended, oldest first.
     std::deque<std::shared_ptr<Pending>> pending_;
+    std::uint64_t looked_at_all_ = 0;  // the number of ended requests at the last look at all of pending_
 };
 
 }  // namespace deepnvme::bindings

@@ -352,6 +352,7 @@ void Engine::ended(Request& request) {
         request.done_.store(true, std::memory_order_release);
     }
     request.ended_.notify_all();
+    if (told_of_ends_) told_of_ends_();
     std::lock_guard lock(mutex_);
     if (--under_way_ == 0) idle_.notify_all();
 }

@@ -69,6 +69,9 @@ public:
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);
 
+    // Have this called after each request's end, by the thread that ended it. To be set before the first request.
+    void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
+
     // Wait for every request, then end the workers. Idempotent.
     void close();
     bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
@@ -113,6 +116,7 @@ private:
     std::shared_ptr<DeviceIo> device_io_;
     bool strict_ = false;
     const std::uint64_t generation_;
+    void (*told_of_ends_)() noexcept = nullptr;
 
     mutable std::mutex mutex_;  // guards everything up to queue_
     std::condition_variable idle_;

@@ -189,6 +189,19 @@ def test_a_tensor_lives_while_its_request_does_though_the_future_is_dropped(held
     assert (drive / "file").read_bytes() == b"x" * 4096
 
 
+def test_a_tensor_whose_future_is_dropped_is_let_go_when_its_request_ends(held: Any, gate: Any, drive: Path) -> None:
+    """Without another call of the engine: what a stream reads ahead may be the last that is ever asked of it."""
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    held.write(tensor, drive / "file")
+    del tensor
+    gate.release()
+    deadline = time.monotonic() + 20
+    while alive() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("wait", ["result", "exception"])
 def test_a_tensor_is_let_go_once_its_request_was_waited_for(engine: deepnvme.Engine, drive: Path, wait: str) -> None:
     tensor = page_aligned(b"x" * 4096)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_an_engine_resumes_a_write_that_was_short(direct_disk: FaultyFilesystem,
     assert (direct_disk.behind / "file").read_bytes() == CONTENT
 
 
+def test_a_dropped_future_behind_a_request_that_hangs_lets_its_tensor_go(
+    faulty_disk: FaultyFilesystem, engine: deepnvme.Engine, drive: Path
+) -> None:
+    faulty_disk.fail("write", effect="hang", times=-1)
+    hanging = engine.write(page_aligned(b"x" * 4096), faulty_disk / "file")
+    tensor = page_aligned(b"x" * 4096)
+    alive = weakref.ref(tensor)
+    engine.write(tensor, drive / "file")
+    del tensor
+    deadline = time.monotonic() + 20
+    while alive() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not hanging.done()
+    faulty_disk.heal()
+    hanging.result()
+
+
 def test_what_hangs_goes_on_when_it_is_healed(faulty_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:
     faulty_disk.fail("write", effect="hang", times=-1)
     future = engine.write(page_aligned(CONTENT[:8192]), faulty_disk / "file")
@@ -102,6 +121,7 @@ def test_it_does_not_outlive_who_made_it(direct_disk: FaultyFilesystem, drive: P
     inner.mkdir()
     program = f"""
 import time
+import weakref
 from pathlib import Path
 from tests.support.faulty_filesystem import faulty_filesystem
 with faulty_filesystem(Path({str(inner)!r})) as disk:

@@ -641,3 +641,22 @@ def test_a_store_that_is_dropped_is_freed_at_once(drive):
         assert catalogs() == before
     finally:
         gc.enable()
+
+
+def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive, faulty, gate):
+    """Without another call of the store: what a stream has read ahead may be the last that is ever asked of it."""
+    engine = faulty("threads", gate=gate)
+    with TensorStore(drive / "store", engine=engine) as store:
+        gate.release()
+        store.put("name", numbered(MIB)).result()
+        gate.hold()
+        tensor = torch.empty(MIB, dtype=torch.uint8)
+        alive = weakref.ref(tensor)
+        reading = store.get("name", tensor)
+        del tensor, reading
+        gate.release()
+        deadline = time.monotonic() + 20
+        while alive() is not None:
+            assert time.monotonic() < deadline
+            gc.collect()
+            time.sleep(0.001)
