@@ -28,10 +28,8 @@ public:
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
 
-    // Blocks until all that is under way has ended.
-    void destroy() noexcept {
-        if (context_) ::io_destroy(std::exchange(context_, nullptr));
-    }
+    // Blocks until all that is under way has ended. False if the kernel refuses.
+    bool destroy() noexcept { return !context_ || ::io_destroy(std::exchange(context_, nullptr)) == 0; }
 
     io_context_t get() const noexcept { return context_; }
 
@@ -43,6 +41,7 @@ class LibaioBackend final : public Backend {
 public:
     // One more than operations: the poll that listens for wake().
     explicit LibaioBackend(unsigned capacity) : blocks_(capacity), batch_(capacity), events_(capacity + 1), context_(capacity + 1) {
+        refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
         listen();
     }
 
@@ -67,6 +66,8 @@ public:
         return taken;
     }
 
+    void flush() override {}  // submit starts what it takes
+
     std::size_t reap(std::span<Completion> completions) override {
         if (!refused_.empty()) {
             const std::size_t count = std::min(refused_.size(), completions.size());
@@ -74,24 +75,27 @@ public:
             refused_.erase(refused_.begin(), refused_.begin() + static_cast<std::ptrdiff_t>(count));
             return count;
         }
+        if (!listening_) listen();
         const std::size_t room = std::min(events_.size(), completions.size());
         const int got = ::io_getevents(context_.get(), 1, static_cast<long>(room), events_.data(), nullptr);
         if (got == -EINTR) return 0;
         if (got < 0) throw IoError(-got, "io_getevents", "");
         std::size_t count = 0;
-        bool woken = false;
         for (int i = 0; i < got; ++i) {
-            if (events_[i].obj == &wake_block_) woken = true;
+            if (events_[i].obj == &wake_block_) listening_ = false;
             else completions[count++] = {static_cast<Operation*>(events_[i].data), static_cast<long>(events_[i].res)};
         }
-        if (woken) {
-            event_.clear();
-            listen();
-        }
+        if (!listening_) event_.clear();
         return count;
     }
 
-    void stop() noexcept override { context_.destroy(); }
+    // The kernel refuses it for reads and writes of files, up to now. Where it does not, the completion comes as ever.
+    void cancel(Operation& operation) noexcept override {
+        io_event unused;
+        ::io_cancel(context_.get(), &blocks_[operation.index], &unused);
+    }
+
+    bool stop() noexcept override { return context_.destroy(); }
 
     void wake() noexcept override { event_.signal(); }
 
@@ -116,6 +120,7 @@ private:
         iocb* block = &wake_block_;
         const int submitted = ::io_submit(context_.get(), 1, &block);
         if (submitted != 1) throw IoError(submitted < 0 ? -submitted : EAGAIN, "io_submit of a poll (Linux 4.19 has it)", "");
+        listening_ = true;
     }
 
     std::vector<iocb> blocks_;  // by operation index
@@ -123,6 +128,7 @@ private:
     std::vector<io_event> events_;
     std::vector<Completion> refused_;
     iocb wake_block_{};
+    bool listening_ = false;
     WakeEvent event_;
     Context context_;  // last: nothing may complete into what is gone
 };

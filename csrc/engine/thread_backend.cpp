@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <deque>
+#include <cstddef>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -26,11 +27,13 @@ class ThreadBackend final : public Backend {
 public:
     ThreadBackend(unsigned capacity, std::shared_ptr<DeviceIo> device_io) : device_io_(std::move(device_io)) {
         const unsigned count = std::min(capacity, kMostThreads);
+        queue_.reserve(capacity);
+        results_.reserve(capacity);
         threads_.reserve(count);
         try {
             for (unsigned i = 0; i < count; ++i) threads_.push_back(start_thread([this] { serve(); }));
-        } catch (const IoError&) {
-            // The system allows no more threads: fewer serve as well, none do not.
+        } catch (const std::exception&) {
+            // The system allows no more threads, or memory for them: fewer serve as well, none do not.
             if (threads_.empty()) throw;
         }
     }
@@ -42,12 +45,15 @@ public:
     std::size_t submit(std::span<Operation* const> operations) override {
         {
             std::lock_guard lock(mutex_);
+            if (queue_.size() + operations.size() > queue_.capacity()) drop_begun();
             queue_.insert(queue_.end(), operations.begin(), operations.end());
         }
         if (operations.size() == 1) work_.notify_one();
         else work_.notify_all();
         return operations.size();
     }
+
+    void flush() override {}  // submit starts what it takes
 
     std::size_t reap(std::span<Completion> completions) override {
         std::unique_lock lock(mutex_);
@@ -59,15 +65,29 @@ public:
         return count;
     }
 
-    void stop() noexcept override {
+    // Only what no thread has begun: a thread in a system call cannot be called back.
+    void cancel(Operation& operation) noexcept override {
+        {
+            std::lock_guard lock(mutex_);
+            const auto found = std::find(queue_.begin() + begun_, queue_.end(), &operation);
+            if (found == queue_.end()) return;
+            queue_.erase(found);
+            results_.push_back({&operation, -ECANCELED});
+        }
+        completed_.notify_one();
+    }
+
+    bool stop() noexcept override {
         {
             std::lock_guard lock(mutex_);
             stopping_ = true;
             queue_.clear();
+            begun_ = 0;
         }
         work_.notify_all();
         for (auto& thread : threads_) thread.join();
         threads_.clear();
+        return true;
     }
 
     void wake() noexcept override {
@@ -79,13 +99,13 @@ public:
     }
 
 private:
-    void serve() {
+    void serve() noexcept {
         std::unique_lock lock(mutex_);
         while (true) {
-            work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-            if (queue_.empty()) return;
-            Operation* operation = queue_.front();
-            queue_.pop_front();
+            work_.wait(lock, [this] { return stopping_ || has_work(); });
+            if (!has_work()) return;
+            Operation* operation = queue_[static_cast<std::size_t>(begun_++)];
+            if (!has_work()) drop_begun();
             lock.unlock();
             const Completion completion{operation, perform(*operation)};
             lock.lock();
@@ -94,7 +114,14 @@ private:
         }
     }
 
-    std::int64_t perform(const Operation& operation) const {
+    bool has_work() const noexcept { return begun_ < std::ssize(queue_); }
+
+    void drop_begun() noexcept {
+        queue_.erase(queue_.begin(), queue_.begin() + begun_);
+        begun_ = 0;
+    }
+
+    std::int64_t perform(const Operation& operation) const noexcept {
         if (operation.device_file) return perform_on_device(operation);
         const auto offset = static_cast<off_t>(operation.offset);
         ssize_t result = -1;
@@ -106,13 +133,15 @@ private:
         return result < 0 ? -errno : result;
     }
 
-    std::int64_t perform_on_device(const Operation& operation) const {
+    std::int64_t perform_on_device(const Operation& operation) const noexcept {
         try {
             const auto& [kind, fd, index, length, memory, offset, file, device] = operation;
             return kind == Operation::Kind::read ? device_io_->read(file, device, memory, length, offset)
                                                  : device_io_->write(file, device, memory, length, offset);
         } catch (const IoError& error) {  // there is no context any more
             return -error.error();
+        } catch (const std::exception&) {
+            return -ENOMEM;
         }
     }
 
@@ -120,7 +149,9 @@ private:
     std::mutex mutex_;  // guards everything below
     std::condition_variable work_;
     std::condition_variable completed_;
-    std::deque<Operation*> queue_;
+    // With room for as many as are ever under way: nothing is allocated while one is.
+    std::vector<Operation*> queue_;
+    std::ptrdiff_t begun_ = 0;  // so many at the front of the queue are, by a thread
     std::vector<Completion> results_;
     bool woken_ = false;
     bool stopping_ = false;

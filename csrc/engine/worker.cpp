@@ -101,7 +101,10 @@ void Worker::fill() {
         if (!prepare(block)) break;  // staging is full; a completion makes room
         backlog_.pop_back();
         // A staged block goes to the kernel before the next is copied. Padded ones copy less than a page each: they go together.
-        if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) offer();
+        if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) {
+            offer();
+            backend_->flush();
+        }
     }
     offer();
 }

@@ -128,7 +128,10 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("error_limit", &Faults::error_limit)
         .def_readwrite("refuse_every", &Faults::refuse_every)
         .def_readwrite("refuse_direct", &Faults::refuse_direct)
-        .def_readwrite("break_after", &Faults::break_after);
+        .def_readwrite("break_after", &Faults::break_after)
+        .def_readwrite("break_submit_after", &Faults::break_submit_after)
+        .def_readwrite("out_of_memory_every", &Faults::out_of_memory_every)
+        .def_readwrite("stop_fails", &Faults::stop_fails);
     py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
     py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
         .def(py::init<>())

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "core/error.h"
@@ -27,6 +28,9 @@ struct Faults {
     unsigned refuse_every = 0;      // submit takes none of what it is given (EAGAIN)
     bool refuse_direct = false;     // EINVAL for descriptors with O_DIRECT
     unsigned break_after = 0;       // reap throws once this many operations have been submitted
+    unsigned break_submit_after = 0;   // so does submit, the last of them having been taken
+    unsigned out_of_memory_every = 0;  // of the calls of submit and reap: throws std::bad_alloc, before anything has begun
+    bool stop_fails = false;        // stop says so, though it has waited
 };
 
 // What a backend was asked and what it answered, in order.
@@ -66,6 +70,8 @@ public:
     std::string_view name() const noexcept override { return inner_->name(); }
 
     std::size_t submit(std::span<Operation* const> operations) override {
+        allocate();
+        if (faults_.break_submit_after && count_ >= faults_.break_submit_after) throw IoError(EBADF, "a broken backend", "");
         if (faults_.refuse_every && ++offers_ % faults_.refuse_every == 0) return 0;
         std::size_t taken = 0;
         for (Operation* operation : operations) {
@@ -92,7 +98,10 @@ public:
         return taken;
     }
 
+    void flush() override { inner_->flush(); }
+
     std::size_t reap(std::span<Completion> completions) override {
+        allocate();
         if (faults_.break_after && count_ >= faults_.break_after) throw IoError(EBADF, "a broken backend", "");
         std::size_t count = 0;
         while (!made_up_.empty() && count < completions.size()) {
@@ -108,11 +117,17 @@ public:
         return count;
     }
 
-    void stop() noexcept override { inner_->stop(); }
+    void cancel(Operation& operation) noexcept override { inner_->cancel(operation); }
+
+    bool stop() noexcept override { return inner_->stop() && !faults_.stop_fails; }
 
     void wake() noexcept override { inner_->wake(); }
 
 private:
+    void allocate() {
+        if (faults_.out_of_memory_every && ++allocations_ % faults_.out_of_memory_every == 0) throw std::bad_alloc();
+    }
+
     int error_for(const Operation& operation) {
         if (faults_.refuse_direct && (::fcntl(operation.fd, F_GETFL) & O_DIRECT)) return EINVAL;
         if (!faults_.error_every || count_ % faults_.error_every != 0) return 0;
@@ -154,6 +169,7 @@ private:
     std::shared_ptr<Journal> journal_;
     unsigned long count_ = 0;
     unsigned long offers_ = 0;
+    unsigned long allocations_ = 0;
     unsigned long errors_ = 0;
     std::vector<Completion> made_up_;
     std::map<Operation*, std::uint32_t> lengths_;
@@ -172,6 +188,8 @@ public:
         return operations.size();
     }
 
+    void flush() override {}
+
     std::size_t reap(std::span<Completion> completions) override {
         held_->wait(true);
         if (done_.empty()) {
@@ -185,7 +203,9 @@ public:
         return count;
     }
 
-    void stop() noexcept override {}  // nothing is ever under way
+    void cancel(Operation&) noexcept override {}  // all has ended
+
+    bool stop() noexcept override { return true; }
 
     void wake() noexcept override {
         woken_.store(true);
