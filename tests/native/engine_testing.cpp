@@ -5,6 +5,7 @@
 #include <atomic>
 #include <thread>
 
+#include "bare_backend.h"
 #include "bindings/bind_functions.h"
 #include "bindings/session.h"
 #include "faulty_backend.h"
@@ -136,6 +137,18 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
         .def(py::init<>())
         .def("entries", &entries_of);
+    const py::call_guard<py::gil_scoped_release> unlocked;
+    py::class_<BareBackend>(module, "BareBackend", py::module_local())
+        .def(py::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
+        .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage, "offset"_a = 0)
+        .def("flush", &BareBackend::flush)
+        .def("reap", &BareBackend::reap, unlocked)
+        .def("cancel", &BareBackend::cancel, "index"_a)
+        .def("stop", &BareBackend::stop, unlocked)
+        .def("wake", &BareBackend::wake)
+        .def("memory", [](const BareBackend& backend, std::uint32_t index) { return py::bytes(backend.memory(index)); }, "index"_a)
+        .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
+        .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
                "faults"_a, "gate"_a = py::none(), "journal"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "core/error.h"
@@ -58,7 +60,7 @@ private:
     std::vector<Entry> entries_;
 };
 
-// True holds every backend made with it back from reporting completions.
+// True holds every backend made with it back from reporting completions, but those of operations that are cancelled.
 using Hold = std::shared_ptr<std::atomic<bool>>;
 
 class FaultyBackend final : public Backend {
@@ -103,29 +105,60 @@ public:
     std::size_t reap(std::span<Completion> completions) override {
         allocate();
         if (faults_.break_after && count_ >= faults_.break_after) throw IoError(EBADF, "a broken backend", "");
+        if (withheld_.empty() || !all_withheld(cancelled_)) gather(completions.size());
+        while (held() && cancelled_.empty() && !withheld_.empty()) {
+            if (woken_.exchange(false)) return 0;
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+        const bool all = !held();
         std::size_t count = 0;
-        while (!made_up_.empty() && count < completions.size()) {
-            completions[count++] = made_up_.back();
-            made_up_.pop_back();
-        }
-        if (!count) {
-            count = inner_->reap(completions);
-            for (std::size_t i = 0; i < count; ++i) cut_short(completions[i]);
-        }
-        if (held_ && count) held_->wait(true);  // an idle worker, with nothing to report, takes what is submitted
+        std::erase_if(withheld_, [&](const Completion& completion) {
+            if (count == completions.size()) return false;
+            const bool cancelled = std::erase(cancelled_, completion.operation) > 0;
+            if (!all && !cancelled) return false;
+            completions[count++] = {completion.operation, cancelled ? -ECANCELED : completion.result};
+            return true;
+        });
         for (std::size_t i = 0; i < count; ++i) note(*completions[i].operation, true, completions[i].result);
         return count;
     }
 
-    void cancel(Operation& operation) noexcept override { inner_->cancel(operation); }
+    // What is held back ends with -ECANCELED, whether or not it has been done.
+    void cancel(Operation& operation) noexcept override {
+        if (held()) cancelled_.push_back(&operation);
+        inner_->cancel(operation);
+    }
 
     bool stop() noexcept override { return inner_->stop() && !faults_.stop_fails; }
 
-    void wake() noexcept override { inner_->wake(); }
+    void wake() noexcept override {
+        woken_.store(true);
+        inner_->wake();
+    }
 
 private:
     void allocate() {
         if (faults_.out_of_memory_every && ++allocations_ % faults_.out_of_memory_every == 0) throw std::bad_alloc();
+    }
+
+    bool held() const noexcept { return held_ && held_->load(); }
+
+    bool all_withheld(const std::vector<Operation*>& operations) const {
+        return std::all_of(operations.begin(), operations.end(), [this](const Operation* operation) {
+            return std::any_of(withheld_.begin(), withheld_.end(), [&](const Completion& each) { return each.operation == operation; });
+        });
+    }
+
+    // What has ended, or else what ends next.
+    void gather(std::size_t most) {
+        if (made_up_.empty()) {
+            woken_.store(false);
+            made_up_.resize(most);
+            made_up_.resize(inner_->reap(made_up_));
+            for (Completion& completion : made_up_) cut_short(completion);
+        }
+        withheld_.insert(withheld_.end(), made_up_.begin(), made_up_.end());
+        made_up_.clear();
     }
 
     int error_for(const Operation& operation) {
@@ -172,6 +205,9 @@ private:
     unsigned long allocations_ = 0;
     unsigned long errors_ = 0;
     std::vector<Completion> made_up_;
+    std::vector<Completion> withheld_;      // ended, not yet reported
+    std::vector<Operation*> cancelled_;     // while held back, and not yet reported
+    std::atomic<bool> woken_{false};
     std::map<Operation*, std::uint32_t> lengths_;
 };
 
