@@ -53,6 +53,20 @@ class Future(Protocol):
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait like :meth:`result`, and return the error it ended with, or None."""
 
+    def cancel(self) -> bool:
+        """Have it end as soon as may be, with OSError (ECANCELED). Never blocks.
+
+        Best effort: what has not begun never does, but a drive or file system mostly finishes what it has begun, and one that
+        hangs keeps it. The tensor must still not be touched until :meth:`done`, and holds, as the file does, any part of the
+        bytes.
+
+        Returns:
+            False if it had ended already.
+
+        Raises:
+            RuntimeError: In a forked child.
+        """
+
 
 @runtime_checkable
 class File(Protocol):
@@ -317,13 +331,25 @@ class Engine:
         """Return what the engine has done since it was made. Never blocks."""
         return Stats(**self._native.stats())
 
-    def close(self) -> None:
+    def cancel(self) -> int:
+        """Cancel all transfers under way, as :meth:`Future.cancel` does, and return how many there were. Never blocks."""
+        return self._native.cancel()
+
+    def close(self, timeout: float | None = None) -> None:
         """Wait for all transfers under way, then stop the workers. Idempotent.
 
         Leaving a ``with`` block, dropping the last reference, and the interpreter's exit do the same. Errors of transfers are
-        raised by their futures only. Ctrl-C interrupts the waiting, and leaves the engine open.
+        raised by their futures only. Ctrl-C interrupts the waiting, and leaves the engine open. At the interpreter's exit, a
+        message says after 3 s what is waited for, and Ctrl-C then ends the process without it.
+
+        Args:
+            timeout: Seconds to wait; None waits for as long as it takes, which on a file system that hangs may be for ever.
+
+        Raises:
+            TimeoutError: After ``timeout``. The transfers go on, their tensors stay in use, and the engine stays open:
+                :meth:`cancel` them, or close it again later.
         """
-        self._native.close()
+        self._native.close(timeout)
 
     def __enter__(self) -> Engine:
         return self

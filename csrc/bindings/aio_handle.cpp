@@ -162,7 +162,7 @@ int AioHandle::wait() {
         } catch (...) {  // IoError, or what torch says of a device
             if (!first) first = std::current_exception();
         }
-        pending->owner = py::none();
+        pending->let_go();
     }
     if (first) std::rethrow_exception(first);
     return static_cast<int>(ended.size());

@@ -12,23 +12,26 @@ namespace {
 
 using namespace pybind11::literals;
 
+// Seconds, or None to wait for as long as it takes.
+std::optional<std::chrono::nanoseconds> time_limit(const py::object& timeout) {
+    if (timeout.is_none()) return std::nullopt;
+    // Beyond a year is as good as for ever, and would overflow the clock.
+    const double asked = PyFloat_AsDouble(timeout.ptr());
+    if (PyErr_Occurred()) throw py::error_already_set();
+    if (std::isnan(asked)) throw py::value_error("timeout must be a number of seconds, got nan");
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(asked, 0.0, 3e7) * 1e9));
+}
+
+[[noreturn]] void throw_timeout(const std::string& what, const py::object& timeout) {
+    const std::string text = what + " within " + py::str(timeout).cast<std::string>() + " s";
+    PyErr_SetString(PyExc_TimeoutError, text.c_str());
+    throw py::error_already_set();
+}
+
 // What Future.result and its kin share: the request has ended when this returns.
 void await(Pending& pending, const py::object& timeout) {
-    std::optional<std::chrono::nanoseconds> limit;
-    if (!timeout.is_none()) {
-        // Beyond a year is as good as for ever, and would overflow the clock.
-        const double asked = PyFloat_AsDouble(timeout.ptr());
-        if (PyErr_Occurred()) throw py::error_already_set();
-        if (std::isnan(asked)) throw py::value_error("timeout must be a number of seconds, got nan");
-        const double seconds = std::clamp(asked, 0.0, 3e7);
-        limit = std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
-    }
-    if (!wait_for(*pending.request, limit)) {
-        const std::string text = pending.request->describe() + " has not ended within " + py::str(timeout).cast<std::string>() + " s";
-        PyErr_SetString(PyExc_TimeoutError, text.c_str());
-        throw py::error_already_set();
-    }
-    pending.owner = py::none();
+    if (!wait_for(*pending.request, time_limit(timeout))) throw_timeout(pending.request->describe() + " has not ended", timeout);
+    pending.let_go();
 }
 
 struct Mode {
@@ -89,7 +92,12 @@ void bind_engine(py::module_& module) {
                 if (const auto error = self.request->error()) return to_python(*error);
                 return py::none();
             },
-            "timeout"_a = py::none());
+            "timeout"_a = py::none())
+        .def("cancel", [](const Pending& self) {
+            if (!self.request->done()) self.request->check_process();
+            py::gil_scoped_release release;
+            return Engine::cancel(*self.request);
+        });
 
     py::class_<OpenFile>(module, "File", py::module_local())
         .def_property_readonly("path",
@@ -142,7 +150,13 @@ void bind_engine(py::module_& module) {
         .def("fsync", &Session::sync, "target"_a)
         .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false)
         .def("stats", &Session::stats)
-        .def("close", &Session::close);
+        .def("cancel", &Session::cancel)
+        .def(
+            "close",
+            [](Session& self, const py::object& timeout) {
+                if (!self.close(time_limit(timeout))) throw_timeout(self.describe_pending() + " not ended", timeout);
+            },
+            "timeout"_a = py::none());
 }
 
 }  // namespace deepnvme::bindings

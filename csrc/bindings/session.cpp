@@ -29,7 +29,11 @@ void give_warnings() {
         if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
 }
 
+// False for one that another thread is just submitting.
+bool has_ended(const Pending& pending) { return pending.request && pending.request->done(); }
+
 constexpr auto kSignalInterval = std::chrono::milliseconds(50);
+constexpr auto kPatienceAtExit = std::chrono::seconds(3);  // until somebody would wonder
 
 // Engines to be drained before the interpreter takes their tensors away.
 std::set<Session*>& live_sessions() {
@@ -118,7 +122,7 @@ Session::Session(const EngineOptions& options) : Session([&] {
 
 Session::~Session() {
     live_sessions().erase(this);
-    if (engine_->usable_here()) {
+    if (engine_->usable_here() && !given_up_) {
         {
             py::gil_scoped_release release;
             engine_->close();
@@ -126,89 +130,130 @@ Session::~Session() {
         return;
     }
     // The child of a fork has the parent's locks in whatever state they were in, and none of its threads: nothing here can be
-    // waited for or taken down.
+    // waited for or taken down. Nor where that was given up: engine, requests and their tensors stay as long as the process.
     for (auto& pending : pending_) new std::shared_ptr<Pending>(std::move(pending));
     [[maybe_unused]] Engine* left_alone = engine_.release();
+}
+
+void Pending::let_go() {
+    if (request->memory_lost()) owner.release();
+    else owner = py::none();
+}
+
+// Remembers what the request needs before it begins: nothing that fails can come between the two.
+template <typename Submit>
+std::shared_ptr<Pending> Session::remember(Pending needs, Submit submit) {
+    auto pending = std::make_shared<Pending>(std::move(needs));
+    pending_.push_back(pending);
+    try {
+        std::shared_ptr<Request> request;
+        {
+            py::gil_scoped_release release;
+            request = submit();
+        }
+        pending->request = std::move(request);
+    } catch (...) {
+        std::erase(pending_, pending);
+        throw;
+    }
+    forget_ended();
+    return pending;
 }
 
 std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset,
                                            bool validate) {
     engine_->check_usable();
-    TensorMemory memory = memory_of(tensor, direction);
+    const TensorMemory memory = memory_of(tensor, direction);
     const auto [file, path] = file_or_path(target);
-    std::shared_ptr<Request> request;
-    {
-        py::gil_scoped_release release;
+    return remember({nullptr, memory.owner, path, validate}, [&, &file = file, &path = path] {
         if (direction == Direction::read)
-            request = file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
-                           : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
-        else
-            request = file ? engine_->write(memory.data, memory.nbytes, file, offset, memory.device)
-                           : engine_->write(memory.data, memory.nbytes, path, offset, memory.device);
-    }
-    return remember({std::move(request), std::move(memory.owner), path, validate});
+            return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
+                        : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
+        return file ? engine_->write(memory.data, memory.nbytes, file, offset, memory.device)
+                    : engine_->write(memory.data, memory.nbytes, path, offset, memory.device);
+    });
 }
 
 std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
     engine_->check_usable();
-    TensorMemory memory = memory_of(tensor, Direction::write);
-    std::shared_ptr<Request> request;
-    {
-        py::gil_scoped_release release;
-        request = engine_->write(memory.data, memory.nbytes, fd, offset, memory.device);
-    }
-    return remember({std::move(request), std::move(memory.owner), "", false});
+    const TensorMemory memory = memory_of(tensor, Direction::write);
+    return remember({nullptr, memory.owner, "", false},
+                    [&] { return engine_->write(memory.data, memory.nbytes, fd, offset, memory.device); });
 }
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
     const auto [file, path] = file_or_path(target);
-    std::shared_ptr<Request> request;
-    {
-        py::gil_scoped_release release;
-        request = file ? engine_->sync(file) : engine_->sync(path);
-    }
-    return remember({std::move(request), py::none(), "", false});
-}
-
-std::shared_ptr<Pending> Session::remember(Pending submitted) {
-    auto pending = std::make_shared<Pending>(std::move(submitted));
-    pending_.push_back(pending);
-    forget_ended();
-    return pending;
+    return remember({nullptr, py::none(), "", false}, [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
 }
 
 void Session::forget_ended(std::uint64_t ended_so_far) {
     // Taken out before any tensor is let go, which may run Python code that comes back here.
     std::vector<std::shared_ptr<Pending>> ended;
-    while (!pending_.empty() && pending_.front()->request->done()) {
+    while (!pending_.empty() && has_ended(*pending_.front())) {
         ended.push_back(std::move(pending_.front()));
         pending_.pop_front();
     }
     if (ended_so_far > looked_at_all_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
         looked_at_all_ = ended_so_far;
         std::erase_if(pending_, [&](std::shared_ptr<Pending>& pending) {
-            return pending->request->done() && (ended.push_back(std::move(pending)), true);
+            return has_ended(*pending) && (ended.push_back(std::move(pending)), true);
         });
     }
     for (auto& pending : ended)
-        if (!pending->validate) pending->owner = py::none();
+        if (!pending->validate) pending->let_go();
 }
 
-void Session::close() {
+std::size_t Session::cancel() {
     check_process();
+    const std::vector<std::shared_ptr<Pending>> pending(pending_.begin(), pending_.end());
+    std::size_t cancelled = 0;
+    py::gil_scoped_release release;
+    for (const auto& each : pending)
+        if (each->request) cancelled += engine_->cancel(*each->request);
+    return cancelled;
+}
+
+bool Session::close(std::optional<std::chrono::nanoseconds> timeout) {
+    using Clock = std::chrono::steady_clock;
+    check_process();
+    const auto begin = Clock::now();
     // Here rather than in the engine, so that Ctrl-C is heard; the newest first, since by its end most others will have ended.
     const std::vector<std::shared_ptr<Pending>> pending(pending_.rbegin(), pending_.rend());
-    for (const auto& each : pending) wait_for(*each->request, std::nullopt);
+    for (const auto& each : pending) {
+        if (!each->request) continue;
+        if (!wait_for(*each->request, timeout ? std::optional(*timeout - (Clock::now() - begin)) : std::nullopt)) return false;
+    }
     {
         py::gil_scoped_release release;
         engine_->close();
     }
     forget_ended();
+    return true;
 }
 
 void Session::close_at_exit() {
-    if (engine_->usable_here()) close();
+    if (!engine_->usable_here()) return;
+    try {
+        if (close(kPatienceAtExit)) return;
+        const std::string message = "deepnvme: waiting at exit for " + describe_pending() + "; Ctrl-C ends the process without waiting\n";
+        py::module_::import("sys").attr("stderr").attr("write")(message);
+        close(std::nullopt);
+    } catch (py::error_already_set& error) {
+        if (!error.matches(PyExc_KeyboardInterrupt)) throw;
+        given_up_ = true;
+    }
+}
+
+std::string Session::describe_pending() const {
+    std::size_t count = 0;
+    std::string oldest;
+    for (const auto& pending : pending_) {
+        if (!pending->request || pending->request->done()) continue;
+        if (oldest.empty()) oldest = Engine::describe(*pending->request);
+        ++count;
+    }
+    return std::to_string(count) + (count == 1 ? " transfer: " : " transfers, the oldest: ") + oldest;
 }
 
 void Session::check_process() const {

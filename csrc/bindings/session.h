@@ -27,10 +27,13 @@ struct OpenFile {
 
 // A request together with what has to outlive it.
 struct Pending {
-    std::shared_ptr<Request> request;
+    std::shared_ptr<Request> request;  // null while it is being submitted
     py::object owner;       // of the memory; let go when the request has ended, or after validation
     std::string path;       // of a transfer by path, for validation
     bool validate = false;  // compare tensor and file afterwards
+
+    // The request has ended. Where the system may still use the memory, it is kept for good.
+    void let_go();
 };
 
 // An engine whose requests keep their tensors alive. All methods are called with the GIL held.
@@ -52,10 +55,17 @@ public:
     std::shared_ptr<Pending> write_descriptor(py::handle tensor, int fd, std::int64_t offset);
     std::shared_ptr<Pending> sync(py::handle target);
 
-    // Wait for all requests, then close the engine.
-    void close();
+    // Have all requests under way end as soon as may be; returns how many there were. See Engine::cancel.
+    std::size_t cancel();
 
-    // The same, but for an engine of another process nothing.
+    // What is under way: "2 transfers, the oldest: write of 4096 bytes at offset 0 'file'".
+    std::string describe_pending() const;
+
+    // Wait for all requests, then close the engine. False if the time ran out first: the engine stays open then.
+    bool close(std::optional<std::chrono::nanoseconds> timeout);
+
+    // The same, but for an engine of another process nothing. Says on stderr what it waits for after some seconds; Ctrl-C then gives the
+    // engine up, with all that its requests use, so that the process can end.
     void close_at_exit();
 
     py::dict stats() const;
@@ -66,9 +76,11 @@ public:
 
 private:
     void check_process() const;
-    std::shared_ptr<Pending> remember(Pending pending);
+    template <typename Submit>
+    std::shared_ptr<Pending> remember(Pending pending, Submit submit);
 
     std::unique_ptr<Engine> engine_;
+    bool given_up_ = false;  // at exit: nothing is waited for any more
     // Submitted and not known to have ended, oldest first.
     std::deque<std::shared_ptr<Pending>> pending_;
     std::uint64_t looked_at_all_ = 0;  // the number of ended requests at the last look at all of pending_

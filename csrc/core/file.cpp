@@ -80,7 +80,7 @@ struct File::Facts {
     mode_t type() const { return raw.stx_mode & S_IFMT; }
 };
 
-File::File(std::string path, Access access, Creation creation, bool expect_direct, bool whole_pages)
+File::File(std::string path, Access access, Creation creation, bool expect_direct, bool whole_pages, ByteRange first_write)
     : path_(std::move(path)), access_(access), whole_pages_(whole_pages) {
     if (path_.empty()) throw IoError(ENOENT, verb_of(access), path_);
     Facts facts;
@@ -89,6 +89,7 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
     const bool exists = error == 0;
     if (!exists && (error != ENOENT || creation == Creation::must_exist)) throw IoError(error, verb_of(access), path_);
     if (exists) learn(facts);
+    else if (first_write.length > 0) check_room_to_create(first_write);
 
     int flags = flags_of(access) | flags_of(creation);
     if (expect_direct && (!exists || limits_)) {
@@ -149,7 +150,12 @@ File::~File() {
     const int direct = direct_.close();
     const int buffered = buffered_.close();
     const int error = direct ? direct : buffered;
-    if (error && closing_error) *closing_error = IoError(error, "close", path_);
+    if (!error || !closing_error) return;
+    try {
+        *closing_error = IoError(error, "close", path_);
+    } catch (const std::bad_alloc&) {
+        *closing_error = IoError::out_of_memory();
+    }
 }
 
 std::optional<IoError> File::release(std::shared_ptr<File>& file) {
@@ -168,20 +174,20 @@ void File::learn(const Facts& facts) {
     device_ = ::makedev(facts.raw.stx_dev_major, facts.raw.stx_dev_minor);
     inode_ = facts.raw.stx_ino;
     known_size_ = facts.raw.stx_size;
-    if (!refusal_.empty()) return;
+    if (refused_) return;
 
     const auto granule = std::min(std::max(std::bit_ceil(facts.raw.stx_blksize), kPage), kLargestBlock);
     if (facts.raw.stx_mask & kStatxDioAlign) {
         const DirectLimits told{word_at(facts.raw, kDioMemoryAlign), word_at(facts.raw, kDioOffsetAlign), granule};
         if (told.memory_alignment && told.offset_alignment) limits_ = told;
-        else refusal_ = "statx reports no direct I/O for this file";
+        else refuse_direct("statx reports no direct I/O for this file");
         return;
     }
     struct statfs system;
     // Not for devices, whose nodes may themselves lie on a tmpfs.
     const int asked = block_device_ ? -1 : base_descriptor() >= 0 ? ::fstatfs(base_descriptor(), &system) : ::statfs(path_.c_str(), &system);
     // Newer kernels accept O_DIRECT on tmpfs and copy through the page cache all the same.
-    if (asked == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) refusal_ = "tmpfs has no direct I/O";
+    if (asked == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) refuse_direct("tmpfs has no direct I/O");
     else limits_ = DirectLimits{kPage, kPage, granule};
 }
 
@@ -208,8 +214,7 @@ Fd File::reopen(bool direct, int from) {
 }
 
 std::optional<DirectLimits> File::limits() const {
-    std::lock_guard lock(mutex_);
-    return limits_;
+    return refused_.load(std::memory_order_acquire) ? std::nullopt : limits_;
 }
 
 std::string File::refusal() const {
@@ -219,24 +224,30 @@ std::string File::refusal() const {
 
 bool File::refuse_direct(const std::string& reason) {
     std::lock_guard lock(mutex_);
-    if (!refusal_.empty()) return false;
-    limits_.reset();
+    if (refused_) return false;
     refusal_ = reason;
+    refused_.store(true, std::memory_order_release);
     return true;
 }
 
 int File::direct() {
+    if (refused_.load(std::memory_order_acquire)) return -1;
+    const int open = direct_descriptor_.load(std::memory_order_acquire);
+    if (open >= 0) return open;
     std::lock_guard lock(mutex_);
-    if (limits_ && !direct_) {
+    if (refused_) return -1;
+    if (!direct_) {
         direct_ = reopen(true, base_descriptor());
         if (!direct_) {
             if (errno == EMFILE || errno == ENFILE) throw IoError(errno, verb_of(access_), path_);
             // Also where a descriptor that was handed to us may do what its path no longer may: it goes on as it is.
             refusal_ = "open with O_DIRECT was refused: " + describe_errno(errno);
-            limits_.reset();
+            refused_.store(true, std::memory_order_release);
+            return -1;
         }
     }
-    return limits_ ? direct_.get() : -1;
+    direct_descriptor_.store(direct_.get(), std::memory_order_release);
+    return direct_.get();
 }
 
 std::shared_ptr<void> File::attachment(const std::function<std::shared_ptr<void>(int fd)>& make) {
@@ -274,12 +285,44 @@ bool File::covers(std::uint64_t end) {
     return end <= now;
 }
 
-std::int64_t File::bytes_free() {
+namespace {
+
+IoError no_room(ByteRange write, std::int64_t room, const std::string& path) {
+    return IoError(ENOSPC,
+                   "write of " + std::to_string(write.length) + " bytes at offset " + std::to_string(write.offset) + " (" +
+                       std::to_string(room) + " bytes free)",
+                   path);
+}
+
+// Of the file system of an open file; -1 when it does not know.
+std::int64_t bytes_free_beside(int fd) {
     struct statvfs space;
-    const int fd = any_descriptor();
     if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return -1;
     const auto blocks = ::geteuid() == 0 ? space.f_bfree : space.f_bavail;
     return static_cast<std::int64_t>(blocks * space.f_frsize);
+}
+
+// Throws IoError(ENOSPC) if the file system has less room than `needed` bytes. Asked before anything is reserved, so that a write
+// that cannot fit doesn't take the last blocks from others while it finds out.
+void check_room(int fd, std::uint64_t needed, ByteRange write, const std::string& path) {
+    const auto too_little = [needed](std::int64_t room) { return room >= 0 && needed > static_cast<std::uint64_t>(room); };
+    if (!too_little(bytes_free_beside(fd))) return;
+    ::syncfs(fd);  // what was deleted may not have been given back yet (XFS)
+    if (const std::int64_t room = bytes_free_beside(fd); too_little(room)) throw no_room(write, room, path);
+}
+
+}  // namespace
+
+std::int64_t File::bytes_free() { return bytes_free_beside(any_descriptor()); }
+
+// If the directory cannot be asked, opening the file says why.
+void File::check_room_to_create(ByteRange first_write) const {
+    struct stat link;
+    if (::lstat(path_.c_str(), &link) == 0) return;  // a link to a file that is missing, perhaps on another file system
+    const auto slash = path_.rfind('/');
+    const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+    const Fd fd(open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY));
+    if (fd) check_room(fd.get(), first_write.length, first_write, path_);
 }
 
 void File::preallocate(std::uint64_t offset, std::uint64_t length) {
@@ -289,21 +332,8 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t size = known_size_.load(std::memory_order_relaxed);
     const std::uint64_t begin = std::max(offset, size);
     const std::uint64_t needed = end - begin;
-    const auto full = [&](std::int64_t room) {
-        return IoError(ENOSPC,
-                       "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset) + " (" +
-                           std::to_string(room) + " bytes free)",
-                       path_);
-    };
-    // Asked first, so that a write that cannot fit doesn't take the last blocks from others while it finds out.
     const int fd = any_descriptor();
-    const auto too_little = [needed](std::int64_t room) { return room >= 0 && needed > static_cast<std::uint64_t>(room); };
-    std::int64_t room = bytes_free();
-    if (too_little(room)) {
-        ::syncfs(fd);  // what was deleted may not have been given back yet (XFS)
-        room = bytes_free();
-        if (too_little(room)) throw full(room);
-    }
+    check_room(fd, needed, {offset, length}, path_);
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
@@ -311,7 +341,7 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
         ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(needed));
-        if (error == ENOSPC) throw full(room);
+        if (error == ENOSPC) throw no_room({offset, length}, bytes_free_beside(fd), path_);
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     }
     // Anything else means "not supported here": the writes themselves then extend the file.

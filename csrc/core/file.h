@@ -21,6 +21,11 @@ struct DirectLimits {
     std::uint32_t cache_granule = 4096;  // what the page cache reads and writes back as one: a page or a file system block
 };
 
+struct ByteRange {
+    std::uint64_t offset = 0;  // bytes into the file
+    std::uint64_t length = 0;  // bytes
+};
+
 enum class Access { read, write, read_write };
 enum class Creation { must_exist, if_missing, truncate, exclusive };
 
@@ -30,7 +35,9 @@ public:
     // Throws IoError naming the call, the path and errno; EISDIR for a directory, EINVAL for a pipe, socket or character device.
     // `expect_direct`: which of the two descriptors is opened now; the other follows if it is ever needed.
     // `whole_pages`: see the accessor.
-    File(std::string path, Access access, Creation creation, bool expect_direct = true, bool whole_pages = false);
+    // `first_write`: if the file is missing and the file system has no room for it, throws IoError(ENOSPC) and creates nothing.
+    File(std::string path, Access access, Creation creation, bool expect_direct = true, bool whole_pages = false,
+         ByteRange first_write = {});
 
     // A second owner of the caller's descriptor, which may be closed meanwhile. Throws IoError like the other constructor.
     File(int fd, Access access);
@@ -84,6 +91,7 @@ private:
     struct Facts;
     void learn(const Facts& facts);
     int base_descriptor() const;  // with mutex_ held, or before anybody else has the object
+    void check_room_to_create(ByteRange first_write) const;
     Fd reopen(bool direct, int from);
 
     std::string path_;
@@ -94,8 +102,11 @@ private:
     bool block_device_ = false;
     std::atomic<std::uint64_t> known_size_{0};
 
+    std::optional<DirectLimits> limits_;       // as learnt when the file was opened; void once refused_
+    std::atomic<bool> refused_{false};
+    std::atomic<int> direct_descriptor_{-1};  // of direct_, once it is open: asked for with every block, so without the lock
+
     mutable std::mutex mutex_;  // guards everything below
-    std::optional<DirectLimits> limits_;
     std::string refusal_;
     Fd direct_;
     Fd buffered_;

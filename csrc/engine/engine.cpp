@@ -26,6 +26,10 @@ constexpr std::uint64_t kStagingInAll = 64ull << 20;
 // For device memory: as much again, since a slot is also in use while the device copies.
 constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
 
+// Drives that get workers of their own, each engine: more than a server has, fewer threads than containers with many small mounts would
+// make.
+constexpr std::size_t kMostDrives = 32;
+
 void require(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
     if (value >= least && value <= most) return;
     throw std::invalid_argument(std::string(name) + " must be in [" + std::to_string(least) + ", " + std::to_string(most) + "], got " +
@@ -60,22 +64,6 @@ void check_range(std::uint64_t length, std::int64_t offset) {
                                     " bytes is past the largest file offset");
 }
 
-void add_counters(Statistics& sum, const WorkerCounters& worker) {
-    sum.bytes_read += worker.bytes_read.get();
-    sum.bytes_written += worker.bytes_written.get();
-    sum.bytes_zero_copy += worker.bytes_zero_copy.get();
-    sum.bytes_staged += worker.bytes_staged.get();
-    sum.bytes_buffered += worker.bytes_buffered.get();
-    sum.bytes_gds += worker.bytes_gds.get();
-    sum.short_transfers += worker.short_transfers.get();
-    sum.retries += worker.retries.get();
-    for (std::size_t bin = 0; bin < kLatencyBins; ++bin) {
-        const std::uint64_t blocks = worker.block_latency[bin].get();
-        sum.block_latency[bin] += blocks;
-        sum.blocks += blocks;
-    }
-}
-
 // Warnings queued until the GIL is next held; one per file system.
 struct Warnings {
     std::mutex mutex;
@@ -105,7 +93,7 @@ Engine::Engine(EngineOptions options)
             return;
         } catch (const IoError& error) {
             if (options_.backend != "auto") throw;
-            ++totals_.fallbacks["backend " + choice.name + ": " + error.what()];
+            ++fallbacks_["backend " + choice.name + ": " + error.what()];
             tried += (tried.empty() ? "" : "; ") + choice.name + ": " + error.what();
         }
     }
@@ -127,6 +115,7 @@ Engine::Engine(EngineOptions options, std::string name, BackendFactory make_back
 Engine::~Engine() { close(); }
 
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
+    IoError::out_of_memory();  // made while there is memory for it
     const auto slots = [&](std::uint64_t per_worker) {
         const std::uint64_t staging = std::min({per_worker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
                                                 static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
@@ -143,19 +132,9 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
     // the slots in use, 0.86 with all.
     worker.staged_reads = std::uint64_t{worker.staging_size} * worker.staging_slots / 2;
-    const WorkerEvents events{[this](Request& request) { ended(request); },
-                              [this](File& file, const std::string& reason) {
-                                  fell_back(file, reason);
-                              }};
-    try {
-        for (std::int64_t i = 0; i < options_.num_threads; ++i)
-            workers_.push_back(std::make_unique<Worker>(queue_, make_backend, worker, events));
-    } catch (...) {
-        // A limit can lie between one worker and the next (fs.aio-max-nr). Fewer workers than asked for would go unnoticed.
-        end_workers();
-        queue_.restart();
-        throw;
-    }
+    drive_options_ = {static_cast<std::size_t>(options_.num_threads), worker, make_backend,
+                      [this](File& file, const std::string& reason) { fell_back(file, reason); }};
+    drives_.push_back(std::make_unique<Drive>(drive_options_));
     backend_ = name;
 }
 
@@ -183,7 +162,8 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::write, length, offset, device, path);
     auto place = OpenFilePlace::take();
-    auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size));
+    auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size),
+                           {static_cast<std::uint64_t>(offset), length});
     return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
 }
 
@@ -261,6 +241,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/design.md). It also tells a full disk before the first byte.
     if (kind == Request::Kind::write) file->preallocate(begin, length);
 
+    Drive& drive = drive_of(*file);
     const auto on_device = device ? std::optional(device->device) : std::nullopt;
     auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, on_device);
     request->device_file = std::move(device_file);
@@ -274,27 +255,82 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
     }
     request->self_ = request;
-
-    bool startable = true;
-    {
-        std::lock_guard lock(mutex_);
-        if (closed()) {
-            request->self_.reset();
-            throw std::invalid_argument("the engine is closed");
-        }
-        ++under_way_;
-        if (kind == Request::Kind::write) {
-            ++writes_under_way_;
-            request->epoch_ = epoch_;
-        } else if (kind == Request::Kind::sync && writes_under_way_ > 0) {
-            barriers_.push_back({epoch_++, writes_under_way_, request.get()});
-            startable = false;
-        }
+    const bool fenced = fence != nullptr;
+    bool admitted = false;
+    try {
+        admitted = drive.admit(*request, closed_);
+        if (!admitted) throw std::invalid_argument("the engine is closed");
+        if (fenced) fences_->add(*request, std::move(fence));
+    } catch (...) {
+        if (admitted) drive.dismiss(*request);
+        request->self_.reset();
+        throw;
     }
-    if (kind != Request::Kind::sync && length == 0) ended(*request);
-    else if (fence) fences_->add(*request, std::move(fence));
-    else if (startable) queue_.push(*request);
+    if (!fenced) drive.start(*request);
     return request;
+}
+
+// Reads a list that only ever grows at its front: no lock on the way of a transfer.
+Drive& Engine::drive_of(const File& file) {
+    const std::uint64_t device = drive_of_(file);
+    for (const DriveEntry* entry = entries_.load(std::memory_order_acquire); entry; entry = entry->next)
+        if (entry->device == device) return *entry->drive;
+    return add_drive(device, file);
+}
+
+Drive& Engine::add_drive(std::uint64_t device, const File& file) {
+    std::lock_guard lock(mutex_);
+    for (const DriveEntry* entry = entries_.load(std::memory_order_relaxed); entry; entry = entry->next)
+        if (entry->device == device) return *entry->drive;
+    if (closed()) throw std::invalid_argument("the engine is closed");
+    owned_entries_.reserve(owned_entries_.size() + 1);
+    auto entry = std::make_unique<DriveEntry>(DriveEntry{device, drives_.front().get(), entries_.load(std::memory_order_relaxed)});
+    // The workers that the engine started with serve the first drive.
+    std::string why_not;
+    if (entry->next && drives_.size() < kMostDrives) {
+        try {
+            drives_.reserve(drives_.size() + 1);
+            drives_.push_back(std::make_unique<Drive>(drive_options_));
+            drives_.back()->tell_of_ends(told_of_ends_);
+            entry->drive = drives_.back().get();
+        } catch (const IoError& error) {
+            why_not = error.what();
+        }
+    } else if (entry->next) {
+        why_not = "there are " + std::to_string(kMostDrives) + " already";
+    }
+    if (!why_not.empty()) ++fallbacks_["no workers of its own for the drive of '" + file.path() + "': " + why_not];
+    owned_entries_.push_back(std::move(entry));
+    entries_.store(owned_entries_.back().get(), std::memory_order_release);
+    return *owned_entries_.back()->drive;
+}
+
+bool Engine::cancel(Request& request) {
+    if (!request.hold()) return false;
+    try {
+        request.fail(IoError(ECANCELED, request.describe(), request.file().path()));
+    } catch (const std::bad_alloc&) {
+        request.fail(IoError::out_of_memory());
+    }
+    request.drive_->cancel(request);
+    if (request.release()) request.drive_->end(request);
+    return true;
+}
+
+std::string Engine::describe(Request& request) {
+    if (!request.hold()) return {};
+    std::string text;
+    try {
+        text = request.describe() + " '" + request.file().path() + "'";
+    } catch (const std::bad_alloc&) {
+    }
+    if (request.release()) request.drive_->end(request);
+    return text;
+}
+
+void Engine::tell_of_ends(void (*told)() noexcept) noexcept {
+    told_of_ends_ = told;
+    for (const auto& drive : drives_) drive->tell_of_ends(told);
 }
 
 // The file as the DeviceIo knows it; null where it cannot take it, unless nothing else will do.
@@ -314,47 +350,18 @@ std::shared_ptr<void> Engine::open_for_device(File& file) {
 
 void Engine::note_fallback(const std::string& reason) {
     std::lock_guard lock(mutex_);
-    ++totals_.fallbacks[reason];
+    ++fallbacks_[reason];
 }
 
-void Engine::fence_passed(Request& request, const std::optional<IoError>& error) {
-    if (!error) return queue_.push(request);
-    request.fail(IoError(error->error(), request.describe() + ": the work on the device before it: " + error->operation(), request.file().path()));
-    ended(request);
-}
-
-// Called by the worker that ended the last block.
-void Engine::ended(Request& request) {
-    std::vector<Request*> released;
-    const auto self = std::move(request.self_);
-    // Closed before anybody is told, so that the file is whole and its descriptor free when a waiter goes on.
-    request.device_file.reset();
-    // NFS and FUSE write what the page cache holds when the file is closed. An fsync that opens it again is not told of that.
-    const auto error = File::release(request.file_);
-    if (error && request.kind != Request::Kind::read)
-        request.fail(IoError(error->error(), request.describe() + ": " + error->operation(), error->path()));
-    request.place_ = OpenFilePlace();
-    {
-        std::lock_guard lock(mutex_);
-        ++totals_.requests;
-        if (request.failed()) ++totals_.failed_requests;
-        if (request.kind == Request::Kind::write) {
-            --writes_under_way_;
-            for (Barrier& barrier : barriers_)
-                if (request.epoch_ <= barrier.epoch && --barrier.remaining == 0) released.push_back(barrier.request);
-            if (!released.empty()) std::erase_if(barriers_, [](const Barrier& barrier) { return barrier.remaining == 0; });
-        }
+void Engine::fence_passed(Request& request, const std::optional<IoError>& error) noexcept {
+    if (!error) return request.drive_->start(request);
+    try {
+        request.fail(IoError(error->error(), request.describe() + ": the work on the device before it: " + error->operation(),
+                             request.file().path()));
+    } catch (const std::bad_alloc&) {
+        request.fail(*error);
     }
-    // Ahead of writes that came after it, which it need not cover.
-    for (Request* waiting : released) queue_.push_early(*waiting);
-    {
-        std::lock_guard lock(request.mutex_);
-        request.done_.store(true, std::memory_order_release);
-    }
-    request.ended_.notify_all();
-    if (told_of_ends_) told_of_ends_();
-    std::lock_guard lock(mutex_);
-    if (--under_way_ == 0) idle_.notify_all();
+    if (request.release()) request.drive_->end(request);
 }
 
 void Engine::fell_back(File& file, const std::string& reason) {
@@ -374,31 +381,26 @@ std::vector<std::string> Engine::take_warnings() {
 }
 
 void Engine::close() {
-    {
-        std::unique_lock lock(mutex_);
-        closed_ = true;
-        idle_.wait(lock, [this] { return under_way_ == 0; });
-    }
-    end_workers();
-}
-
-void Engine::end_workers() {
-    std::vector<std::unique_ptr<Worker>> workers;
     std::unique_ptr<DeviceFenceWatch> fences;
+    {
+        std::lock_guard lock(mutex_);  // no drive is being added
+        closed_ = true;
+    }
+    for (const auto& drive : drives_) drive->wait_until_idle();
     {
         std::lock_guard lock(mutex_);
         fences.swap(fences_);
-        for (const auto& worker : workers_) add_counters(totals_, worker->counters());
-        workers.swap(workers_);
     }
-    queue_.stop();
-    for (const auto& worker : workers) worker->join();
+    fences.reset();
+    std::lock_guard stopping(stopping_);
+    for (const auto& drive : drives_) drive->stop();
 }
 
 Statistics Engine::statistics() const {
     std::lock_guard lock(mutex_);
-    Statistics sum = totals_;
-    for (const auto& worker : workers_) add_counters(sum, worker->counters());
+    Statistics sum;
+    sum.fallbacks = fallbacks_;
+    for (const auto& drive : drives_) drive->add_to(sum);
     return sum;
 }
 

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,11 +15,10 @@
 #include "engine/backend.h"
 #include "engine/device_fence.h"
 #include "engine/device_io.h"
+#include "engine/drive.h"
 #include "engine/open_files.h"
-#include "engine/queue.h"
 #include "engine/request.h"
 #include "engine/statistics.h"
-#include "engine/worker.h"
 
 namespace deepnvme {
 
@@ -26,7 +26,7 @@ struct EngineOptions {
     std::string backend = "auto";          // or a name of backend_choices()
     std::int64_t block_size = 1 << 20;     // bytes, [512, 1 GiB]
     std::int64_t queue_depth = 128;        // blocks under way per worker, [1, 4096]
-    std::int64_t num_threads = 1;          // workers, [1, 256]
+    std::int64_t num_threads = 1;          // workers for each drive, [1, 256]
     bool single_submit = false;            // one system call a block
 };
 
@@ -36,6 +36,12 @@ struct DeviceMemory {
     CudaStreamHandle stream;
 };
 
+// Which drive a file lies on. Files with the same number share a queue.
+using DriveOf = std::function<std::uint64_t(const File&)>;
+
+// Each drive (by st_dev) has a queue and workers of its own: the first to be used those that the engine starts with, others from their
+// first transfer on.
+//
 // Thread-safe. Every method but close() returns without waiting for a transfer, though opening a file can take its time.
 class Engine {
 public:
@@ -65,14 +71,22 @@ public:
     // The descriptor may be closed once this returns.
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});
-    // Begins when every write submitted to this engine before has ended.
+    // Begins when every write submitted to this engine and drive before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);
 
-    // Have this called after each request's end, by the thread that ended it. To be set before the first request.
-    void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
+    // Have a request end as soon as may be, with IoError(ECANCELED). False if it has ended already. Does not wait: blocks that a drive
+    // or file system has begun may go on, and the request's end with them. What was transferred before stays so.
+    static bool cancel(Request& request);
+    // "write of 4096 bytes at offset 0 'file'"; empty if it has ended.
+    static std::string describe(Request& request);
 
-    // Wait for every request, then end the workers. Idempotent.
+    // Have this called after each request's end, by the thread that ended it. To be set before the first request.
+    void tell_of_ends(void (*told)() noexcept) noexcept;
+    // Instead of by st_dev. To be set before the first request.
+    void tell_drives_apart_by(DriveOf drive_of) { drive_of_ = std::move(drive_of); }
+
+    // Take no more requests, wait for those under way, then end the workers. Idempotent.
     void close();
     bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -92,22 +106,23 @@ public:
     static std::vector<std::string> take_warnings();
 
 private:
-    struct Barrier {
-        std::uint64_t epoch;
-        std::uint64_t remaining;  // writes of this epoch or before that are under way
-        Request* request;
+    // A file system and the drive that serves it, which several share if there are too many.
+    struct DriveEntry {
+        std::uint64_t device;
+        Drive* drive;
+        const DriveEntry* next;
     };
 
     void start(const std::string& name, const BackendFactory& make_backend);
+    Drive& drive_of(const File& file);
+    Drive& add_drive(std::uint64_t device, const File& file);
     std::unique_ptr<const DeviceFence> fence_before(Request::Kind kind, std::uint64_t length, std::int64_t offset,
                                                     const std::optional<DeviceMemory>& device, const std::string& path);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device,
                                     std::unique_ptr<const DeviceFence> fence, OpenFilePlace place);
     std::shared_ptr<void> open_for_device(File& file);
-    void end_workers();
-    void fence_passed(Request& request, const std::optional<IoError>& error);
-    void ended(Request& request);
+    void fence_passed(Request& request, const std::optional<IoError>& error) noexcept;
     void fell_back(File& file, const std::string& reason);
 
     EngineOptions options_;
@@ -116,20 +131,20 @@ private:
     std::shared_ptr<DeviceIo> device_io_;
     bool strict_ = false;
     const std::uint64_t generation_;
+    DriveOf drive_of_ = [](const File& file) { return file.device(); };
+    DriveOptions drive_options_;
     void (*told_of_ends_)() noexcept = nullptr;
 
-    mutable std::mutex mutex_;  // guards everything up to queue_
-    std::condition_variable idle_;
-    std::atomic<bool> closed_{false};  // set under the mutex, so that nothing is submitted after close() has looked
-    std::uint64_t under_way_ = 0;
-    std::uint64_t writes_under_way_ = 0;
-    std::uint64_t epoch_ = 0;  // fsyncs so far
-    std::vector<Barrier> barriers_;
-    Statistics totals_;
+    std::atomic<bool> closed_{false};
+    std::atomic<const DriveEntry*> entries_{nullptr};  // newest first; each stays as long as the engine
 
-    Queue queue_;
-    std::vector<std::unique_ptr<Worker>> workers_;
-    std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed, under the mutex
+    std::mutex stopping_;  // one close() at a time ends the workers
+
+    mutable std::mutex mutex_;  // guards everything below
+    std::vector<std::unique_ptr<Drive>> drives_;
+    std::vector<std::unique_ptr<DriveEntry>> owned_entries_;
+    std::map<std::string, std::uint64_t> fallbacks_;
+    std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed
 };
 
 }  // namespace deepnvme

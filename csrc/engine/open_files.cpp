@@ -64,10 +64,11 @@ OpenFilePlace::~OpenFilePlace() {
     places.given_back.notify_all();
 }
 
-std::shared_ptr<File> OpenFilePlace::open(const std::string& path, Access access, Creation creation, bool expect_direct) {
+std::shared_ptr<File> OpenFilePlace::open(const std::string& path, Access access, Creation creation, bool expect_direct,
+                                          ByteRange first_write) {
     while (true) {
         try {
-            return std::make_shared<File>(path, access, creation, expect_direct);
+            return std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
         } catch (const IoError& error) {
             if (error.error() != EMFILE && error.error() != ENFILE) throw;
             Places& places = Places::get();

@@ -27,7 +27,7 @@ public:
 
     // Open a file on this place, like File's constructor. When descriptors run out all the same, waits until a pending request has
     // given some back, and throws EMFILE only if none holds any.
-    std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct);
+    std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct, ByteRange first_write = {});
 
 private:
     bool held_ = false;

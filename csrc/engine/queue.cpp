@@ -2,36 +2,44 @@
 
 namespace deepnvme {
 
-void Queue::push(Request& request) {
-    // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
-    std::lock_guard lock(mutex_);
-    request.next_ = nullptr;
-    (last_ ? last_->next_ : first_) = &request;
-    last_ = &request;
-    const Span& span = request.plan_.spans[0];
-    const bool several_blocks = request.plan_.count > 1 || (request.plan_.count == 1 && span.end - span.begin > span.stride);
-    wake(several_blocks ? sleepers_.size() : 1);
+namespace {
+
+// Blocks that the plan is cut into, or a few more.
+std::size_t blocks_of(const Plan& plan) {
+    std::size_t blocks = 0;
+    for (std::uint32_t i = 0; i < plan.count; ++i) {
+        const Span& span = plan.spans[i];
+        blocks += span.end - span.begin <= span.stride ? 1 : (span.end - span.begin) / span.stride + 1;
+    }
+    return blocks;
 }
 
-void Queue::push_early(Request& request) {
+}  // namespace
+
+void Queue::push(Request& request) noexcept {
+    const std::size_t blocks = blocks_of(request.plan_);
+    // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
     std::lock_guard lock(mutex_);
-    // Behind one that has been cut in part: that one has to stay in front, see abandon().
+    insert_before(nullptr, request);
+    wake(blocks > 0 ? blocks : 1);
+}
+
+void Queue::push_early(Request& request) noexcept {
+    std::lock_guard lock(mutex_);
+    // Behind one that has been cut in part: its other blocks are on their way.
     const bool behind = first_ && first_->cursor_ != first_->offset;
-    Request*& before = behind ? first_->next_ : first_;
-    request.next_ = before;
-    before = &request;
-    if (!request.next_) last_ = &request;
+    insert_before(behind ? first_->next_ : first_, request);
     wake(1);
 }
 
-void Queue::wake(std::size_t most) {
+void Queue::wake(std::size_t most) noexcept {
     for (; most > 0 && !sleepers_.empty(); --most) {
         sleepers_.back()->wake();
         sleepers_.pop_back();
     }
 }
 
-std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
+std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
     std::lock_guard lock(mutex_);
     std::erase(sleepers_, &sleeper);
     std::size_t count = 0;
@@ -39,7 +47,7 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
         Request& request = *first_;
         if (request.kind == Request::Kind::sync) {
             blocks[count++] = {&request, nullptr, 0, 0, Route::buffered};
-            pop_front();
+            unlink(request);
             continue;
         }
         const Span& span = request.plan_.spans[request.span_];
@@ -48,7 +56,7 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
         request.cursor_ += length;
         if (request.cursor_ == span.end) ++request.span_;
         // The last block inherits the count that stood for "more to come".
-        if (request.span_ == request.plan_.count) pop_front();
+        if (request.span_ == request.plan_.count) unlink(request);
         else request.outstanding_.fetch_add(1, std::memory_order_relaxed);
         if (span.route == Route::staged) break;
     }
@@ -56,23 +64,41 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) {
     return count;
 }
 
-bool Queue::abandon(Request& request) {
+bool Queue::remove(Request& request) noexcept {
     std::lock_guard lock(mutex_);
-    // Only the front request has been cut in part, so only there can a request with a failed block be found.
-    if (first_ != &request) return false;
-    pop_front();
+    if (!request.queued_) return false;
+    unlink(request);
     return true;
 }
 
-void Queue::stop() {
+bool Queue::leave() noexcept {
+    std::lock_guard lock(mutex_);
+    wake(sleepers_.size());  // what was begun goes on with them
+    return --workers_ == 0;
+}
+
+void Queue::stop() noexcept {
     std::lock_guard lock(mutex_);
     stopped_.store(true, std::memory_order_release);
     wake(sleepers_.size());
 }
 
-void Queue::pop_front() {
-    first_ = first_->next_;
-    if (!first_) last_ = nullptr;
+// Null: at the end.
+void Queue::insert_before(Request* next, Request& request) noexcept {
+    Request* previous = next ? next->previous_ : last_;
+    request.previous_ = previous;
+    request.next_ = next;
+    request.queued_ = true;
+    (previous ? previous->next_ : first_) = &request;
+    (next ? next->previous_ : last_) = &request;
+}
+
+void Queue::unlink(Request& request) noexcept {
+    Request* next = request.next_;
+    (request.previous_ ? request.previous_->next_ : first_) = next;
+    (next ? next->previous_ : last_) = request.previous_;
+    request.queued_ = false;
+    if (next) __builtin_prefetch(next);  // taken next: what it is planned to be lies in memory that nothing has touched lately
 }
 
 }  // namespace deepnvme

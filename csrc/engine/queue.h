@@ -1,8 +1,8 @@
-// The requests that still have blocks to start, and the workers that wait for some.
+// The requests of a drive that still have blocks to start, and the workers that wait for some.
 #pragma once
 
 #include <atomic>
-#include <memory>
+#include <cstddef>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -25,30 +25,37 @@ struct Block {
 // same memory whatever its size, many small ones fill a worker as well as one large one, and several workers share either.
 class Queue {
 public:
+    // `workers`: the most that will take from it.
+    explicit Queue(std::size_t workers) : workers_(workers) { sleepers_.reserve(workers); }
+
     // The request has a plan with at least one span, or is an fsync.
-    void push(Request& request);
+    void push(Request& request) noexcept;
     // Before every request that no worker has begun.
-    void push_early(Request& request);
+    void push_early(Request& request) noexcept;
 
     // Fill `blocks`, at most up to one staged block (the copy is work that idle workers should share). When there is nothing to
     // take, zero is returned and the next push or stop wakes `sleeper`.
-    std::size_t take(std::span<Block> blocks, Backend& sleeper);
+    std::size_t take(std::span<Block> blocks, Backend& sleeper) noexcept;
 
-    // Hand out no more of a request that has failed. True if it still had blocks to hand out.
-    bool abandon(Request& request);
+    // Hand out no more of a request. True if it still had blocks to hand out; their outstanding count is the caller's then.
+    bool remove(Request& request) noexcept;
 
-    // No sleeper sleeps on, and takers find it stopped(); restart() undoes it once they are gone.
-    void stop();
-    void restart() { stopped_.store(false, std::memory_order_release); }
+    // A worker takes no more. True for the last: it has to end what is left and what comes.
+    bool leave() noexcept;
+
+    // No sleeper sleeps on, and takers find it stopped().
+    void stop() noexcept;
     bool stopped() const noexcept { return stopped_.load(std::memory_order_acquire); }
 
 private:
-    void pop_front();
-    void wake(std::size_t most);
+    void insert_before(Request* next, Request& request) noexcept;
+    void unlink(Request& request) noexcept;
+    void wake(std::size_t most) noexcept;
 
     std::mutex mutex_;  // guards everything below, and the cutting state of the requests in it
     Request* first_ = nullptr;
     Request* last_ = nullptr;
+    std::size_t workers_;  // that take from it
     std::vector<Backend*> sleepers_;
     std::atomic<bool> stopped_{false};
 };

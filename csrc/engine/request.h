@@ -1,4 +1,8 @@
 // One read, write or fsync under way, and how its submitter learns of its end.
+//
+// Its life: made by the engine, counted in and queued by its drive, handed out to workers block by block, and ended when no block of it
+// is under way or left. Who holds one of its `outstanding_` counts (a worker for each block, the queue for the blocks that are left,
+// a fence or barrier before that, whoever cancels it) keeps it from ending.
 #pragma once
 
 #include <atomic>
@@ -19,6 +23,8 @@
 #include "engine/plan.h"
 
 namespace deepnvme {
+
+class Drive;
 
 // Made and ended by the engine; done(), wait() and error() are for anybody, at any time.
 class Request {
@@ -45,7 +51,7 @@ public:
     // Valid until the request is done.
     File& file() const noexcept { return *file_; }
 
-    bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+    bool done() const noexcept { return state_.load(std::memory_order_acquire) & kDone; }
     void wait();
     // False if the time ran out first.
     bool wait_for(std::chrono::nanoseconds time);
@@ -53,19 +59,36 @@ public:
     void check_process() const;
     // Empty while under way and after success.
     std::optional<IoError> error() const;
+    // Whether the system may use the memory for ever, though the request has ended: its backend broke, and could not be stopped. The
+    // memory must never be freed or used again then. To be asked when the request is done.
+    bool memory_lost() const noexcept { return memory_lost_.load(std::memory_order_relaxed); }
 
     // "write of 4096 bytes at offset 0"
     std::string describe() const { return describe(kind, length, offset); }
     static std::string describe(Kind kind, std::uint64_t length, std::uint64_t offset);
 
 private:
+    friend class Drive;
     friend class Engine;
     friend class Queue;
     friend class Worker;
 
-    // The first error is the one that is told.
-    void fail(IoError error);
+    // The first error is the one that is told. To be called by a holder of an outstanding count.
+    void fail(const IoError& error) noexcept;
     bool failed() const noexcept { return failed_.load(std::memory_order_relaxed); }
+    // Have it end early: blocks that are under way are cancelled by their workers.
+    void mark_cancelled() noexcept { cancelled_.store(true, std::memory_order_relaxed); }
+    bool cancelled() const noexcept { return cancelled_.load(std::memory_order_relaxed); }
+    void lose_memory() noexcept { memory_lost_.store(true, std::memory_order_relaxed); }
+
+    // Another outstanding count, unless the request is ending.
+    bool hold() noexcept;
+    // Give one up. True for the last: the caller then ends the request.
+    bool release() noexcept { return outstanding_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+    // Tell whoever waits that it has ended.
+    void finish() noexcept;
+    // Announce a waiter, with mutex_ held. False if there is nothing to wait for.
+    bool announce() noexcept { return !(state_.fetch_or(kWaitedFor, std::memory_order_acq_rel) & kDone); }
 
     const std::uint64_t generation_;
     std::shared_ptr<File> file_;
@@ -74,17 +97,25 @@ private:
     // Cutting into blocks; guarded by the queue's mutex.
     Plan plan_;
     std::uint32_t span_ = 0;
+    bool queued_ = false;
     std::uint64_t cursor_ = 0;
     Request* next_ = nullptr;
+    Request* previous_ = nullptr;
 
     // Blocks handed out and not ended, plus one while there are blocks to hand out. Zero ends the request.
     std::atomic<std::uint64_t> outstanding_{1};
+    Drive* drive_ = nullptr;
     std::shared_ptr<Request> self_;  // alive while the engine works on it, whoever else forgets it
-    std::uint64_t epoch_ = 0;        // guarded by the engine's mutex
+    std::uint64_t epoch_ = 0;        // of a write: how many fsyncs came before it
+    bool behind_barrier_ = false;    // an fsync that starts when the writes before it have ended
 
-    std::atomic<bool> done_{false};
+    static constexpr std::uint8_t kDone = 1;
+    static constexpr std::uint8_t kWaitedFor = 2;
+    std::atomic<std::uint8_t> state_{0};
     std::atomic<bool> failed_{false};
-    mutable std::mutex mutex_;
+    std::atomic<bool> cancelled_{false};
+    std::atomic<bool> memory_lost_{false};
+    mutable std::mutex mutex_;  // guards the error until the request is done
     std::condition_variable ended_;
     std::optional<IoError> error_;
 };

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <future>
@@ -25,6 +26,17 @@ constexpr std::uint32_t kMostAttempts = 1000;
 constexpr std::uint32_t kEagerAttempts = 8;
 constexpr auto kPause = std::chrono::milliseconds(1);
 
+// A number as text, without allocating.
+class Decimal {
+public:
+    explicit Decimal(std::uint64_t number) : end_(std::to_chars(digits_, digits_ + sizeof digits_, number).ptr) {}
+    operator std::string_view() const { return {digits_, static_cast<std::size_t>(end_ - digits_)}; }
+
+private:
+    char digits_[20];
+    char* end_;
+};
+
 }  // namespace
 
 Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events)
@@ -35,6 +47,10 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
       completions_(options.queue_depth),
       staging_(options.staging_size, options.staging_slots, options.page_size),
       device_staging_(options.staging_size, options.device_slots, options.page_size, /*for_devices=*/true) {
+    // So that nothing below allocates once operations are under way.
+    free_.reserve(options.queue_depth);
+    ready_.reserve(options.queue_depth);
+    backlog_.reserve(std::max<std::size_t>(kBatch, 1));
     for (std::uint32_t i = options.queue_depth; i-- > 0;) {
         slots_[i].index = i;
         free_.push_back(&slots_[i]);
@@ -65,26 +81,73 @@ Worker::~Worker() {
     if (thread_.joinable()) thread_.join();
 }
 
-void Worker::join() { thread_.join(); }
+void Worker::join() noexcept {
+    if (thread_.joinable()) thread_.join();
+}
 
-void Worker::run() {
+void Worker::cancel_marked() noexcept {
+    cancels_.store(true);
+    backend_->wake();
+}
+
+void Worker::run() noexcept {
     try {
-        while (true) {
-            fill();
-            if (under_way_ + copying_ == 0) {
-                if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
-                if (queue_.stopped()) return;
-            }
-            const std::size_t count = backend_->reap(completions_);
-            const auto reaped = Clock::now();
-            under_way_ -= count;
-            for (std::size_t i = 0; i < count; ++i)
-                complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result, reaped);
-            if (copying_ > 0) finish_copies();
-        }
+        serve();
     } catch (const IoError& error) {
-        fail_everything(error);
+        give_up(error);
+    } catch (const std::bad_alloc&) {
+        give_up(IoError::out_of_memory());
     }
+}
+
+void Worker::serve() {
+    while (true) {
+        fill();
+        if (under_way_ + copying_ == 0) {
+            if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
+            if (queue_.stopped()) return;
+        }
+        if (cancels_.load(std::memory_order_relaxed)) cancel_blocks();
+        const std::size_t count = reap();
+        const auto reaped = Clock::now();
+        under_way_ -= count;
+        for (std::size_t i = 0; i < count; ++i) static_cast<Slot&>(*completions_[i].operation).under_way = false;
+        for (std::size_t i = 0; i < count; ++i)
+            complete(static_cast<Slot&>(*completions_[i].operation), completions_[i].result, reaped);
+        if (copying_ > 0) finish_copies();
+    }
+}
+
+// Backends run out of memory before they begin anything; what is under way can free some.
+std::size_t Worker::reap() {
+    try {
+        return backend_->reap(completions_);
+    } catch (const std::bad_alloc&) {
+        std::this_thread::sleep_for(kPause);
+        return 0;
+    }
+}
+
+// Starts what the backend has taken, while more is prepared.
+void Worker::flush() {
+    try {
+        backend_->flush();
+    } catch (const std::bad_alloc&) {  // it starts with the next reap
+    }
+}
+
+std::size_t Worker::submit(std::span<Operation* const> operations) {
+    try {
+        return backend_->submit(operations);
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
+
+void Worker::cancel_blocks() noexcept {
+    cancels_.store(false);
+    for (Slot& slot : slots_)
+        if (slot.under_way && slot.request->cancelled()) backend_->cancel(slot);
 }
 
 void Worker::fill() {
@@ -103,7 +166,7 @@ void Worker::fill() {
         // A staged block goes to the kernel before the next is copied. Padded ones copy less than a page each: they go together.
         if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) {
             offer();
-            backend_->flush();
+            flush();
         }
     }
     offer();
@@ -129,15 +192,16 @@ bool Worker::prepare(const Block& block) {
         const bool bounced = route == Route::staged || route == Route::padded || (request.device && route != Route::gds);
         if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
-        if (error.path().empty()) fail(request, error.error(), ": " + error.operation());  // CUDA's
+        if (error.path().empty()) fail(request, error.error(), {": ", error.operation()});  // CUDA's
         else request.fail(error);
         end_block(request);
         return true;
     } catch (const std::bad_alloc&) {
-        fail(request, ENOMEM, ": no memory for staging");
+        fail(request, ENOMEM, {": no memory for staging"});
         end_block(request);
         return true;
     }
+    // Nothing is thrown from here on.
     Slot& slot = *free_.back();
     free_.pop_back();
     slot.kind = request.kind;
@@ -189,7 +253,10 @@ void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
         copier_->start(way, slot.staging, *slot.request->device, slot.caller_memory, slot.block_length, &slot);
         ++copying_;
     } catch (const IoError& error) {
-        fail(*slot.request, error.error(), ": " + error.operation());
+        fail(*slot.request, error.error(), {": ", error.operation()});
+        end_slot(slot);
+    } catch (const std::bad_alloc&) {
+        fail(*slot.request, ENOMEM, {": no memory for a copy of device memory"});
         end_slot(slot);
     }
 }
@@ -199,7 +266,7 @@ void Worker::finish_copies() {
     for (const auto& [tag, error] : copier_->take()) {
         Slot& slot = *static_cast<Slot*>(tag);
         --copying_;
-        if (error) fail(*slot.request, error->error(), ": copy of device memory: " + error->operation());
+        if (error) fail(*slot.request, error->error(), {": copy of device memory: ", error->operation()});
         if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
         else end_slot(slot);
     }
@@ -212,9 +279,10 @@ void Worker::offer() {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
         const auto offered = std::span(ready_).subspan(taken, count);
         const auto now = Clock::now();
-        const std::size_t accepted = backend_->submit(offered);
+        const std::size_t accepted = submit(offered);
         for (Operation* operation : offered.first(accepted)) {
             Slot& slot = static_cast<Slot&>(*operation);
+            slot.under_way = true;
             if (slot.taken == Clock::time_point()) slot.taken = now;
         }
         taken += accepted;
@@ -226,11 +294,12 @@ void Worker::offer() {
     }
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
     if (attempts <= kMostAttempts) return;
-    for (Operation* operation : std::exchange(ready_, {})) {
+    for (Operation* operation : ready_) {
         Slot& slot = static_cast<Slot&>(*operation);
-        fail(*slot.request, EAGAIN, ": the system takes no more operations");
+        fail(*slot.request, EAGAIN, {": the system takes no more operations"});
         end_slot(slot);
     }
+    ready_.clear();
 }
 
 void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped) {
@@ -246,14 +315,21 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     }
     if (result == -EINVAL && slot.route != Route::buffered && slot.route != Route::gds) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
-        const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
-                                   " was refused: " + describe_errno(EINVAL);
-        if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
+        try {
+            const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
+                                       " was refused: " + describe_errno(EINVAL);
+            if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
+        } catch (const std::bad_alloc&) {  // the next refusal says it
+        }
         return go_buffered(slot);
     }
     if (result < 0 && slot.route == Route::gds) {
-        const IoError error = options_.device_io->explain(result);
-        fail(request, error.error(), error.operation().empty() ? "" : ": " + error.operation());
+        try {
+            const IoError error = options_.device_io->explain(result);
+            fail(request, error.error(), {error.operation().empty() ? "" : ": ", error.operation()});
+        } catch (const std::bad_alloc&) {
+            request.fail(IoError::out_of_memory());
+        }
         return end_slot(slot);
     }
     if (result < 0) {
@@ -262,8 +338,8 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     }
     if (slot.kind == Operation::Kind::sync) return end_slot(slot);
     if (result == 0) {
-        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, ", which the file no longer has");
-        else fail(request, EIO, ": nothing was written at byte " + std::to_string(slot.offset));
+        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, {", which the file no longer has"});
+        else fail(request, EIO, {": nothing was written at byte ", Decimal(slot.offset)});
         return end_slot(slot);
     }
 
@@ -308,12 +384,15 @@ void Worker::resume(Slot& slot, std::uint32_t moved) {
     if (moved > 0) return retry(slot);
     if (slot.kind == Operation::Kind::read && slot.route != Route::gds) return go_buffered(slot);
     if (++slot.attempts <= kMostAttempts) return retry(slot);
-    fail(*slot.request, EIO, ": no progress at byte " + std::to_string(slot.offset));
+    fail(*slot.request, EIO, {": no progress at byte ", Decimal(slot.offset)});
     end_slot(slot);
 }
 
 // The rest of the block, or all of it, once more; offered with the next submission.
-void Worker::retry(Slot& slot) { ready_.push_back(&slot); }
+void Worker::retry(Slot& slot) {
+    if (slot.request->cancelled()) end_slot(slot);
+    else ready_.push_back(&slot);
+}
 
 void Worker::go_buffered(Slot& slot) {
     try {
@@ -321,15 +400,23 @@ void Worker::go_buffered(Slot& slot) {
     } catch (const IoError& error) {
         slot.request->fail(error);
         return end_slot(slot);
+    } catch (const std::bad_alloc&) {
+        slot.request->fail(IoError::out_of_memory());
+        return end_slot(slot);
     }
     slot.route = Route::buffered;
     retry(slot);
 }
 
-void Worker::fail(Request& request, int error, const std::string& detail) {
-    std::string what = request.describe() + detail;
-    if (error == ENOSPC) what += " (" + std::to_string(request.file().bytes_free()) + " bytes free)";
-    request.fail(IoError(error, what, request.file().path()));
+void Worker::fail(Request& request, int error, std::initializer_list<std::string_view> detail) noexcept {
+    try {
+        std::string what = request.describe();
+        for (const auto part : detail) what += part;
+        if (error == ENOSPC) what += " (" + std::to_string(request.file().bytes_free()) + " bytes free)";
+        request.fail(IoError(error, std::move(what), request.file().path()));
+    } catch (const std::bad_alloc&) {
+        request.fail(IoError::out_of_memory());
+    }
 }
 
 void Worker::end_slot(Slot& slot) {
@@ -340,28 +427,34 @@ void Worker::end_slot(Slot& slot) {
         staging_.release(slot.staging, slot.block_length);
         if (slot.kind == Operation::Kind::read) staged_reads_ -= slot.block_length;
     }
+    slot.request = nullptr;
     free_.push_back(&slot);
     end_block(request);
 }
 
 void Worker::end_block(Request& request) {
     // A request that has failed gets no further blocks; giving them up also gives up the count that stood for them.
-    if (request.failed() && queue_.abandon(request)) request.outstanding_.fetch_sub(1, std::memory_order_relaxed);
-    if (request.outstanding_.fetch_sub(1, std::memory_order_acq_rel) == 1) events_.ended(request);
+    if (request.failed() && queue_.remove(request)) request.release();
+    if (request.release()) events_.ended(request);
 }
 
-// The backend is broken: wait until it uses no memory any more, then fail every request, queued ones too.
-void Worker::fail_everything(const IoError& error) {
+// The backend is broken. Its other requests go to the drive's other workers; without any, they fail as well.
+void Worker::give_up(const IoError& error) noexcept {
+    // Backend and copier may still use memory that ends with the requests.
+    const bool safe = backend_->stop();
+    if (copier_) copier_->drain();
+    lost_ = !safe;
     const auto end_with_error = [&](Request& request) {
-        request.fail(IoError(error.error(), request.describe() + ": " + error.operation(), request.file().path()));
+        fail(request, error.error(), {": ", error.operation()});
         end_block(request);
     };
-    // Backend and copier may still use memory that ends with the requests.
-    backend_->stop();
-    if (copier_) copier_->drain();
-    for (Slot& slot : slots_)
-        if (std::find(free_.begin(), free_.end(), &slot) == free_.end()) end_with_error(*slot.request);
+    for (Slot& slot : slots_) {
+        if (!slot.request) continue;
+        if (slot.under_way && !safe) slot.request->lose_memory();
+        end_with_error(*std::exchange(slot.request, nullptr));
+    }
     for (const Block& block : backlog_) end_with_error(*block.request);
+    if (!queue_.leave()) return;
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);
         backlog_.resize(queue_.take(backlog_, *backend_));

@@ -3,11 +3,17 @@
 // The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all in
 // use, or the queue is empty. In the first case what completes wakes it, or what has been copied from or to a device; in the second
 // the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the requests and the counters belongs to
-// the one thread.
+// the one thread, with the exception of cancel_marked().
+//
+// No exception ends the thread. A backend that breaks is stopped, which cancels what is under way and waits for it; if even that
+// fails, the system may go on using memory, so the requests concerned keep theirs for good, and so does the worker (lost()).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
+#include <initializer_list>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -44,8 +50,14 @@ public:
     ~Worker();
 
     // Wait for the thread to end. The queue has been stopped and is empty. Every worker is joined before any is destroyed, since one
-    // that is still running may be waking another.
-    void join();
+    // that is still running may be waking another. Idempotent.
+    void join() noexcept;
+
+    // Have blocks cancelled that are under way for requests marked as cancelled. Any thread.
+    void cancel_marked() noexcept;
+
+    // Whether the system may still use memory of this worker, which must not be destroyed then. To be asked once it is joined.
+    bool lost() const noexcept { return lost_; }
 
     const WorkerCounters& counters() const noexcept { return counters_; }
 
@@ -53,9 +65,10 @@ private:
     using Clock = std::chrono::steady_clock;
 
     struct Slot : Operation {
-        Request* request;
+        Request* request = nullptr;  // of a slot in use
         Route route;
         std::uint32_t attempts;       // in a row that moved nothing
+        bool under_way = false;       // taken by the backend and not reaped
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
@@ -63,22 +76,27 @@ private:
         Clock::time_point taken;      // by the backend, for the first time; the epoch until then
     };
 
-    void run();
+    void run() noexcept;
+    void serve();
     void fill();
     bool prepare(const Block& block);
     std::byte* lease_staging(const Block& block);
     void start_copy(Slot& slot, DeviceCopier::Way way);
     void finish_copies();
     void offer();
+    std::size_t submit(std::span<Operation* const> operations);
+    void flush();
+    std::size_t reap();
+    void cancel_blocks() noexcept;
     void complete(Slot& slot, std::int64_t result, Clock::time_point reaped);
     static std::uint32_t aligned_progress(const Slot& slot, std::int64_t moved);
     void resume(Slot& slot, std::uint32_t moved);
     void retry(Slot& slot);
     void go_buffered(Slot& slot);
-    void fail(Request& request, int error, const std::string& detail = "");
+    void fail(Request& request, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
     void end_slot(Slot& slot);
     void end_block(Request& request);
-    void fail_everything(const IoError& error);
+    void give_up(const IoError& error) noexcept;
 
     Queue& queue_;
     const WorkerOptions options_;
@@ -96,6 +114,8 @@ private:
     std::size_t copying_ = 0;         // slots that the copier has
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
+    bool lost_ = false;
+    std::atomic<bool> cancels_{false};  // cancel_marked() was called, and nobody has looked since
 
     std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes
     std::unique_ptr<DeviceCopier> copier_;  // made when first needed

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
+#include <functional>
 #include <thread>
 
 #include "bare_backend.h"
@@ -74,13 +76,17 @@ py::list entries_of(const std::shared_ptr<Journal>& journal) {
 
 std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
                                        std::int64_t num_threads, bool single_submit, const Faults& faults, const Gate* gate,
-                                       const std::shared_ptr<Journal>& journal) {
+                                       const std::shared_ptr<Journal>& journal, bool drive_by_folder) {
     const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(),
                        journal](unsigned capacity) -> std::unique_ptr<Backend> {
         return std::make_unique<FaultyBackend>(inner(capacity), faults, held, journal);
     };
-    return std::make_unique<Session>(
-        std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make));
+    auto engine = std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make);
+    if (drive_by_folder)
+        engine->tell_drives_apart_by([](const File& file) {
+            return std::hash<std::string>()(std::filesystem::path(file.path()).parent_path());
+        });
+    return std::make_unique<Session>(std::move(engine));
 }
 
 // Has the last two requests of a file end together, on a thread each, `rounds` times. The file's close fails, its descriptor having
@@ -150,7 +156,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
         .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
-               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none());
+               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false);
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
     module.def("told_of_a_failed_close", &told_of_a_failed_close, "path"_a, "rounds"_a,

@@ -1,0 +1,93 @@
+// One drive's share of an engine: a queue, the workers that serve it, what was counted of it, and the order of its writes and flushes.
+//
+// Drives share no lock and no queue on the way of a transfer, so that one that is slow, full or broken stands in the way of no other.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/backend.h"
+#include "engine/queue.h"
+#include "engine/request.h"
+#include "engine/statistics.h"
+#include "engine/worker.h"
+
+namespace deepnvme {
+
+struct DriveOptions {
+    std::size_t workers;
+    WorkerOptions worker;
+    BackendFactory make_backend;
+    std::function<void(File&, const std::string& reason)> fell_back;  // direct I/O was turned down; called by workers
+};
+
+// Thread-safe. A request belongs to one drive from admit() to its end.
+class Drive {
+public:
+    // Starts the workers. Throws IoError and std::bad_alloc; then none is left.
+    explicit Drive(const DriveOptions& options);
+    // stop() was called.
+    ~Drive();
+    Drive(const Drive&) = delete;
+    Drive& operator=(const Drive&) = delete;
+
+    // Count a request in, unless `closed`: false then. From then on close waits for its end, so nothing may throw before start() or
+    // dismiss(). Throws std::bad_alloc, and then nothing was counted.
+    bool admit(Request& request, const std::atomic<bool>& closed);
+    // Undo admit() of a request that cannot begin.
+    void dismiss(Request& request) noexcept;
+    // Hand an admitted request to the workers; an fsync once the writes before it have ended.
+    void start(Request& request) noexcept;
+    // End a request whose last outstanding count the caller has given up.
+    void end(Request& request) noexcept;
+    // Have a request end as soon as may be: what has not begun never does, what has is cancelled. The caller holds an outstanding count.
+    void cancel(Request& request) noexcept;
+
+    // Called after each request's end, by the thread that ended it. To be set before the first request.
+    void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
+
+    // Wait until every admitted request has ended; `closed` is true already, so that there are no more.
+    void wait_until_idle();
+    // End the workers. There are no requests any more. Idempotent.
+    void stop() noexcept;
+
+    void add_to(Statistics& sum) const;
+
+private:
+    struct Barrier {
+        std::uint64_t epoch;
+        std::uint64_t remaining;  // writes of this epoch or before that are under way
+        Request* request;
+    };
+
+    void write_ended(const Request& write) noexcept;
+    void count_end() noexcept;
+    void count_out() noexcept;
+    void tell_waiters() noexcept;
+
+    const std::function<void(File&, const std::string& reason)> fell_back_;
+    void (*told_of_ends_)() noexcept = nullptr;
+
+    // On cache lines of their own: submitters write one, workers the other.
+    alignas(64) std::atomic<std::uint64_t> admitted_{0};
+    alignas(64) std::atomic<std::uint64_t> ended_{0};
+    std::atomic<std::uint64_t> failed_{0};
+    std::atomic<bool> awaited_{false};  // somebody is in wait_until_idle
+
+    alignas(64) mutable std::mutex mutex_;  // guards everything up to queue_
+    std::condition_variable idle_;
+    std::uint64_t writes_under_way_ = 0;
+    std::uint64_t epoch_ = 0;  // fsyncs so far
+    std::vector<Barrier> barriers_;
+
+    Queue queue_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace deepnvme
