@@ -150,15 +150,17 @@ def handle(op: ModuleType) -> Any:
 
 @pytest.fixture
 def faulty(testing: ModuleType) -> Iterator[Callable[..., Any]]:
-    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, or fields of Faults."""
+    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, drive_by_folder, or fields
+    of Faults."""
     made = []
 
     def make(backend: str, *, block_size: int = 4096, queue_depth: int = 32, num_threads: int = 1, **more: Any) -> Any:
         gate, journal = more.pop("gate", None), more.pop("journal", None)
+        by_folder = more.pop("drive_by_folder", False)
         faults = testing.Faults()
         for name, value in more.items():
             setattr(faults, name, value)
-        made.append(testing.faulty_engine(backend, block_size, queue_depth, num_threads, False, faults, gate, journal))
+        made.append(testing.faulty_engine(backend, block_size, queue_depth, num_threads, False, faults, gate, journal, by_folder))
         return made[-1]
 
     yield make

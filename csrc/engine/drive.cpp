@@ -39,12 +39,6 @@ Drive::Drive(const DriveOptions& options) : fell_back_(options.fell_back), queue
     }
 }
 
-Drive::~Drive() {
-    // The system may still use the memory that such a worker stages through.
-    for (auto& worker : workers_)
-        if (worker->lost()) [[maybe_unused]] Worker* kept = worker.release();
-}
-
 bool Drive::admit(Request& request, const std::atomic<bool>& closed) {
     request.drive_ = this;
     const bool ordered = request.kind != Request::Kind::read;
@@ -129,11 +123,20 @@ void Drive::wait_until_idle() {
 void Drive::stop() noexcept {
     queue_.stop();
     for (const auto& worker : workers_) worker->join();
+    std::lock_guard lock(mutex_);
+    for (auto& worker : workers_) {
+        totals_.add(worker->counters());
+        // The system may still use the memory that such a worker stages through.
+        if (worker->lost()) [[maybe_unused]] Worker* kept = worker.release();
+    }
+    workers_.clear();
 }
 
 void Drive::add_to(Statistics& sum) const {
     sum.requests += ended_.load();
     sum.failed_requests += failed_.load();
+    std::lock_guard lock(mutex_);
+    add_counters(sum, totals_);
     for (const auto& worker : workers_) add_counters(sum, worker->counters());
 }
 

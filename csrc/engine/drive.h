@@ -32,8 +32,6 @@ class Drive {
 public:
     // Starts the workers. Throws IoError and std::bad_alloc; then none is left.
     explicit Drive(const DriveOptions& options);
-    // stop() was called.
-    ~Drive();
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
@@ -54,7 +52,7 @@ public:
 
     // Wait until every admitted request has ended; `closed` is true already, so that there are no more.
     void wait_until_idle();
-    // End the workers. There are no requests any more. Idempotent.
+    // End the workers, and free what they used. There are no requests any more. Idempotent; one thread at a time.
     void stop() noexcept;
 
     void add_to(Statistics& sum) const;
@@ -85,6 +83,7 @@ private:
     std::uint64_t writes_under_way_ = 0;
     std::uint64_t epoch_ = 0;  // fsyncs so far
     std::vector<Barrier> barriers_;
+    WorkerCounters totals_;  // of workers that have ended
 
     Queue queue_;
     std::vector<std::unique_ptr<Worker>> workers_;

@@ -34,6 +34,14 @@ struct WorkerCounters {
     Counter short_transfers;  // resumed where they stopped
     Counter retries;          // after EINTR or EAGAIN
     std::array<Counter, kLatencyBins> block_latency;  // one for each block that ended without error
+
+    void add(const WorkerCounters& other) noexcept {
+        for (const auto counter : {&WorkerCounters::bytes_read, &WorkerCounters::bytes_written, &WorkerCounters::bytes_zero_copy,
+                                   &WorkerCounters::bytes_staged, &WorkerCounters::bytes_buffered, &WorkerCounters::bytes_gds,
+                                   &WorkerCounters::short_transfers, &WorkerCounters::retries})
+            (this->*counter).add((other.*counter).get());
+        for (std::size_t bin = 0; bin < kLatencyBins; ++bin) block_latency[bin].add(other.block_latency[bin].get());
+    }
 };
 
 struct Statistics {

@@ -279,10 +279,12 @@ void Worker::offer() {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
         const auto offered = std::span(ready_).subspan(taken, count);
         const auto now = Clock::now();
+        // Before they are taken: a backend that breaks meanwhile may have begun any of them.
+        for (Operation* operation : offered) static_cast<Slot&>(*operation).under_way = true;
         const std::size_t accepted = submit(offered);
+        for (Operation* operation : offered.subspan(accepted)) static_cast<Slot&>(*operation).under_way = false;
         for (Operation* operation : offered.first(accepted)) {
             Slot& slot = static_cast<Slot&>(*operation);
-            slot.under_way = true;
             if (slot.taken == Clock::time_point()) slot.taken = now;
         }
         taken += accepted;

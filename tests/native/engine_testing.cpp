@@ -77,8 +77,9 @@ py::list entries_of(const std::shared_ptr<Journal>& journal) {
 std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
                                        std::int64_t num_threads, bool single_submit, const Faults& faults, const Gate* gate,
                                        const std::shared_ptr<Journal>& journal, bool drive_by_folder) {
-    const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(),
-                       journal](unsigned capacity) -> std::unique_ptr<Backend> {
+    const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(), journal,
+                       made = std::make_shared<std::atomic<unsigned>>(0)](unsigned capacity) -> std::unique_ptr<Backend> {
+        if (++*made > faults.most_backends && faults.most_backends) throw IoError(EAGAIN, "one backend too many", "");
         return std::make_unique<FaultyBackend>(inner(capacity), faults, held, journal);
     };
     auto engine = std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make);
@@ -138,6 +139,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("break_after", &Faults::break_after)
         .def_readwrite("break_submit_after", &Faults::break_submit_after)
         .def_readwrite("out_of_memory_every", &Faults::out_of_memory_every)
+        .def_readwrite("most_backends", &Faults::most_backends)
         .def_readwrite("stop_fails", &Faults::stop_fails);
     py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
     py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())

@@ -32,6 +32,7 @@ struct Faults {
     unsigned break_after = 0;       // reap throws once this many operations have been submitted
     unsigned break_submit_after = 0;   // so does submit, the last of them having been taken
     unsigned out_of_memory_every = 0;  // of the calls of submit and reap: throws std::bad_alloc, before anything has begun
+    unsigned most_backends = 0;     // making another fails; zero means no limit
     bool stop_fails = false;        // stop says so, though it has waited
 };
 
