@@ -20,7 +20,7 @@ import deepnvme
 if platform.machine() != "x86_64":
     print("skip: knows the system calls of x86_64 only"); os._exit(0)
 libc = ctypes.CDLL(None, use_errno=True)
-NUMBERS = {"io_uring_setup": 425, "io_setup": 206}
+NUMBERS = {"io_uring_setup": 425, "io_setup": 206, "io_uring_enter": 426}
 def refuse(*names):
     code = struct.pack("HBBI", 0x20, 0, 0, 0)  # load the number
     for name in names:
@@ -74,6 +74,27 @@ except PermissionError as error:
 else:
     raise AssertionError("no error")
 assert op.backends()[{name!r}] is not None
+""")  # fmt: skip
+
+
+def test_a_ring_that_is_no_longer_served_does_not_claim_that_its_memory_is_free(interpreters: Any, backends: list[Any]) -> None:
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+    run_filtered(interpreters, """
+bare = testing.BareBackend("io_uring", 4)
+assert bare.stop()
+bare = testing.BareBackend("io_uring", 4)
+bare.submit(0, os.pipe()[0])
+bare.flush()
+refuse("io_uring_enter")
+for call in (bare.reap, bare.reap):
+    try:
+        call()
+    except PermissionError as error:
+        assert "io_uring_enter" in str(error), error
+    else:
+        raise AssertionError("no error")
+assert not bare.stop()
 """)  # fmt: skip
 
 

@@ -1,4 +1,5 @@
 // A module for tests and for the engine's own benchmark: the engine with backends that the op does not have, and its planner.
+#include <pybind11/stl.h>
 #include <unistd.h>
 
 #include <algorithm>
