@@ -33,32 +33,33 @@ struct Completion {
     std::int64_t result;  // bytes moved, or -errno
 };
 
-// Used by one thread, the one that made it; only wake() may be called by others. Throws nothing but IoError, if the backend itself is
-// broken, and std::bad_alloc, before it has begun anything.
+// Used by one thread, the one that made it; only wake() may be called by others. Throws nothing but IoError, if the backend
+// itself is broken, and std::bad_alloc, before it has begun anything.
 class Backend {
 public:
     virtual ~Backend() = default;
 
     virtual std::string_view name() const noexcept = 0;
 
-    // Take operations, in order; return how many were taken. Fewer than given: the system is full just now, so reap, then offer the
-    // rest again. No more than the capacity are ever under way. They may stay unstarted until flush() or reap().
+    // Take operations, in order; return how many were taken. Fewer than given: the system is full just now, so reap, then offer
+    // the rest again. No more than the capacity are ever under way. They may stay unstarted until flush() or reap().
     virtual std::size_t submit(std::span<Operation* const> operations) = 0;
 
     // Start what was taken, without waiting. What the system turns away just now starts with the next flush or reap.
     virtual void flush() = 0;
 
-    // Start what was taken, and block until an operation completes or somebody calls wake(); fill in what has completed and return how
-    // many (zero after a wake or a signal).
+    // Start what was taken, and block until an operation completes or somebody calls wake(); fill in what has completed and
+    // return how many (zero after a wake or a signal).
     virtual std::size_t reap(std::span<Completion> completions) = 0;
 
-    // Ask for the end of an operation that was taken and not reaped. Does not block. Its completion is reaped as ever, with -ECANCELED
-    // if it was given up, or else with its result, whenever that comes: most file systems finish what a drive has begun.
+    // Ask for the end of an operation that was taken and not reaped. Does not block. Its completion is reaped as ever, with
+    // -ECANCELED if it was given up, or else with its result, whenever that comes: most file systems finish what a drive has
+    // begun.
     virtual void cancel(Operation& operation) noexcept = 0;
 
-    // Cancel what was submitted and block until none of it uses its memory or its file any more: as long as a drive that hangs takes,
-    // since nothing else makes the memory safe. None of it is reaped, and only wake() may be called from then on. False if even waiting
-    // fails: then memory and files may be used for ever.
+    // Cancel what was submitted and block until none of it uses its memory or its file any more: as long as a drive that hangs
+    // takes, since nothing else makes the memory safe. None of it is reaped, and only wake() may be called from then on. False if
+    // even waiting fails: then memory and files may be used for ever.
     virtual bool stop() noexcept = 0;
 
     // Make the reap under way, or else the next one, return. Any thread.

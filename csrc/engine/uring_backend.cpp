@@ -21,8 +21,8 @@ namespace deepnvme {
 
 namespace {
 
-// One thread submits and reaps, so completions need not interrupt it, and wait until it asks. The best first; a kernel says EINVAL
-// to what it does not know.
+// One thread submits and reaps, so completions need not interrupt it, and wait until it asks. The best first; a kernel says
+// EINVAL to what it does not know.
 constexpr unsigned kSetUps[] = {
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,  // Linux 6.1
@@ -57,8 +57,8 @@ public:
     io_uring* get() noexcept { return &ring_; }
 
 private:
-    // Spare the kernel looking up the descriptor at each call, which costs the more the more threads the process has. liburing has
-    // it since 2.2, Linux since 5.18: nobody misses it elsewhere.
+    // Spare the kernel looking up the descriptor at each call, which costs the more the more threads the process has. liburing
+    // has it since 2.2, Linux since 5.18: nobody misses it elsewhere.
     template <class R>
     void enroll(R& ring) {
         if constexpr (requires { io_uring_register_ring_fd(&ring); }) {
@@ -84,8 +84,8 @@ private:
 
 class UringBackend final : public Backend {
 public:
-    // One entry more than operations: the poll that listens for wake(). Of completions there are twice as many as entries, which is
-    // enough for one of a cancel beside each operation's.
+    // One entry more than operations: the poll that listens for wake(). Of completions there are twice as many as entries, which
+    // is enough for one of a cancel beside each operation's.
     explicit UringBackend(unsigned capacity) : under_way_by_index_(capacity), ring_(capacity + 1) {
         require_operations();
         listen();
@@ -145,8 +145,8 @@ public:
     void wake() noexcept override { event_.signal(); }
 
 private:
-    // Of completions that are no operation's. An operation's tag is its index, and above that a number that makes it unlike the tag of
-    // those before it: a cancel that comes late must not hit a later one.
+    // Of completions that are no operation's. An operation's tag is its index, and above that a number that makes it unlike the
+    // tag of those before it: a cancel that comes late must not hit a later one.
     static constexpr std::uint64_t kWake = ~std::uint64_t{1};
     static constexpr std::uint64_t kCancel = ~std::uint64_t{2};
 
@@ -194,7 +194,8 @@ private:
 
     // Null while the kernel takes nothing. The last is left to the poll.
     io_uring_sqe* entry() noexcept {
-        if (::io_uring_sq_space_left(ring_.get()) < 2) ::io_uring_submit(ring_.get());  // its error returns with the next flush or reap
+        // An error of this returns with the next flush or reap.
+        if (::io_uring_sq_space_left(ring_.get()) < 2) ::io_uring_submit(ring_.get());
         return ::io_uring_sq_space_left(ring_.get()) < 2 ? nullptr : ::io_uring_get_sqe(ring_.get());
     }
 

@@ -1,11 +1,11 @@
 // A backend without an engine, for tests of what the engine asks of it only seldom.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <condition_variable>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,7 +53,8 @@ public:
     static constexpr std::size_t kPage = 4096;
 
     // Operations on no descriptor (-1) are on the hanging device's memory, for which there is the backend "threads" only.
-    BareBackend(const std::string& name, unsigned capacity) : operations_(capacity), memory_(new Page[capacity]()), completions_(capacity) {
+    BareBackend(const std::string& name, unsigned capacity)
+        : operations_(capacity), memory_(new Page[capacity]()), completions_(capacity) {
         for (const auto& choice : backend_choices())
             if (choice.name == name && choice.make)
                 backend_ = name == "threads" ? make_device_backend(capacity, device_) : choice.make(capacity);

@@ -146,7 +146,8 @@ private:
 
     bool all_withheld(const std::vector<Operation*>& operations) const {
         return std::all_of(operations.begin(), operations.end(), [this](const Operation* operation) {
-            return std::any_of(withheld_.begin(), withheld_.end(), [&](const Completion& each) { return each.operation == operation; });
+            const auto is_it = [&](const Completion& each) { return each.operation == operation; };
+            return std::any_of(withheld_.begin(), withheld_.end(), is_it);
         });
     }
 
