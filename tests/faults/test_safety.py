@@ -37,10 +37,9 @@ def until(condition: Callable[[], bool]) -> None:
 # A backend that breaks.
 
 
-@pytest.mark.parametrize("broken", ["break_after", "break_submit_after"])
 @pytest.mark.parametrize("stop_fails", [False, True])
-def test_memory_that_may_still_be_used_is_kept_for_good(faulty: Faulty, drive: Path, broken: str, stop_fails: bool) -> None:
-    engine = faulty("threads", stop_fails=stop_fails, **{broken: 1})
+def test_memory_that_may_still_be_used_is_kept_for_good(faulty: Faulty, drive: Path, stop_fails: bool) -> None:
+    engine = faulty("threads", stop_fails=stop_fails, break_after=1)
     tensor = page_aligned(b"x" * BLOCK)
     alive = weakref.ref(tensor)
     future = engine.write(tensor, drive / "file")
@@ -50,6 +49,24 @@ def test_memory_that_may_still_be_used_is_kept_for_good(faulty: Faulty, drive: P
     del engine
     gc.collect()
     assert (alive() is not None) == stop_fails
+
+
+@pytest.mark.parametrize("stop_fails", [False, True])
+def test_a_backend_that_breaks_as_it_is_given_a_block_may_have_begun_it(
+    faulty: Faulty, testing: Any, gate: Any, drive: Path, stop_fails: bool
+) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", stop_fails=stop_fails, break_submit_after=1, gate=gate, journal=journal)
+    futures, alive = [], []
+    for index in range(2):
+        tensor = page_aligned(b"x" * BLOCK)
+        alive.append(weakref.ref(tensor))
+        futures.append(engine.write(tensor, drive / "file", index * BLOCK))
+        del tensor
+        until(lambda: len(journal.entries()) > 0)
+    assert [future.exception().errno for future in futures] == [errno.EBADF] * 2
+    gc.collect()
+    assert [reference() is not None for reference in alive] == [stop_fails] * 2
 
 
 def test_what_was_not_begun_when_a_backend_broke_is_let_go(faulty: Faulty, drive: Path) -> None:
@@ -214,12 +231,12 @@ def test_a_timeout_is_a_number_of_seconds(engine: deepnvme.Engine, timeout: Any,
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_waits_at_exit_says_so_and_leaves_on_ctrl_c(interpreters: Any, faulty_disk: FaultyFilesystem) -> None:
-    faulty_disk.fail("write", effect="hang", times=-1)
+def test_an_interpreter_that_waits_at_exit_says_so_and_leaves_on_ctrl_c(interpreters: Any, drive: Path) -> None:
     child = interpreters.start(f"""
-        import deepnvme
-        engine = deepnvme.Engine("threads")
-        future = engine.write(torch.zeros({BLOCK}, dtype=torch.uint8), {str(faulty_disk / "file")!r})
+        gate = testing.Gate()
+        gate.hold()
+        engine = testing.faulty_engine("threads", {BLOCK}, 8, 1, False, testing.Faults(), gate)
+        future = engine.write(torch.zeros({BLOCK}, dtype=torch.uint8), {str(drive / "file")!r})
     """)
     says = interpreters.stdout().with_name("stderr")
     until(lambda: says.exists() and "Ctrl-C ends the process" in says.read_text())
