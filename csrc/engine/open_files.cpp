@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 
 #include "core/process.h"
@@ -14,28 +15,10 @@ namespace deepnvme {
 
 namespace {
 
-struct Places {
-    std::mutex mutex;
-    std::condition_variable given_back;
-    rlim_t taken = 0;
-    rlim_t waiting = 0;  // of the taken, those without a file, for want of descriptors
-    std::uint64_t given_back_so_far = 0;
-    std::uint64_t generation = process_generation();
+// Asked of the system before every so many places: the bound follows a lowered limit that closely, and most requests do not ask.
+constexpr std::uint64_t kPlacesBetweenLooks = 16;
 
-    // A forked child starts with none taken, and never touches its parent's lock, which may have been held at the fork.
-    static Places& get() {
-        static std::atomic<Places*> places{new Places};
-        Places* current = places.load(std::memory_order_acquire);
-        if (current->generation != process_generation()) {
-            auto* fresh = new Places;
-            if (places.compare_exchange_strong(current, fresh)) current = fresh;
-            else delete fresh;
-        }
-        return *current;
-    }
-};
-
-rlim_t most_places() {
+std::uint64_t most_places() noexcept {
     rlimit limit{};
     if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return 4096;
     return std::max<rlim_t>(limit.rlim_cur / 4, 1);  // a file may need two descriptors
@@ -43,43 +26,101 @@ rlim_t most_places() {
 
 }  // namespace
 
+// The atomics are changed with or without the mutex, which is for those who wait. They are sequentially consistent: who waits counts
+// itself before it looks at `taken_`, and who gives back lowers `taken_` before it looks for waiters, so that one sees the other.
+class OpenFilePlace::Counter {
+public:
+    // A forked child starts with none taken, and never touches its parent's lock, which may have been held at the fork.
+    static Counter& get() {
+        static std::atomic<Counter*> counter{new Counter};
+        Counter* current = counter.load(std::memory_order_acquire);
+        if (current->generation_ != process_generation()) {
+            auto* fresh = new Counter;
+            if (counter.compare_exchange_strong(current, fresh)) current = fresh;
+            else delete fresh;
+        }
+        return *current;
+    }
+
+    void take() {
+        if (try_take()) return;
+        std::unique_lock lock(mutex_);
+        const WaiterCount counted(waiters_);
+        changed_.wait(lock, [this] {
+            most_ = most_places();
+            return try_take();
+        });
+    }
+
+    void give_back() noexcept {
+        taken_.fetch_sub(1);
+        given_back_.fetch_add(1);
+        if (waiters_.load() == 0 || generation_ != process_generation()) return;
+        std::lock_guard lock(mutex_);
+        changed_.notify_all();
+    }
+
+    std::uint64_t given_back() const noexcept { return given_back_.load(); }
+
+    // For somebody who has a place and found no descriptor for it: wait until a place is given back after `before` was. False if
+    // there is no use in waiting, because all who have a place wait here.
+    bool wait_for_descriptors(std::uint64_t before) {
+        std::unique_lock lock(mutex_);
+        const WaiterCount counted(waiters_);
+        ++without_descriptor_;
+        changed_.notify_all();
+        changed_.wait(lock, [&] { return given_back() != before || without_descriptor_ >= taken_.load(); });
+        --without_descriptor_;
+        return given_back() != before;
+    }
+
+private:
+    struct WaiterCount {
+        explicit WaiterCount(std::atomic<std::uint32_t>& counter) : waiters(counter) { waiters.fetch_add(1); }
+        ~WaiterCount() { waiters.fetch_sub(1); }
+        std::atomic<std::uint32_t>& waiters;
+    };
+
+    bool try_take() noexcept {
+        std::uint64_t taken = taken_.load();
+        while (true) {
+            if (taken % kPlacesBetweenLooks == kPlacesBetweenLooks - 1) most_ = most_places();
+            if (taken >= most_.load(std::memory_order_relaxed)) return false;
+            if (taken_.compare_exchange_weak(taken, taken + 1)) return true;
+        }
+    }
+
+    const std::uint64_t generation_ = process_generation();
+    std::atomic<std::uint64_t> most_{most_places()};
+    std::atomic<std::uint64_t> taken_{0};
+    std::atomic<std::uint64_t> given_back_{0};  // so far
+    std::atomic<std::uint32_t> waiters_{0};     // for a place or for descriptors
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable changed_;
+    std::uint64_t without_descriptor_ = 0;  // of the places taken
+};
+
 OpenFilePlace OpenFilePlace::take() {
-    Places& places = Places::get();
-    std::unique_lock lock(places.mutex);
-    places.given_back.wait(lock, [&] { return places.taken < most_places(); });
-    ++places.taken;
     OpenFilePlace place;
-    place.held_ = true;
+    Counter& counter = Counter::get();
+    counter.take();
+    place.counter_ = &counter;
     return place;
 }
 
 OpenFilePlace::~OpenFilePlace() {
-    if (!held_) return;
-    Places& places = Places::get();
-    {
-        std::lock_guard lock(places.mutex);
-        if (places.taken > 0) --places.taken;
-        ++places.given_back_so_far;
-    }
-    places.given_back.notify_all();
+    if (counter_) counter_->give_back();
 }
 
 std::shared_ptr<File> OpenFilePlace::open(const std::string& path, Access access, Creation creation, bool expect_direct,
                                           ByteRange first_write) {
     while (true) {
+        const std::uint64_t before = counter_->given_back();
         try {
             return std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
         } catch (const IoError& error) {
-            if (error.error() != EMFILE && error.error() != ENFILE) throw;
-            Places& places = Places::get();
-            std::unique_lock lock(places.mutex);
-            // Those who wait here hold a place and no file: they must not wait for each other.
-            ++places.waiting;
-            places.given_back.notify_all();
-            const auto before = places.given_back_so_far;
-            places.given_back.wait(lock, [&] { return places.given_back_so_far != before || places.waiting >= places.taken; });
-            --places.waiting;
-            if (places.given_back_so_far == before) throw;
+            if ((error.error() != EMFILE && error.error() != ENFILE) || !counter_->wait_for_descriptors(before)) throw;
         }
     }
 }

@@ -53,6 +53,36 @@ def test_thousands_of_files_are_written_with_few_descriptors(interpreters: Any, 
         assert (throwaway / str(index)).read_bytes() == (index % 100).to_bytes(4, "little") * 1025
 
 
+def test_a_limit_that_is_lowered_later_bounds_the_open_files(interpreters: Any, drive: Path) -> None:
+    """And one that is raised again lets those go on who waited, once a request has ended."""
+    interpreters.run(f"""
+        import resource, threading
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        gate = testing.Gate()
+        gate.hold()
+        engine = testing.instant_engine(gate, 4096, 32, 1)
+        tensor = torch.ones(1024)
+        futures = [engine.write(tensor, {str(drive)!r} + "/" + str(index)) for index in range(20)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+        allowed = threading.Semaphore(0)
+        def submit():
+            for index in range(20, 200):
+                futures.append(engine.write(tensor, {str(drive)!r} + "/" + str(index)))
+                allowed.release()
+        thread = threading.Thread(target=submit)
+        thread.start()
+        while allowed.acquire(timeout=1):
+            pass
+        pending = len(os.listdir({str(drive)!r}))
+        assert pending == 64, pending
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        gate.release()
+        thread.join(20)
+        assert len(futures) == 200, len(futures)
+        engine.close()
+    """, timeout=60).check()  # fmt: skip
+
+
 @pytest.mark.timeout(60)
 def test_one_descriptor_short_is_an_error_and_not_a_hang(interpreters: Any, drive: Path) -> None:
     """Others hold every descriptor there is; two threads ask at once, and neither may wait for the other."""
