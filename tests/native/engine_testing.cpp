@@ -1,5 +1,6 @@
 // A module for tests and for the engine's own benchmark: the engine with backends that the op does not have, and its planner.
 #include <pybind11/stl.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "bare_backend.h"
 #include "bindings/bind_functions.h"
 #include "bindings/session.h"
+#include "core/numa.h"
 #include "faulty_backend.h"
 
 using namespace deepnvme;
@@ -113,6 +115,24 @@ unsigned told_of_a_failed_close(const std::string& path, unsigned rounds) {
     return told;
 }
 
+py::list list_of(const std::vector<int>& numbers) {
+    py::list list;
+    for (const int number : numbers) list.append(number);
+    return list;
+}
+
+// What run_on(processors) says on a thread of its own, and what that may run on afterwards.
+py::tuple bound_to(const py::list& wanted) {
+    std::vector<int> processors, allowed;
+    for (const py::handle processor : wanted) processors.push_back(processor.cast<int>());
+    bool bound = false;
+    std::thread([&] {
+        bound = run_on(processors);
+        allowed = allowed_processors();
+    }).join();
+    return py::make_tuple(bound, list_of(allowed));
+}
+
 std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
     const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
     return std::make_unique<Session>(
@@ -164,6 +184,12 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
 
     module.def("told_of_a_failed_close", &told_of_a_failed_close, "path"_a, "rounds"_a,
                py::call_guard<py::gil_scoped_release>());
+
+    module.def("processors_near",
+               [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
+                   return list_of(processors_near(::makedev(device_major, device_minor), sysfs));
+               });
+    module.def("bound_to", &bound_to, "processors"_a);
 
     module.attr("latency_bins") = kLatencyBins;
     module.def("latency_bin", &latency_bin, "nanoseconds"_a);
