@@ -293,7 +293,9 @@ class Engine:
         """
         return self._native.open(path, mode, whole_pages=whole_pages)
 
-    def empty_pinned(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty_pinned(
+        self, shape: int | Sequence[int], dtype: torch.dtype | None = None, *, node: int | None = None
+    ) -> torch.Tensor:
         """Return a new tensor in page-locked memory on huge pages, filled with zeros. The memory is freed with its last view.
 
         If torch already uses CUDA, the memory is registered with it, so that ``tensor.to(device, non_blocking=True)`` is
@@ -302,12 +304,14 @@ class Engine:
         Args:
             shape: Shape of the tensor.
             dtype: Any dtype; torch's default dtype if None.
+            node: NUMA node to take the memory from while it has room. If the system refuses that (as some containers do),
+                there is a RuntimeWarning, and the memory is taken from anywhere.
 
         Raises:
             MemoryError: If the system has too little memory. If it only refuses to lock the memory (mlock), there is a
                 RuntimeWarning, and the tensor works all the same.
             TypeError: If ``dtype`` is no dtype.
-            ValueError: If a size is negative.
+            ValueError: If a size is negative, or the machine has no such node.
         """
         import torch
 
@@ -323,7 +327,7 @@ class Engine:
         nbytes = numel * dtype.itemsize
         if nbytes > sys.maxsize:
             raise MemoryError(f"the system has no {nbytes} bytes of memory to pin")
-        buffer = self._op.empty_pinned(nbytes)
+        buffer = self._op.empty_pinned(nbytes, node)
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
 

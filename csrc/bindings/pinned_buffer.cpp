@@ -35,12 +35,12 @@ void register_where_cuda_is_used(PinnedBuffer& buffer) {
 
 }  // namespace
 
-std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
+std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes, std::optional<int> node) {
     if (nbytes < 0) throw py::value_error("nbytes must not be negative, got " + std::to_string(nbytes));
     std::unique_ptr<PinnedBuffer> buffer;
     try {
         py::gil_scoped_release release;
-        buffer = std::make_unique<PinnedBuffer>(static_cast<std::size_t>(nbytes));
+        buffer = std::make_unique<PinnedBuffer>(static_cast<std::size_t>(nbytes), node);
     } catch (const std::bad_alloc&) {
         PyErr_SetString(PyExc_MemoryError, ("the system has no " + std::to_string(nbytes) + " bytes of memory to pin").c_str());
         throw py::error_already_set();
@@ -49,6 +49,9 @@ std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes) {
     if (nbytes > 0 && !buffer->memory().locked())
         warn_once(warned, "mlock of " + std::to_string(nbytes) +
                               " bytes was refused: pinned tensors may be paged out; raise the limit with `ulimit -l`, or in limits.conf");
+    static bool warned_of_node = false;
+    if (const int error = buffer->memory().placement_error())
+        warn_once(warned_of_node, "pinned memory could not be placed on NUMA node " + std::to_string(*node) + ": " + describe_errno(error));
     register_where_cuda_is_used(*buffer);
     return buffer;
 }
@@ -67,7 +70,9 @@ void bind_pinned_buffer(py::module_& module) {
         .def_buffer([](PinnedBuffer& self) {
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.memory().data()), static_cast<py::ssize_t>(self.memory().size()));
         });
-    module.def("empty_pinned", &make_pinned_buffer, "nbytes"_a);
+    const auto anywhere = [](std::int64_t nbytes, const py::none&) { return make_pinned_buffer(nbytes); };
+    module.def("empty_pinned", anywhere, "nbytes"_a, "node"_a = py::none());
+    module.def("empty_pinned", [](std::int64_t nbytes, int node) { return make_pinned_buffer(nbytes, node); }, "nbytes"_a, "node"_a);
     module.def("is_pinned", &is_pinned, "tensor"_a);
 }
 

@@ -13,8 +13,8 @@ namespace py = pybind11;
 // Recorded among the pinned ranges for as long as it lives, or until free_cpu_locked_tensor takes it off.
 class PinnedBuffer {
 public:
-    // Throws std::bad_alloc.
-    explicit PinnedBuffer(std::size_t nbytes) : memory_(nbytes) { pinned_ranges::add(memory_.data(), memory_.size()); }
+    // Throws like PinnedMemory.
+    explicit PinnedBuffer(std::size_t nbytes, std::optional<int> node = {}) : memory_(nbytes, node) { pinned_ranges::add(memory_.data(), memory_.size()); }
     ~PinnedBuffer() { pinned_ranges::remove(memory_.data()); }
     PinnedBuffer(const PinnedBuffer&) = delete;
     PinnedBuffer& operator=(const PinnedBuffer&) = delete;
@@ -32,8 +32,8 @@ private:
 };
 
 // Registered with CUDA where torch uses it. Warns once in the process when the memlock limit is too low for the lock, or CUDA
-// refuses: the memory serves all the same.
-std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes);
+// refuses, or the system does not place memory on the node asked for: the memory serves all the same.
+std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes, std::optional<int> node = {});
 
 // Whether the whole tensor lies in page-locked memory, ours or torch's.
 bool is_pinned(py::handle tensor);

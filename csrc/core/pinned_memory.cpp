@@ -10,6 +10,10 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <string>
+
+#include "core/numa.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; older kernels say EINVAL
@@ -34,7 +38,9 @@ void populate(std::byte* data, std::size_t size) {
 
 }  // namespace
 
-PinnedMemory::PinnedMemory(std::size_t size) {
+PinnedMemory::PinnedMemory(std::size_t size, std::optional<int> node) {
+    if (node && !has_memory_node(*node))
+        throw std::invalid_argument("the machine has no memory on a NUMA node " + std::to_string(*node));
     if (size == 0) return;
     if (size > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
     const std::size_t length = round_up(size, page_size());
@@ -53,6 +59,7 @@ PinnedMemory::PinnedMemory(std::size_t size) {
         begin += head;
     }
     if (length >= kHugePage) ::madvise(begin, length, MADV_HUGEPAGE);  // advice: ordinary pages serve where it is not taken
+    if (node) placement_error_ = prefer_node(begin, length, *node);
     data_ = begin;
     size_ = size;
     locked_ = ::mlock(begin, length) == 0;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <utility>
 
 namespace deepnvme {
@@ -14,14 +15,17 @@ inline constexpr std::size_t kHugePage = std::size_t{2} << 20;  // bytes; so muc
 // Move-only; locked, zeroed, and resident from the start. Unmapped by the destructor.
 class PinnedMemory {
 public:
-    // Throws std::bad_alloc when the system has not that much. A refused mlock is not an error: see locked().
-    explicit PinnedMemory(std::size_t size);
+    // Throws std::bad_alloc when the system has not that much. A refused mlock is not an error: see locked(). With `node`, the memory
+    // is that NUMA node's as far as it has room; std::invalid_argument if the machine has no such node. A refusal to ask for a node
+    // (in containers) is not an error either: see placement_error().
+    explicit PinnedMemory(std::size_t size, std::optional<int> node = {});
     PinnedMemory() noexcept = default;
     PinnedMemory(PinnedMemory&& other) noexcept { *this = std::move(other); }
     PinnedMemory& operator=(PinnedMemory&& other) noexcept {
         std::swap(data_, other.data_);
         std::swap(size_, other.size_);
         std::swap(locked_, other.locked_);
+        std::swap(placement_error_, other.placement_error_);
         return *this;
     }
     ~PinnedMemory();
@@ -29,11 +33,14 @@ public:
     std::byte* data() const noexcept { return data_; }
     std::size_t size() const noexcept { return size_; }
     bool locked() const noexcept { return locked_; }
+    // errno of the refusal; 0 if there was none.
+    int placement_error() const noexcept { return placement_error_; }
 
 private:
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
     bool locked_ = false;
+    int placement_error_ = 0;
 };
 
 // Which address ranges were handed out as pinned; one for the process, so that every handle answers alike. Usable in a forked

@@ -53,6 +53,12 @@ def test_an_unlocked_buffer_serves_after_a_warning(interpreters: Any) -> None:
     """).check()
 
 
+@pytest.mark.parametrize("node", [-1, 1023, 1024, 2**31 - 1])
+def test_pinned_memory_on_a_node_that_the_machine_has_not_is_refused(engine: deepnvme.Engine, node: int) -> None:
+    with pytest.raises(ValueError, match=f"the machine has no memory on a NUMA node {node}"):
+        engine.empty_pinned(5, node=node)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.uint8, torch.bfloat16, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [0, (0, 3), 1, 1000, (3, 5, 7), (), [2, 3]], ids=str)
 def test_a_pinned_tensor_has_the_shape_and_dtype_asked_for(
@@ -122,3 +128,14 @@ def test_memory_that_has_gone_is_not_taken_for_pinned(engine: deepnvme.Engine, o
 def test_a_buffer_of_negative_size_is_refused(op: ModuleType, nbytes: int) -> None:
     with pytest.raises(ValueError, match=f"nbytes must not be negative, got {nbytes}"):
         op.empty_pinned(nbytes)
+
+
+def test_pinned_memory_is_taken_from_the_node_asked_for(engine: deepnvme.Engine) -> None:
+    numa_maps = Path("/proc/self/numa_maps")
+    if not numa_maps.exists():
+        pytest.skip("needs a kernel with NUMA")
+    tensor, anywhere = engine.empty_pinned(3 << 20, node=0), engine.empty_pinned(3 << 20)
+    policies = dict(re.findall(r"^([0-9a-f]+) (\S+)", numa_maps.read_text(), re.MULTILINE))
+    assert policies[f"{tensor.data_ptr():x}"] == "prefer:0"
+    assert policies.get(f"{anywhere.data_ptr():x}", "default") == "default"
+    assert tensor.eq(0).all()

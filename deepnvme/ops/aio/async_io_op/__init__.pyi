@@ -167,8 +167,11 @@ class aio_handle:
     def stats(self) -> dict[str, Any]:
         """Return what the handle's engine has done, by the names of :class:`deepnvme.Stats`."""
 
-def empty_pinned(nbytes: int) -> PinnedBuffer:
-    """Allocate page-locked memory of ``nbytes`` bytes, zeroed. Raises MemoryError."""
+def empty_pinned(nbytes: int, node: int | None = None) -> PinnedBuffer:
+    """Allocate page-locked memory of ``nbytes`` bytes, zeroed, on a NUMA node if one is given.
+
+    Raises MemoryError, or ValueError for a node that the machine has not.
+    """
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether the tensor lies in memory that this package has pinned."""
