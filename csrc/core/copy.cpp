@@ -1,14 +1,19 @@
 #include "core/copy.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <exception>
+#include <numeric>
+#include <thread>
 #include <vector>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
+#include "core/numa.h"
 #include "core/threads.h"
 
 namespace deepnvme {
@@ -41,8 +46,9 @@ void stream(std::byte* to, const std::byte* from, std::size_t size) noexcept {
 
 // What a thread takes at a time: long enough to be worth an atomic operation, short enough that neither waits for the other long.
 constexpr std::uint64_t kPieceBytes = 512 << 10;
-// To start a thread takes as long as copying half a MiB; where the other core has something to do, this is all that comes of it.
-constexpr std::size_t kPiecesForTwo = 32;
+// To start a thread takes as long as copying half a MiB; where the other cores have something to do, this is all that comes of it.
+constexpr std::uint64_t kBytesPerThread = 16 * kPieceBytes;
+constexpr std::size_t kMostThreads = 8;  // a few saturate the memory of a socket, and others want some of it
 
 // Where a piece begins: `skip` bytes into a range.
 struct Place {
@@ -68,6 +74,11 @@ void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noe
     else std::memcpy(to, from, size);
 }
 
+std::size_t copy_threads(std::uint64_t bytes, std::size_t processors) noexcept {
+    const auto worth = static_cast<std::size_t>(std::min<std::uint64_t>(bytes / kBytesPerThread, kMostThreads));
+    return std::max<std::size_t>(std::min(worth, processors), 1);
+}
+
 void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t> from, std::span<const std::uint64_t> sizes) {
     const std::vector<Place> pieces = cut(sizes);
     const bool much = pieces.size() > 1;
@@ -86,16 +97,18 @@ void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t>
             }
         }
     };
-    std::thread helper;
-    if (pieces.size() >= kPiecesForTwo) {
-        try {
-            helper = start_thread(work);
-        } catch (const IoError&) {
-            // There are as many threads as the system allows: this one does it all.
-        }
+    const std::uint64_t total = std::accumulate(sizes.begin(), sizes.end(), std::uint64_t{0});
+    // Asked each time: it is a matter of a microsecond, and the process may be moved to other processors.
+    const std::size_t threads = total < 2 * kBytesPerThread ? 1 : copy_threads(total, allowed_processors().size());
+    std::array<std::thread, kMostThreads - 1> helpers;
+    try {
+        for (std::size_t i = 0; i + 1 < threads; ++i) helpers[i] = start_thread(work);
+    } catch (const std::exception&) {
+        // There are as many threads as the system allows: these do it all.
     }
     work();
-    if (helper.joinable()) helper.join();
+    for (std::thread& helper : helpers)
+        if (helper.joinable()) helper.join();
 }
 
 }  // namespace deepnvme

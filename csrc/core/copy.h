@@ -12,7 +12,12 @@ namespace deepnvme {
 void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noexcept;
 
 // Copy sizes[i] bytes from the address from[i] to the address to[i], for each i; the spans are of one length. No range that is
-// written to overlaps another. Where there is enough to copy a second thread helps, until this returns. Throws std::bad_alloc.
+// written to overlaps another. Where there is enough to copy, threads help until this returns: see copy_threads(). Throws
+// std::bad_alloc.
 void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t> from, std::span<const std::uint64_t> sizes);
+
+// How many threads copy so many bytes, the caller's among them: one for each processor that the process may use, at most 8, and none
+// for less than 8 MiB.
+std::size_t copy_threads(std::uint64_t bytes, std::size_t processors) noexcept;
 
 }  // namespace deepnvme

@@ -32,7 +32,7 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
     """Copy ``lengths[i]`` bytes from address ``sources[i]`` to address ``destinations[i]``, for each i. Blocks until done.
 
     Gathers many tensors into one buffer, or scatters them, in one call. It runs at the speed of memory however small the pieces
-    are, without the GIL, and from 16 MiB on with the help of a second thread.
+    are, without the GIL, and from 16 MiB on with a thread for each 8 MiB, at most 8 and as many as the process has cores.
 
     Addresses and lengths are not checked. The caller must keep the memory allocated, and the arrays unchanged, until this
     returns. No range that is written to may overlap another range.

@@ -71,6 +71,41 @@ def test_each_range_is_copied_and_nothing_else(sizes: list[int]) -> None:
     assert source.memory == before
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "processors", "threads"),
+    [
+        *[(0, 8, 1), (15, 8, 1), (16, 8, 2), (16, 1, 1), (16, 0, 1), (16, 2, 2)],
+        *[(40, 3, 3), (40, 4, 4), (40, 64, 5), (1024, 64, 8), (1024, 2, 2), (2**40, 64, 8)],
+    ],
+)
+def test_as_many_threads_copy_as_are_worth_it_and_have_a_core(
+    testing: Any, mebibytes: int, processors: int, threads: int
+) -> None:
+    assert testing.copy_threads(mebibytes * MIB, processors) == threads
+
+
+def test_a_process_bound_to_one_core_copies_large_ranges_too(interpreters: Any) -> None:
+    interpreters.run("""
+        import array, threading
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        source, target = torch.randint(256, (64 << 20,), dtype=torch.uint8), torch.empty(64 << 20, dtype=torch.uint8)
+        before = len(os.listdir("/proc/self/task"))
+        column = lambda number: array.array("Q", [number])
+        most, done = 0, threading.Event()
+        def look():
+            global most
+            while not done.is_set():
+                most = max(most, len(os.listdir("/proc/self/task")))
+        looking = threading.Thread(target=look)
+        looking.start()
+        for _ in range(10):
+            op.memory.copy_many(column(target.data_ptr()), column(source.data_ptr()), column(target.nbytes))
+        done.set()
+        looking.join()
+        assert torch.equal(source, target) and most == before + 1, (most, before)
+    """).check()
+
+
 def test_tensors_are_gathered_and_scattered() -> None:
     tensors = [torch.randn(size) for size in (1, 1000, 0, 77)]
     lengths = words(*(tensor.nbytes for tensor in tensors))

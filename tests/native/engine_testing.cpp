@@ -12,6 +12,7 @@
 #include "bare_backend.h"
 #include "bindings/bind_functions.h"
 #include "bindings/session.h"
+#include "core/copy.h"
 #include "core/numa.h"
 #include "faulty_backend.h"
 
@@ -189,6 +190,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
                    return list_of(processors_near(::makedev(device_major, device_minor), sysfs));
                });
+    module.def("copy_threads", &copy_threads, "bytes"_a, "processors"_a);
     module.def("bound_to", &bound_to, "processors"_a);
 
     module.attr("latency_bins") = kLatencyBins;
