@@ -1,8 +1,8 @@
 #include "engine/device_fence.h"
 
-#include <chrono>
-#include <deque>
-#include <map>
+#include <algorithm>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "core/threads.h"
@@ -11,8 +11,8 @@ namespace deepnvme {
 
 namespace {
 
-// A tenth of what a drive takes for a block of 1 MiB; each look costs about a microsecond for each stream.
-constexpr auto kFenceInterval = std::chrono::microseconds(100);
+// Streams that are waited for at a time. No program is known to compute on as many.
+constexpr std::size_t kMostFenceThreads = 64;
 
 }  // namespace
 
@@ -32,8 +32,16 @@ bool DeviceFence::passed() const {
     return true;
 }
 
-DeviceFenceWatch::DeviceFenceWatch(std::function<void(Request&, const std::optional<IoError>&)> passed)
-    : passed_(std::move(passed)), thread_(start_thread([this] { serve(); })) {}
+void DeviceFence::wait() const {
+    const CudaContextGuard context(device_);
+    const CudaDriver& driver = CudaDriver::get();
+    driver.check(driver.event_synchronize(event_.get()), "cuEventSynchronize");
+}
+
+DeviceFenceWatch::DeviceFenceWatch(std::function<void(Request&, const std::optional<IoError>&)> passed) : passed_(std::move(passed)) {
+    threads_.reserve(kMostFenceThreads);
+    threads_.push_back(start_thread([this] { serve(); }));
+}
 
 DeviceFenceWatch::~DeviceFenceWatch() {
     {
@@ -41,47 +49,72 @@ DeviceFenceWatch::~DeviceFenceWatch() {
         stopping_ = true;
     }
     changed_.notify_all();
-    thread_.join();
+    for (std::thread& thread : threads_) thread.join();
 }
 
-void DeviceFenceWatch::add(Request& request, std::unique_ptr<const DeviceFence> fence) {
-    // Notified under the lock: once the thread has the request, it may end, and the engine with it.
+void DeviceFenceWatch::add(Request& request, std::unique_ptr<const DeviceFence> fence) noexcept {
+    try {
+        put_in_line(request, fence);
+    } catch (const std::bad_alloc&) {
+        wait_and_pass_on(request, std::move(fence));
+    }
+}
+
+void DeviceFenceWatch::put_in_line(Request& request, std::unique_ptr<const DeviceFence>& fence) {
     std::lock_guard lock(mutex_);
-    added_.push_back({&request, std::move(fence)});
-    changed_.notify_all();
+    auto line = std::find_if(lines_.begin(), lines_.end(), [&](const Line& known) {
+        return known.device == fence->device() && known.stream == fence->stream();
+    });
+    std::list<Line> added;
+    if (line == lines_.end()) {
+        line = added.emplace(added.end());
+        line->device = fence->device();
+        line->stream = fence->stream();
+    }
+    line->waiting.emplace_back() = {&request, std::move(fence)};  // filled once there is memory for it: the fence is not lost
+    if (added.empty()) return;
+    lines_.splice(lines_.end(), added);
+    if (threads_.size() < std::min(lines_.size(), kMostFenceThreads)) {
+        try {
+            threads_.push_back(start_thread([this] { serve(); }));
+        } catch (const std::exception&) {
+            // One of those that there are will come to it.
+        }
+    }
+    // Under the lock: once a thread has the request, it may end, and the engine with it.
+    changed_.notify_one();
 }
 
 void DeviceFenceWatch::serve() {
-    // A stream comes to its fences in order, so that only the first of them has to be asked.
-    std::map<std::pair<CudaDevice, CudaStreamHandle>, std::deque<Waiting>> lines;
+    std::unique_lock lock(mutex_);
     while (true) {
-        {
-            std::unique_lock lock(mutex_);
-            const auto news = [this] { return stopping_ || !added_.empty(); };
-            if (lines.empty()) changed_.wait(lock, news);
-            else changed_.wait_for(lock, kFenceInterval, news);
-            if (lines.empty() && added_.empty()) return;
-            for (Waiting& waiting : added_) {
-                auto& line = lines[{waiting.fence->device(), waiting.fence->stream()}];
-                line.push_back(std::move(waiting));
-            }
-            added_.clear();
+        auto line = lines_.end();
+        changed_.wait(lock, [&] {
+            line = std::find_if(lines_.begin(), lines_.end(), [](const Line& known) { return !known.served; });
+            return stopping_ || line != lines_.end();
+        });
+        if (line == lines_.end()) return;
+        line->served = true;
+        while (!line->waiting.empty()) {
+            Waiting first = std::move(line->waiting.front());
+            line->waiting.pop_front();
+            lock.unlock();
+            wait_and_pass_on(*first.request, std::move(first.fence));
+            lock.lock();
         }
-        for (auto& [stream, line] : lines) {
-            while (!line.empty()) {
-                std::optional<IoError> error;
-                try {
-                    if (!line.front().fence->passed()) break;
-                } catch (const IoError& thrown) {
-                    error = thrown;
-                }
-                Request& request = *line.front().request;
-                line.pop_front();
-                passed_(request, error);
-            }
-        }
-        std::erase_if(lines, [](const auto& line) { return line.second.empty(); });
+        lines_.erase(line);
     }
+}
+
+void DeviceFenceWatch::wait_and_pass_on(Request& request, std::unique_ptr<const DeviceFence> fence) noexcept {
+    std::optional<IoError> error;
+    try {
+        fence->wait();
+    } catch (const IoError& thrown) {
+        error = thrown;
+    }
+    fence.reset();
+    passed_(request, error);
 }
 
 }  // namespace deepnvme

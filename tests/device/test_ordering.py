@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,36 @@ def test_requests_behind_slow_work_keep_no_others_waiting(
                     other.result(PLENTY)
             assert not held_up.done()
         held_up.result(PLENTY)
+
+
+def test_requests_go_on_in_the_order_in_which_their_streams_do(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    """Whatever the order in which they were submitted; more streams than there were threads before."""
+    with contextlib.ExitStack() as held:
+        futures, releases = [], []
+        for index in range(5):
+            stream = driver.stream(index % 2)
+            releases.append(held.enter_context(contextlib.ExitStack()))
+            releases[-1].enter_context(stream.held())
+            with driver.using(stream):
+                futures.append(engine.write(driver.tensor(NEW, index % 2), drive / str(index)))
+        while futures:
+            releases.pop().close()
+            futures.pop().result(PLENTY)
+            assert not any(future.done() for future in futures)
+
+
+def test_a_stream_is_not_asked_again_and_again_whether_it_is_done(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path
+) -> None:
+    before = driver.calls("cuEventQuery")
+    with driver.stream().held() as stream:
+        with driver.using(stream):
+            held_up = engine.write(driver.tensor(NEW), drive / "held up")
+        with driver.using(driver.stream()) as other:
+            other.pause(SOON)
+            engine.write(driver.tensor(NEW), drive / "other").result(PLENTY)
+        assert driver.calls("cuEventQuery") - before == 2  # one for each submission
+    held_up.result(PLENTY)
 
 
 def test_a_flush_covers_a_write_that_waits_for_its_stream(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
