@@ -77,6 +77,11 @@ void Drive::start(Request& request) noexcept {
 }
 
 void Drive::end(Request& request) noexcept {
+    // The file of a request by path is this request's alone, as a rule, so that to let go of it is to close it.
+    if (!request.place_ || !closer_.take(request)) close_and_end(request);
+}
+
+void Drive::close_and_end(Request& request) noexcept {
     const auto told = told_of_ends_;
     const bool lost = request.memory_lost();
     // What the system may still use keeps its file too, and itself, for good.
@@ -123,6 +128,7 @@ void Drive::wait_until_idle() {
 void Drive::stop() noexcept {
     queue_.stop();
     for (const auto& worker : workers_) worker->join();
+    closer_.stop();
     std::lock_guard lock(mutex_);
     for (auto& worker : workers_) {
         totals_.add(worker->counters());

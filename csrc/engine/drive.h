@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/backend.h"
+#include "engine/file_closer.h"
 #include "engine/queue.h"
 #include "engine/request.h"
 #include "engine/statistics.h"
@@ -64,6 +65,7 @@ private:
         Request* request;
     };
 
+    void close_and_end(Request& request) noexcept;
     void write_ended(const Request& write) noexcept;
     void count_end() noexcept;
     void count_out() noexcept;
@@ -86,6 +88,7 @@ private:
     WorkerCounters totals_;  // of workers that have ended
 
     Queue queue_;
+    FileCloser closer_{[this](Request& request) { close_and_end(request); }};
     std::vector<std::unique_ptr<Worker>> workers_;
 };
 

@@ -27,6 +27,51 @@ def test_a_write_whose_file_cannot_be_closed_has_failed(faulty_disk: FaultyFiles
     engine.write(page_aligned(CONTENT), faulty_disk / "file").result()
 
 
+def test_a_close_that_hangs_keeps_no_transfers_of_open_files_waiting(
+    faulty_disk: FaultyFilesystem, engine: deepnvme.Engine, drive: Path
+) -> None:
+    faulty_disk.fail("flush", effect="hang", times=-1)
+    closing = engine.write(page_aligned(CONTENT), faulty_disk / "file")
+    with engine.open(drive / "other", "rw") as other:
+        for _ in range(100):
+            engine.write(page_aligned(CONTENT), other).result(30)
+        assert not closing.done()
+    faulty_disk.resume()
+    assert closing.result(30) == len(CONTENT)
+
+
+def test_files_are_closed_without_a_thread_for_it_too(interpreters: Any, drive: Path) -> None:
+    interpreters.run(f"""
+        import re, resource
+        import deepnvme
+        engine = deepnvme.Engine("threads")  # io_uring may start threads of its own
+        with engine.open({str(drive / "file")!r}, "rw") as file:
+            engine.write(torch.ones(5000), file).result()  # what the worker needs is there
+        with open("/proc/self/status") as status:
+            used = int(re.search(r"VmSize:\\s+(\\d+)", status.read())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))  # a thread's stack is larger
+        threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        for index in range(200):
+            engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index)).result(20)
+            assert len(os.listdir("/proc/self/fd")) == files
+        assert len(os.listdir("/proc/self/task")) == threads
+    """).check()
+
+
+def test_no_thread_that_closes_files_outlives_its_engine(interpreters: Any, drive: Path) -> None:
+    interpreters.run(f"""
+        import deepnvme, time
+        before = len(os.listdir("/proc/self/task"))
+        for _ in range(20):
+            with deepnvme.Engine("threads") as engine:  # io_uring may have threads of its own
+                for index in range(200):
+                    engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index))
+            deadline = time.monotonic() + 20  # a joined thread may be listed for a moment
+            while len(os.listdir("/proc/self/task")) > before:
+                assert time.monotonic() < deadline
+    """).check()
+
+
 def test_what_the_page_cache_could_not_write_is_not_called_written(
     writeback_disk: FaultyFilesystem, engine: deepnvme.Engine
 ) -> None:
