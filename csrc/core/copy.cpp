@@ -48,7 +48,7 @@ void stream(std::byte* to, const std::byte* from, std::size_t size) noexcept {
 constexpr std::uint64_t kPieceBytes = 512 << 10;
 // To start a thread takes as long as copying half a MiB; where the other cores have something to do, this is all that comes of it.
 constexpr std::uint64_t kBytesPerThread = 16 * kPieceBytes;
-constexpr std::size_t kMostThreads = 8;  // a few saturate the memory of a socket, and others want some of it
+constexpr std::size_t kMostCopyThreads = 8;  // a few saturate the memory of a socket, and others want some of it
 
 // Where a piece begins: `skip` bytes into a range.
 struct Place {
@@ -75,7 +75,7 @@ void copy_past_cache(std::byte* to, const std::byte* from, std::size_t size) noe
 }
 
 std::size_t copy_threads(std::uint64_t bytes, std::size_t processors) noexcept {
-    const auto worth = static_cast<std::size_t>(std::min<std::uint64_t>(bytes / kBytesPerThread, kMostThreads));
+    const auto worth = static_cast<std::size_t>(std::min<std::uint64_t>(bytes / kBytesPerThread, kMostCopyThreads));
     return std::max<std::size_t>(std::min(worth, processors), 1);
 }
 
@@ -100,7 +100,7 @@ void copy_many(std::span<const std::uint64_t> to, std::span<const std::uint64_t>
     const std::uint64_t total = std::accumulate(sizes.begin(), sizes.end(), std::uint64_t{0});
     // Asked each time: it is a matter of a microsecond, and the process may be moved to other processors.
     const std::size_t threads = total < 2 * kBytesPerThread ? 1 : copy_threads(total, allowed_processors().size());
-    std::array<std::thread, kMostThreads - 1> helpers;
+    std::array<std::thread, kMostCopyThreads - 1> helpers;
     try {
         for (std::size_t i = 0; i + 1 < threads; ++i) helpers[i] = start_thread(work);
     } catch (const std::exception&) {
