@@ -136,7 +136,7 @@ std::vector<int> processors_near(dev_t device, const std::string& sysfs) {
     return list_in(line_of(node_directory(sysfs) / ("node" + std::to_string(node)) / "cpulist"));
 }
 
-bool run_on(std::span<const int> processors) {
+bool run_on(std::span<const int> processors, pid_t thread) {
     const ProcessorMask allowed = allowed_mask();
     ProcessorMask mask{};
     bool any = false;
@@ -146,7 +146,7 @@ bool run_on(std::span<const int> processors) {
         mask[bit / kWordBits] |= 1ul << (bit % kWordBits);
         any = true;
     }
-    return any && ::syscall(SYS_sched_setaffinity, 0, sizeof mask, mask.data()) == 0;
+    return any && ::syscall(SYS_sched_setaffinity, thread, sizeof mask, mask.data()) == 0;
 }
 
 bool has_memory_node(int node, const std::string& sysfs) {

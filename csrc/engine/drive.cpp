@@ -7,6 +7,8 @@ namespace deepnvme {
 
 namespace {
 
+constexpr std::uint64_t kFewRequests = 2;
+
 void add_counters(Statistics& sum, const WorkerCounters& worker) {
     sum.bytes_read += worker.bytes_read.get();
     sum.bytes_written += worker.bytes_written.get();
@@ -37,6 +39,12 @@ Drive::Drive(const DriveOptions& options) : fell_back_(options.fell_back), queue
         stop();
         throw;
     }
+}
+
+void Drive::run_near(std::uint64_t device) {
+    const auto processors = processors_near(device);
+    if (processors.empty()) return;
+    for (const auto& worker : workers_) worker->run_on(processors);
 }
 
 bool Drive::admit(Request& request, const std::atomic<bool>& closed) {
@@ -77,8 +85,10 @@ void Drive::start(Request& request) noexcept {
 }
 
 void Drive::end(Request& request) noexcept {
-    // The file of a request by path is this request's alone, as a rule, so that to let go of it is to close it.
-    if (!request.place_ || !closer_.take(request)) close_and_end(request);
+    // The file of a request by path is this request's alone, as a rule, so that to let go of it is to close it. With little else to do,
+    // the worker does that itself: to wake another thread takes longer (15 us of processor time for a read of 4 KiB, 60 instead of 45).
+    const bool busy = admitted_.load(std::memory_order_relaxed) - ended_.load(std::memory_order_relaxed) > kFewRequests;
+    if (!busy || !request.place_ || !closer_.take(request)) close_and_end(request);
 }
 
 void Drive::close_and_end(Request& request) noexcept {

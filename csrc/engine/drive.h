@@ -48,6 +48,9 @@ public:
     // Have a request end as soon as may be: what has not begun never does, what has is cancelled. The caller holds an outstanding count.
     void cancel(Request& request) noexcept;
 
+    // Let the workers run near the drive, where a machine has several NUMA nodes. `device`: st_dev of its files.
+    void run_near(std::uint64_t device);
+
     // Called after each request's end, by the thread that ended it. To be set before the first request.
     void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
 

@@ -287,7 +287,8 @@ Drive& Engine::add_drive(std::uint64_t device, const File& file) {
     auto entry = std::make_unique<DriveEntry>(DriveEntry{device, drives_.front().get(), entries_.load(std::memory_order_relaxed)});
     // The workers that the engine started with serve the first drive.
     std::string why_not;
-    if (entry->next && drives_.size() < kMostDrives) {
+    const bool shared = entry->next && drives_.size() >= kMostDrives;
+    if (entry->next && !shared) {
         try {
             drives_.reserve(drives_.size() + 1);
             drives_.push_back(std::make_unique<Drive>(drive_options_));
@@ -296,10 +297,11 @@ Drive& Engine::add_drive(std::uint64_t device, const File& file) {
         } catch (const IoError& error) {
             why_not = error.what();
         }
-    } else if (entry->next) {
+    } else if (shared) {
         why_not = "there are " + std::to_string(kMostDrives) + " already";
     }
-    if (!why_not.empty()) ++fallbacks_["no workers of its own for the drive of '" + file.path() + "': " + why_not];
+    if (why_not.empty()) entry->drive->run_near(file.device());
+    else ++fallbacks_["no workers of its own for the drive of '" + file.path() + "': " + why_not];
     owned_entries_.push_back(std::move(entry));
     entries_.store(owned_entries_.back().get(), std::memory_order_release);
     return *owned_entries_.back()->drive;

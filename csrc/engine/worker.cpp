@@ -1,6 +1,8 @@
 #include "engine/worker.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -59,6 +61,7 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     auto stands = standing.get_future();
     auto serve = [this, make_backend, standing = std::move(standing)]() mutable {
         ::pthread_setname_np(::pthread_self(), "deepnvme");
+        id_ = static_cast<pid_t>(::syscall(SYS_gettid));
         try {
             backend_ = make_backend(options_.queue_depth);
         } catch (...) {

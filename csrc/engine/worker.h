@@ -13,10 +13,12 @@
 #include <chrono>
 #include <functional>
 #include <initializer_list>
+#include <span>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "core/numa.h"
 #include "engine/backend.h"
 #include "engine/device_copier.h"
 #include "engine/device_io.h"
@@ -52,6 +54,9 @@ public:
     // Wait for the thread to end. The queue has been stopped and is empty. Every worker is joined before any is destroyed, since one
     // that is still running may be waking another. Idempotent.
     void join() noexcept;
+
+    // Let it run only on these processors, as far as the system allows it. Any thread.
+    void run_on(std::span<const int> processors) { deepnvme::run_on(processors, id_); }
 
     // Have blocks cancelled that are under way for requests marked as cancelled. Any thread.
     void cancel_marked() noexcept;
@@ -115,6 +120,7 @@ private:
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
     bool lost_ = false;
+    pid_t id_ = 0;  // of the thread
     std::atomic<bool> cancels_{false};  // cancel_marked() was called, and nobody has looked since
 
     std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes

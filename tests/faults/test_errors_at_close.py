@@ -27,17 +27,19 @@ def test_a_write_whose_file_cannot_be_closed_has_failed(faulty_disk: FaultyFiles
     engine.write(page_aligned(CONTENT), faulty_disk / "file").result()
 
 
-def test_a_close_that_hangs_keeps_no_transfers_of_open_files_waiting(
-    faulty_disk: FaultyFilesystem, engine: deepnvme.Engine, drive: Path
+def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(
+    faulty_disk: FaultyFilesystem, faulty: Any, gate: Any
 ) -> None:
-    faulty_disk.fail("flush", effect="hang", times=-1)
-    closing = engine.write(page_aligned(CONTENT), faulty_disk / "file")
-    with engine.open(drive / "other", "rw") as other:
+    engine = faulty("threads", gate=gate)
+    with engine.open(faulty_disk / "other", "rw") as other:
+        faulty_disk.fail("flush", effect="hang", times=-1)
+        closing = [engine.write(page_aligned(CONTENT), faulty_disk / str(index)) for index in range(8)]
+        gate.release()
         for _ in range(100):
             engine.write(page_aligned(CONTENT), other).result(30)
-        assert not closing.done()
-    faulty_disk.resume()
-    assert closing.result(30) == len(CONTENT)
+        assert not any(future.done() for future in closing)
+        faulty_disk.resume()
+        assert [future.result(30) for future in closing] == [len(CONTENT)] * 8
 
 
 def test_files_are_closed_without_a_thread_for_it_too(interpreters: Any, drive: Path) -> None:
