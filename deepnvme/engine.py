@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .ops import load_async_io
 
@@ -22,6 +22,8 @@ Backend = Literal["auto", "io_uring", "libaio", "threads"]
 """Names of the I/O backends; ``"auto"`` for the first that the kernel accepts."""
 FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
 """Modes of :meth:`Engine.open`."""
+AnySource: TypeAlias = "str | bytes | os.PathLike[str] | File"
+"""A path, or a file opened with :meth:`Engine.open`."""
 
 
 @runtime_checkable
@@ -266,6 +268,70 @@ class Engine:
         """
         return self._native.write(tensor, target, offset)
 
+    def read_many(
+        self, tensors: Sequence[torch.Tensor], source: AnySource | Sequence[AnySource], offsets: Sequence[int] | None = None
+    ) -> Future:
+        """Start reading several ranges of one file or of several, each into its own tensor; return when all are submitted.
+
+        One request for each file (and each 4096 tensors of it) goes to the workers, without holding the GIL. Reads may complete
+        in any order. Ranges that follow one another both in the file and in memory are read together.
+
+        Args:
+            tensors: Contiguous CPU or CUDA tensors, any dtype. Kept alive, and not to be touched, until the future is done.
+            source: Path, or a file opened with :meth:`open`; or a sequence of one for each tensor, in which a file may be named
+                more than once.
+            offsets: Bytes from the start of the file, one for each tensor; any value, aligned or not. May be left out only where
+                ``source`` is a sequence: each tensor is then read from the start of its file.
+
+        Returns:
+            One future for all reads. Its result is the number of bytes read. If some reads fail, the others go on: the OSError has
+            an attribute ``indices``, the numbers of the tensors that could not be read, in ascending order.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
+            OSError: If a file cannot be opened. This and what is wrong with a tensor may be noticed after other reads have been
+                submitted. Then those are waited for first.
+        """
+        return self._native.read_many(tensors, source, offsets)
+
+    def write_many(
+        self, tensors: Sequence[torch.Tensor], target: AnySource | Sequence[AnySource], offsets: Sequence[int] | None = None
+    ) -> Future:
+        """Start writing several tensors to ranges of one file or of several; return when all are submitted.
+
+        Arguments, result and errors are those of :meth:`read_many` and :meth:`write`. Ranges must not overlap. If the call raises,
+        tensors before the one that is wrong may have been written.
+        """
+        return self._native.write_many(tensors, target, offsets)
+
+    def gather(
+        self, source: AnySource, ids: torch.Tensor, out: torch.Tensor, *, record_size: int | None = None, base: int = 0
+    ) -> Future:
+        """Start reading records of one file, by their numbers, into the rows of a tensor; return at once.
+
+        Record i of the file begins at ``base + i * record_size``. Neighbours are read together where ``ids`` has them in order.
+
+        Args:
+            source: Path, or a file opened with :meth:`open`.
+            ids: Numbers of the records; any integer dtype and shape, on the CPU. The same number may occur several times. May be
+                changed when this returns.
+            out: Contiguous tensor of shape ``ids.shape`` and, after it, that of a record. Kept alive, and not to be touched,
+                until the future is done.
+            record_size: Bytes of a record, if they are to be compared with those of a row of ``out``.
+            base: Bytes from the start of the file to record 0.
+
+        Returns:
+            One future for all records. Its result is the number of bytes read. If some reads fail, the others go on: the OSError
+            has an attribute ``indices``, the positions in ``ids.flatten()`` of the records that could not be read.
+
+        Raises:
+            TypeError: If ``ids`` is no tensor of integers.
+            ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing is
+                read then.
+            TypeError, ValueError, RuntimeError, OSError: As for :meth:`read`.
+        """
+        return self._native.gather(source, ids, out, record_size=record_size, base=base)
+
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
 
@@ -362,13 +428,16 @@ class Engine:
         self.close()
 
 
+_STARTS = (Engine.read, Engine.write, Engine.read_many, Engine.write_many, Engine.gather, Engine.fsync)
+
+
 def without_python(start: Callable[..., Future]) -> Callable[..., Future]:
-    """Return the compiled function behind an engine's ``read``, ``write`` or ``fsync``; return anything else unchanged.
+    """Return the compiled function behind a method of an engine that starts transfers; return anything else unchanged.
 
     A builtin such as ``map`` can call the compiled function and store its future without running Python code, so Ctrl-C cannot
     come between starting a transfer and storing its future.
     """
-    if getattr(start, "__func__", None) not in (Engine.read, Engine.write, Engine.fsync):
+    if getattr(start, "__func__", None) not in _STARTS:
         return start
     native: Callable[..., Future] = getattr(start.__self__._native, start.__name__)  # type: ignore[attr-defined]
     return native

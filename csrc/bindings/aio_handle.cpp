@@ -43,7 +43,7 @@ py::object bytes_of(const py::object& tensor) {
 }
 
 void check_result(const Pending& pending) {
-    if (const auto error = pending.request->error()) throw *error;
+    pending.check();
     if (!pending.validate) return;
     const Request& request = *pending.request;
     if (!request.device) {
@@ -131,6 +131,11 @@ int AioHandle::start(Direction direction, py::handle buffer, py::handle filename
     return 0;
 }
 
+int AioHandle::start_many(Direction direction, py::handle buffers, py::handle filenames, py::handle offsets) {
+    started_.push_back(session_.transfer_many(direction, buffers, filenames, offsets));
+    return 0;
+}
+
 int AioHandle::start_descriptor(py::handle buffer, int fd, std::int64_t offset) {
     started_.push_back(session_.write_descriptor(buffer, fd, offset));
     return 0;
@@ -138,7 +143,7 @@ int AioHandle::start_descriptor(py::handle buffer, int fd, std::int64_t offset) 
 
 int AioHandle::finish(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate) {
     const auto pending = session_.transfer(direction, buffer, filename, offset, validate);
-    wait_for(*pending->request, std::nullopt);
+    pending->wait_for(std::nullopt);
     check_result(*pending);
     return 1;
 }
@@ -149,14 +154,16 @@ int AioHandle::wait() {
     auto ended = std::exchange(started_, {});
     try {
         // The newest first: by its end most others will have ended, and need no waiting of their own.
-        for (auto pending = ended.rbegin(); pending != ended.rend(); ++pending) wait_for(*(*pending)->request, std::nullopt);
+        for (auto pending = ended.rbegin(); pending != ended.rend(); ++pending) (*pending)->wait_for(std::nullopt);
     } catch (...) {
         // Interrupted: back on the list, so that the wait can be taken up again.
         started_.insert(started_.begin(), ended.begin(), ended.end());
         throw;
     }
     std::exception_ptr first;
+    std::size_t transfers = 0;
     for (const auto& pending : ended) {
+        transfers += pending->transfers();
         try {
             check_result(*pending);
         } catch (...) {  // IoError, or what torch says of a device
@@ -165,7 +172,7 @@ int AioHandle::wait() {
         pending->let_go();
     }
     if (first) std::rethrow_exception(first);
-    return static_cast<int>(ended.size());
+    return static_cast<int>(transfers);
 }
 
 py::class_<AioHandle> define_handle(py::module_& module, const char* name) {
@@ -243,6 +250,18 @@ py::class_<AioHandle> define_handle(py::module_& module, const char* name) {
                 return self.start(Direction::write, buffer, filename, integer_of(file_offset, "file_offset"), false);
             },
             "buffer"_a, "filename"_a, "file_offset"_a = 0)
+        .def(
+            "async_pread_many",
+            [](AioHandle& self, py::handle buffers, py::handle filenames, py::handle file_offsets) {
+                return self.start_many(Direction::read, buffers, filenames, file_offsets);
+            },
+            "buffers"_a, "filenames"_a, "file_offsets"_a = py::none())
+        .def(
+            "async_pwrite_many",
+            [](AioHandle& self, py::handle buffers, py::handle filenames, py::handle file_offsets) {
+                return self.start_many(Direction::write, buffers, filenames, file_offsets);
+            },
+            "buffers"_a, "filenames"_a, "file_offsets"_a = py::none())
         .def("wait", &AioHandle::wait)
 
         .def(

@@ -1,6 +1,8 @@
 // DeepSpeed's handle on our engine: same names, same order, same results (DeepSpeed 0.19, py_ds_aio.cpp).
 #pragma once
 
+#include <deque>
+
 #include "bindings/session.h"
 
 namespace deepnvme::bindings {
@@ -12,6 +14,8 @@ public:
 
     // Start a transfer; its end is collected by wait().
     int start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate);
+    // Start many at once; see Session::transfer_many.
+    int start_many(Direction direction, py::handle buffers, py::handle filenames, py::handle offsets);
     int start_descriptor(py::handle buffer, int fd, std::int64_t offset);
     // Transfer and wait for this transfer alone, leaving what is pending to wait(). Returns 1, the operations completed.
     int finish(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate);

@@ -8,10 +8,43 @@ namespace deepnvme::bindings {
 
 namespace {
 
+// DLPack's table of C functions (1.3), where torch has it: what a tensor's attributes say, without a Python object for each.
+struct DlTensor {
+    void* data;
+    std::int32_t device_type, device;
+    std::int32_t dimensions;
+    std::uint8_t type, bits;
+    std::uint16_t lanes;
+    std::int64_t* shape;
+    std::int64_t* strides;
+    std::uint64_t byte_offset;
+};
+struct DlPackApi {
+    std::uint32_t major, minor;
+    void* older;
+    void* allocate;
+    void* from_python;
+    void* to_python;
+    int (*describe)(void* tensor, DlTensor* described);
+};
+constexpr std::int32_t kDlCpu = 1;
+constexpr std::uint8_t kDlComplex = 5;
+
+// Null where torch has none, or one with another layout.
+const DlPackApi* dlpack_api(const py::object& tensor_type) {
+    const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+    const auto* api = static_cast<const DlPackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    return api->major == 1 && api->minor >= 3 ? api : nullptr;
+}
+
 // Looked up once: importing torch and interning names on every call would cost more than the call.
 struct Torch {
     py::object tensor_type;
+    py::object parameter_type;
     py::object strided;
+    py::object is_neg_of;  // the method, to be called with the tensor
+    const DlPackApi* dlpack = nullptr;
     py::str is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, layout{"layout"}, is_contiguous{"is_contiguous"}, is_conj{"is_conj"}, is_neg{"is_neg"},
         data_ptr{"data_ptr"}, nbytes{"nbytes"};
 
@@ -22,7 +55,10 @@ struct Torch {
                 const auto torch = py::module_::import("torch");
                 Torch made;
                 made.tensor_type = torch.attr("Tensor");
+                made.parameter_type = torch.attr("nn").attr("Parameter");
                 made.strided = torch.attr("strided");
+                made.is_neg_of = made.tensor_type.attr("is_neg");
+                made.dlpack = dlpack_api(made.tensor_type);
                 return made;
             })
             .get_stored();
@@ -111,6 +147,27 @@ TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb)
     return {std::move(owner), reinterpret_cast<std::byte*>(address), nbytes, device};
 }
 
+std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor) {
+    const Torch& torch = Torch::get();
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    if (!torch.dlpack || (type != torch.tensor_type.ptr() && type != torch.parameter_type.ptr())) return std::nullopt;
+    DlTensor found;
+    if (torch.dlpack->describe(tensor.ptr(), &found) != 0) {
+        PyErr_Clear();
+        return std::nullopt;
+    }
+    if (found.device_type != kDlCpu || found.type == kDlComplex || found.bits % 8 != 0 || found.lanes != 1) return std::nullopt;
+    std::int64_t numel = 1;
+    for (std::int32_t i = found.dimensions; i-- > 0;) {
+        if (found.shape[i] != 1 && found.strides && found.strides[i] != numel) return std::nullopt;
+        numel *= found.shape[i];
+    }
+    const auto is_neg = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch.is_neg_of.ptr(), tensor.ptr()));
+    if (!is_neg) PyErr_Clear();
+    if (is_neg.ptr() != Py_False || !found.data) return std::nullopt;
+    return std::span(static_cast<std::byte*>(found.data) + found.byte_offset, static_cast<std::size_t>(numel) * (found.bits / 8));
+}
+
 std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name) {
     const bool unsigned_64 = buffer.itemsize == sizeof(std::uint64_t) && (buffer.format == "Q" || buffer.format == "L");
     if (!unsigned_64 || buffer.ndim != 1)
@@ -127,8 +184,8 @@ std::string path_of(py::handle path) {
     return bytes;
 }
 
-py::object to_python(const IoError& error) {
-    const std::string text = describe_errno(error.error()) + ": " + error.operation();
+py::object to_python(const IoError& error, const std::string& suffix) {
+    const std::string text = describe_errno(error.error()) + ": " + error.operation() + suffix;
     if (error.path().empty()) return py::handle(PyExc_OSError)(error.error(), text);
     return py::handle(PyExc_OSError)(error.error(), text, decoded(error.path()));
 }

@@ -31,6 +31,9 @@ struct TensorMemory {
 // is to be done with the tensor's own memory, where that is more than to read it.
 TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb = "read into");
 
+// The memory of an ordinary contiguous tensor on the host, four times as fast; empty for any other, which memory_of() may still take.
+std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor);
+
 // Throws TypeError unless the object is a torch.Tensor.
 void require_tensor(py::handle object);
 
@@ -43,7 +46,7 @@ std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const c
 // str, bytes or os.PathLike, in the file system's encoding. Throws TypeError, or ValueError for a path with a NUL.
 std::string path_of(py::handle path);
 
-// The OSError, or subclass of it, with errno, text and filename set.
-py::object to_python(const IoError& error);
+// The OSError, or subclass of it, with errno, text (and `suffix` after it) and filename set.
+py::object to_python(const IoError& error, const std::string& suffix = "");
 
 }  // namespace deepnvme::bindings

@@ -30,7 +30,7 @@ std::optional<std::chrono::nanoseconds> time_limit(const py::object& timeout) {
 
 // What Future.result and its kin share: the request has ended when this returns.
 void await(Pending& pending, const py::object& timeout) {
-    if (!wait_for(*pending.request, time_limit(timeout))) throw_timeout(pending.request->describe() + " has not ended", timeout);
+    if (!pending.wait_for(time_limit(timeout))) throw_timeout(pending.describe() + " has not ended", timeout);
     pending.let_go();
 }
 
@@ -71,33 +71,24 @@ std::optional<IoError> close_file(OpenFile& open) {
 
 void bind_engine(py::module_& module) {
     py::class_<Pending, std::shared_ptr<Pending>>(module, "Future", py::module_local())
-        .def_property_readonly("nbytes", [](const Pending& self) { return self.request->length; })
-        .def("done",
-             [](const Pending& self) {
-                 if (!self.request->done()) self.request->check_process();
-                 return self.request->done();
-             })
+        .def_property_readonly("nbytes", &Pending::nbytes)
+        .def("done", &Pending::done)
         .def(
             "result",
             [](Pending& self, const py::object& timeout) {
                 await(self, timeout);
-                if (const auto error = self.request->error()) throw *error;
-                return self.request->length;
+                self.check();
+                return self.nbytes();
             },
             "timeout"_a = py::none())
         .def(
             "exception",
-            [](Pending& self, const py::object& timeout) -> py::object {
+            [](Pending& self, const py::object& timeout) {
                 await(self, timeout);
-                if (const auto error = self.request->error()) return to_python(*error);
-                return py::none();
+                return self.error();
             },
             "timeout"_a = py::none())
-        .def("cancel", [](const Pending& self) {
-            if (!self.request->done()) self.request->check_process();
-            py::gil_scoped_release release;
-            return Engine::cancel(*self.request);
-        });
+        .def("cancel", &Pending::cancel);
 
     py::class_<OpenFile>(module, "File", py::module_local())
         .def_property_readonly("path",
@@ -147,6 +138,24 @@ void bind_engine(py::module_& module) {
                 return self.transfer(Direction::write, tensor, target, integer_of(offset, "offset"));
             },
             "tensor"_a, "target"_a, "offset"_a = 0)
+        .def(
+            "read_many",
+            [](Session& self, py::handle tensors, py::handle source, py::handle offsets) {
+                return self.transfer_many(Direction::read, tensors, source, offsets);
+            },
+            "tensors"_a, "source"_a, "offsets"_a = py::none())
+        .def(
+            "write_many",
+            [](Session& self, py::handle tensors, py::handle target, py::handle offsets) {
+                return self.transfer_many(Direction::write, tensors, target, offsets);
+            },
+            "tensors"_a, "target"_a, "offsets"_a = py::none())
+        .def(
+            "gather",
+            [](Session& self, py::handle source, py::handle ids, py::handle out, py::handle record_size, py::handle base) {
+                return self.gather(source, ids, out, record_size, integer_of(base, "base"));
+            },
+            "source"_a, "ids"_a, "out"_a, py::kw_only(), "record_size"_a = py::none(), "base"_a = 0)
         .def("fsync", &Session::sync, "target"_a)
         .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false)
         .def("stats", &Session::stats)

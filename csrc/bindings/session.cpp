@@ -7,32 +7,15 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/many_transfers.h"
+
 namespace deepnvme::bindings {
 
 namespace {
 
-// An open file, or else the path of one.
-std::pair<std::shared_ptr<File>, std::string> file_or_path(py::handle target) {
-    if (!PyUnicode_Check(target.ptr())) {
-        py::detail::make_caster<OpenFile> open;
-        if (open.load(target, false)) {
-            const auto& file = static_cast<OpenFile&>(open);
-            file.get();
-            return {file.file, {}};
-        }
-    }
-    return {nullptr, path_of(target)};
-}
-
-void give_warnings() {
-    for (const std::string& warning : Engine::take_warnings())
-        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
-}
-
 // False for one that another thread is just submitting.
-bool has_ended(const Pending& pending) { return pending.request && pending.request->done(); }
+bool has_ended(Pending& pending) { return pending.submitted() && pending.done(); }
 
-constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 constexpr auto kPatienceAtExit = std::chrono::seconds(3);  // until somebody would wonder
 
 // Engines to be drained before the interpreter takes their tensors away.
@@ -80,28 +63,6 @@ void forget_soon() noexcept {
 
 }  // namespace
 
-bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout) {
-    using Clock = std::chrono::steady_clock;
-    if (!request.done()) request.check_process();
-    const auto begin = Clock::now();
-    while (!request.done()) {
-        std::chrono::nanoseconds slice = kSignalInterval;
-        if (timeout) {
-            const auto left = *timeout - (Clock::now() - begin);
-            if (left <= std::chrono::nanoseconds(0)) return false;
-            slice = std::min(slice, std::chrono::duration_cast<std::chrono::nanoseconds>(left));
-        }
-        bool done;
-        {
-            py::gil_scoped_release release;
-            done = request.wait_for(slice);
-        }
-        if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-    give_warnings();
-    return true;
-}
-
 File& OpenFile::get() const {
     if (generation != process_generation())
         throw std::runtime_error("'" + path + "' was opened by the parent process: open it again in the child");
@@ -135,11 +96,6 @@ Session::~Session() {
     [[maybe_unused]] Engine* left_alone = engine_.release();
 }
 
-void Pending::let_go() {
-    if (request->memory_lost()) owner.release();
-    else owner = py::none();
-}
-
 // Remembers what the request needs before it begins: nothing that fails can come between the two.
 template <typename Submit>
 std::shared_ptr<Pending> Session::remember(Pending needs, Submit submit) {
@@ -164,8 +120,8 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
                                            bool validate) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
-    const auto [file, path] = file_or_path(target);
-    return remember({nullptr, memory.owner, path, validate}, [&, &file = file, &path = path] {
+    const auto [file, path] = target_of(target);
+    return remember({nullptr, memory.owner, path, validate, nullptr}, [&, &file = file, &path = path] {
         if (direction == Direction::read)
             return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
                         : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
@@ -177,14 +133,47 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
 std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, Direction::write);
-    return remember({nullptr, memory.owner, "", false},
+    return remember({nullptr, memory.owner, "", false, nullptr},
                     [&] { return engine_->write(memory.data, memory.nbytes, fd, offset, memory.device); });
 }
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
-    const auto [file, path] = file_or_path(target);
-    return remember({nullptr, py::none(), "", false}, [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
+    const auto [file, path] = target_of(target);
+    return remember({nullptr, py::none(), "", false, nullptr}, [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
+}
+
+// Like remember(). What was begun before an error is waited for.
+template <typename Transfers>
+std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
+    auto many = std::make_unique<ManyParts>();
+    auto pending = std::make_shared<Pending>();
+    pending->owner = transfers.owner();
+    pending_.push_back(pending);
+    std::exception_ptr error;
+    try {
+        transfers.start(*engine_, *many);
+    } catch (...) {
+        error = std::current_exception();
+    }
+    pending->many = std::move(many);
+    if (error) {
+        pending->wait_for(std::nullopt);
+        pending->let_go();
+        std::rethrow_exception(error);
+    }
+    forget_ended();
+    return pending;
+}
+
+std::shared_ptr<Pending> Session::transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets) {
+    engine_->check_usable();
+    return start_many(ManyTransfers(direction, tensors, targets, offsets));
+}
+
+std::shared_ptr<Pending> Session::gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base) {
+    engine_->check_usable();
+    return start_many(Gather(source, ids, out, record_size, base));
 }
 
 void Session::forget_ended(std::uint64_t ended_so_far) {
@@ -208,9 +197,7 @@ std::size_t Session::cancel() {
     check_process();
     const std::vector<std::shared_ptr<Pending>> pending(pending_.begin(), pending_.end());
     std::size_t cancelled = 0;
-    py::gil_scoped_release release;
-    for (const auto& each : pending)
-        if (each->request) cancelled += engine_->cancel(*each->request);
+    for (const auto& each : pending) cancelled += each->submitted() && each->cancel();
     return cancelled;
 }
 
@@ -221,8 +208,8 @@ bool Session::close(std::optional<std::chrono::nanoseconds> timeout) {
     // Here rather than in the engine, so that Ctrl-C is heard; the newest first, since by its end most others will have ended.
     const std::vector<std::shared_ptr<Pending>> pending(pending_.rbegin(), pending_.rend());
     for (const auto& each : pending) {
-        if (!each->request) continue;
-        if (!wait_for(*each->request, timeout ? std::optional(*timeout - (Clock::now() - begin)) : std::nullopt)) return false;
+        if (!each->submitted()) continue;
+        if (!each->wait_for(timeout ? std::optional(*timeout - (Clock::now() - begin)) : std::nullopt)) return false;
     }
     {
         py::gil_scoped_release release;
@@ -249,8 +236,8 @@ std::string Session::describe_pending() const {
     std::size_t count = 0;
     std::string oldest;
     for (const auto& pending : pending_) {
-        if (!pending->request || pending->request->done()) continue;
-        if (oldest.empty()) oldest = Engine::describe(*pending->request);
+        if (!pending->submitted() || pending->done()) continue;
+        if (oldest.empty()) oldest = pending->describe_unfinished();
         ++count;
     }
     return std::to_string(count) + (count == 1 ? " transfer: " : " transfers, the oldest: ") + oldest;

@@ -1,4 +1,4 @@
-// An engine used from Python: what has to outlive its requests, and waiting that hears Ctrl-C.
+// An engine used from Python, and what has to outlive its requests.
 #pragma once
 
 #include <chrono>
@@ -8,13 +8,10 @@
 #include <optional>
 #include <string>
 
-#include "bindings/conversions.h"
+#include "bindings/pending.h"
 #include "engine/engine.h"
 
 namespace deepnvme::bindings {
-
-// Wait with the GIL released and signals attended to. False if the time ran out; throws what a signal handler raised.
-bool wait_for(Request& request, std::optional<std::chrono::nanoseconds> timeout);
 
 // A file opened once for many transfers.
 struct OpenFile {
@@ -23,17 +20,6 @@ struct OpenFile {
     std::uint64_t generation = process_generation();  // of the process that opened it: its lock is no use to a forked child
 
     File& get() const;
-};
-
-// A request together with what has to outlive it.
-struct Pending {
-    std::shared_ptr<Request> request;  // null while it is being submitted
-    py::object owner;       // of the memory; let go when the request has ended, or after validation
-    std::string path;       // of a transfer by path, for validation
-    bool validate = false;  // compare tensor and file afterwards
-
-    // The request has ended. Where the system may still use the memory, it is kept for good.
-    void let_go();
 };
 
 // An engine whose requests keep their tensors alive. All methods are called with the GIL held.
@@ -54,6 +40,10 @@ public:
     std::shared_ptr<Pending> transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset, bool validate = false);
     std::shared_ptr<Pending> write_descriptor(py::handle tensor, int fd, std::int64_t offset);
     std::shared_ptr<Pending> sync(py::handle target);
+    // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a signal
+    // handler has thrown.
+    std::shared_ptr<Pending> transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets);
+    std::shared_ptr<Pending> gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base);
 
     // Have all requests under way end as soon as may be; returns how many there were. See Engine::cancel.
     std::size_t cancel();
@@ -78,6 +68,8 @@ private:
     void check_process() const;
     template <typename Submit>
     std::shared_ptr<Pending> remember(Pending pending, Submit submit);
+    template <typename Transfers>
+    std::shared_ptr<Pending> start_many(Transfers transfers);
 
     std::unique_ptr<Engine> engine_;
     bool given_up_ = false;  // at exit: nothing is waited for any more

@@ -64,6 +64,22 @@ void check_range(std::uint64_t length, std::int64_t offset) {
                                     " bytes is past the largest file offset");
 }
 
+void check_covered(File& file, std::uint64_t begin, std::uint64_t length) {
+    if (file.covers(begin + length)) return;
+    const std::uint64_t size = file.size();
+    throw PastEndError("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
+                           file.path() + "', which has " + std::to_string(size) + " bytes",
+                       size);
+}
+
+// Its place is given back when it is closed.
+struct PlacedFile {
+    explicit PlacedFile(OpenFilePlace taken) : place(std::move(taken)) {}
+
+    OpenFilePlace place;
+    std::shared_ptr<File> file;
+};
+
 // Warnings queued until the GIL is next held; one per file system.
 struct Warnings {
     std::mutex mutex;
@@ -229,12 +245,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
-    if (kind == Request::Kind::read && !file->covers(begin + length)) {
-        const std::uint64_t size = file->size();
-        throw PastEndError("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
-                               file->path() + "', which has " + std::to_string(size) + " bytes",
-                           size);
-    }
+    if (kind == Request::Kind::read) check_covered(*file, begin, length);
     const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
     auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:
@@ -254,6 +265,45 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         request->cursor_ = begin;
         if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
     }
+    launch(drive, request, std::move(fence));
+    return request;
+}
+
+std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
+                                          const std::string& path, std::optional<DeviceMemory> device, std::shared_ptr<File>* keep) {
+    check_usable();
+    const bool read = kind == Request::Kind::read;
+    if (file && !(read ? file->readable() : file->writable()))
+        throw std::invalid_argument("'" + file->path() + "' was not opened for " + (read ? "reading" : "writing"));
+    const std::uint64_t bytes = pieces->bytes();
+    const Piece first = pieces->count() > 0 ? (*pieces)[0] : Piece{}, last = pieces->count() > 0 ? pieces->last() : Piece{};
+    const bool expect_direct = pieces->hold_a_page(limits_.page_size);
+    auto fence = fence_before(kind, bytes, static_cast<std::int64_t>(first.offset), device, path);
+    if (!file) {
+        auto opened = std::make_shared<PlacedFile>(OpenFilePlace::take());
+        opened->file = read ? opened->place.open(path, Access::read, Creation::must_exist, expect_direct)
+                            : opened->place.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
+        file = std::shared_ptr<File>(opened, opened->file.get());
+        if (keep) *keep = file;
+    }
+    if (read) check_covered(*file, last.offset, last.length);
+    auto device_file = device && device_io_ && expect_direct ? open_for_device(*file) : nullptr;
+    if (!read && bytes > 0 && !file->covers(last.end()))
+        for (const Piece& range : pieces->ranges_past(file->size())) file->preallocate(range.offset, range.length);
+
+    Drive& drive = drive_of(*file);
+    const auto limits = file->limits();
+    if (!limits && bytes > 0) fell_back(*file, file->refusal());
+    pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->whole_pages()});
+    auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, device ? std::optional(device->device) : std::nullopt);
+    request->device_file = std::move(device_file);
+    request->pieces_ = std::move(pieces);
+    launch(drive, request, std::move(fence));
+    return request;
+}
+
+// Hand a request that is complete to its drive, or to what it has to wait for.
+void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence) {
     request->self_ = request;
     const bool fenced = fence != nullptr;
     bool admitted = false;
@@ -267,7 +317,6 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         throw;
     }
     if (!fenced) drive.start(*request);
-    return request;
 }
 
 // Reads a list that only ever grows at its front: no lock on the way of a transfer.

@@ -17,7 +17,7 @@ std::size_t blocks_of(const Plan& plan) {
 }  // namespace
 
 void Queue::push(Request& request) noexcept {
-    const std::size_t blocks = blocks_of(request.plan_);
+    const std::size_t blocks = request.pieces_ ? request.pieces_->count() : blocks_of(request.plan_);
     // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
     std::lock_guard lock(mutex_);
     insert_before(nullptr, request);
@@ -48,6 +48,15 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
         if (request.kind == Request::Kind::sync) {
             blocks[count++] = {&request, nullptr, 0, 0, Route::buffered};
             unlink(request);
+            continue;
+        }
+        if (request.pieces_) {
+            const std::size_t cut = request.pieces_->cut(blocks.subspan(count), request);
+            count += cut;
+            // As below, for all of them at once.
+            request.outstanding_.fetch_add(cut - (request.pieces_->more() ? 0 : 1), std::memory_order_relaxed);
+            if (!request.pieces_->more()) unlink(request);
+            if (blocks[count - 1].route == Route::staged) break;
             continue;
         }
         const Span& span = request.plan_.spans[request.span_];

@@ -19,6 +19,7 @@ struct Block {
     std::uint64_t offset;  // bytes into the file
     std::uint32_t length;  // bytes
     Route route;
+    std::size_t piece = 0;  // of a request of many: one of those that the block belongs to, or one shortly before
 };
 
 // Thread-safe. Requests are cut in the order they came, block by block and only as blocks are taken, so that a request costs the

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "engine/queue.h"
+
 namespace deepnvme {
 
 void Request::wait() {
@@ -25,6 +27,16 @@ std::optional<IoError> Request::error() const {
 }
 
 void Request::fail(const IoError& error) noexcept {
+    if (pieces_) pieces_->mark_all_failed();
+    note(error);
+}
+
+void Request::fail(const Block& block, const IoError& error) noexcept {
+    if (pieces_) pieces_->mark_failed(block);
+    note(error);
+}
+
+void Request::note(const IoError& error) noexcept {
     std::lock_guard lock(mutex_);
     if (!error_) error_ = error;
     failed_.store(true, std::memory_order_relaxed);
@@ -42,6 +54,18 @@ void Request::finish() noexcept {
     if (!(state_.fetch_or(kDone, std::memory_order_acq_rel) & kWaitedFor)) return;
     { std::lock_guard lock(mutex_); }  // a waiter that has announced itself now waits
     ended_.notify_all();
+}
+
+std::string Request::describe() const {
+    if (!pieces_) return describe(kind, length, offset);
+    return std::string(kind == Kind::read ? "read" : "write") + " of " + std::to_string(length) + " bytes in " +
+           std::to_string(pieces_->count()) + " pieces";
+}
+
+std::string Request::describe(const Block& block) const {
+    if (!pieces_) return describe();
+    const Piece piece = (*pieces_)[pieces_->first_of(block)];
+    return describe(kind, piece.length, piece.offset);
 }
 
 std::string Request::describe(Kind kind, std::uint64_t length, std::uint64_t offset) {

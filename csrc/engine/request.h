@@ -20,6 +20,7 @@
 #include "core/process.h"
 #include "engine/backend.h"
 #include "engine/open_files.h"
+#include "engine/pieces.h"
 #include "engine/plan.h"
 
 namespace deepnvme {
@@ -44,7 +45,7 @@ public:
     const Kind kind;
     std::byte* const memory;
     const std::uint64_t offset;  // bytes into the file
-    const std::uint64_t length;  // bytes
+    const std::uint64_t length;  // bytes, of all pieces together where there are several
     const std::optional<CudaDevice> device;  // where the memory is; empty for the host's
     std::shared_ptr<void> device_file;       // if that memory is transferred by a DeviceIo
 
@@ -63,8 +64,13 @@ public:
     // memory must never be freed or used again then. To be asked when the request is done.
     bool memory_lost() const noexcept { return memory_lost_.load(std::memory_order_relaxed); }
 
-    // "write of 4096 bytes at offset 0"
-    std::string describe() const { return describe(kind, length, offset); }
+    // Of a request of many; else null. Which of them have failed is known once the request is done.
+    const Pieces* pieces() const noexcept { return pieces_.get(); }
+
+    // "write of 4096 bytes at offset 0", or "write of 8192 bytes in 2 pieces"
+    std::string describe() const;
+    // Of many pieces, the first that the block belongs to.
+    std::string describe(const Block& block) const;
     static std::string describe(Kind kind, std::uint64_t length, std::uint64_t offset);
 
 private:
@@ -73,9 +79,14 @@ private:
     friend class Queue;
     friend class Worker;
 
-    // The first error is the one that is told. To be called by a holder of an outstanding count.
+    // The first error is the one that is told. To be called by a holder of an outstanding count. With a block, only the pieces fail
+    // that it belongs to, if there are several.
     void fail(const IoError& error) noexcept;
+    void fail(const Block& block, const IoError& error) noexcept;
     bool failed() const noexcept { return failed_.load(std::memory_order_relaxed); }
+    // Whether there is no use in the block any more.
+    bool failed(const Block& block) const noexcept { return failed() && (!pieces_ || pieces_->failed(block)); }
+    void note(const IoError& error) noexcept;
     // Have it end early: blocks that are under way are cancelled by their workers.
     void mark_cancelled() noexcept { cancelled_.store(true, std::memory_order_relaxed); }
     bool cancelled() const noexcept { return cancelled_.load(std::memory_order_relaxed); }
@@ -95,6 +106,7 @@ private:
     OpenFilePlace place_;  // for a file that this request alone has open
 
     // Cutting into blocks; guarded by the queue's mutex.
+    std::unique_ptr<Pieces> pieces_;  // else the request is one transfer, cut by what follows
     Plan plan_;
     std::uint32_t span_ = 0;
     bool queued_ = false;

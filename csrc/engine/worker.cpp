@@ -178,7 +178,7 @@ void Worker::fill() {
 // False when the block has to wait for a staging slot.
 bool Worker::prepare(const Block& block) {
     Request& request = *block.request;
-    if (request.failed()) {
+    if (request.failed(block)) {
         end_block(request);
         return true;
     }
@@ -195,12 +195,12 @@ bool Worker::prepare(const Block& block) {
         const bool bounced = route == Route::staged || route == Route::padded || (request.device && route != Route::gds);
         if (bounced && !(staging = lease_staging(block))) return false;
     } catch (const IoError& error) {
-        if (error.path().empty()) fail(request, error.error(), {": ", error.operation()});  // CUDA's
-        else request.fail(error);
+        if (error.path().empty()) fail(block, error.error(), {": ", error.operation()});  // CUDA's
+        else request.fail(block, error);
         end_block(request);
         return true;
     } catch (const std::bad_alloc&) {
-        fail(request, ENOMEM, {": no memory for staging"});
+        fail(block, ENOMEM, {": no memory for staging"});
         end_block(request);
         return true;
     }
@@ -220,6 +220,7 @@ bool Worker::prepare(const Block& block) {
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
+    slot.piece = block.piece;
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
     slot.device = route == Route::gds ? *request.device : -1;
     if (staging && slot.kind == Operation::Kind::write) {
@@ -256,10 +257,10 @@ void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
         copier_->start(way, slot.staging, *slot.request->device, slot.caller_memory, slot.block_length, &slot);
         ++copying_;
     } catch (const IoError& error) {
-        fail(*slot.request, error.error(), {": ", error.operation()});
+        fail(block_of(slot), error.error(), {": ", error.operation()});
         end_slot(slot);
     } catch (const std::bad_alloc&) {
-        fail(*slot.request, ENOMEM, {": no memory for a copy of device memory"});
+        fail(block_of(slot), ENOMEM, {": no memory for a copy of device memory"});
         end_slot(slot);
     }
 }
@@ -269,8 +270,8 @@ void Worker::finish_copies() {
     for (const auto& [tag, error] : copier_->take()) {
         Slot& slot = *static_cast<Slot*>(tag);
         --copying_;
-        if (error) fail(*slot.request, error->error(), {": copy of device memory: ", error->operation()});
-        if (slot.kind == Operation::Kind::write && !slot.request->failed()) ready_.push_back(&slot);
+        if (error) fail(block_of(slot), error->error(), {": copy of device memory: ", error->operation()});
+        if (slot.kind == Operation::Kind::write && !slot.request->failed(block_of(slot))) ready_.push_back(&slot);
         else end_slot(slot);
     }
 }
@@ -301,7 +302,7 @@ void Worker::offer() {
     if (attempts <= kMostAttempts) return;
     for (Operation* operation : ready_) {
         Slot& slot = static_cast<Slot&>(*operation);
-        fail(*slot.request, EAGAIN, {": the system takes no more operations"});
+        fail(block_of(slot), EAGAIN, {": the system takes no more operations"});
         end_slot(slot);
     }
     ready_.clear();
@@ -312,7 +313,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     if (result == -EINTR || result == -EAGAIN) {
         counters_.retries.add(1);
         if (++slot.attempts > kMostAttempts) {
-            fail(request, static_cast<int>(-result));
+            fail(block_of(slot), static_cast<int>(-result));
             return end_slot(slot);
         }
         if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
@@ -331,20 +332,20 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     if (result < 0 && slot.route == Route::gds) {
         try {
             const IoError error = options_.device_io->explain(result);
-            fail(request, error.error(), {error.operation().empty() ? "" : ": ", error.operation()});
+            fail(block_of(slot), error.error(), {error.operation().empty() ? "" : ": ", error.operation()});
         } catch (const std::bad_alloc&) {
-            request.fail(IoError::out_of_memory());
+            request.fail(block_of(slot), IoError::out_of_memory());
         }
         return end_slot(slot);
     }
     if (result < 0) {
-        fail(request, static_cast<int>(-result));
+        fail(block_of(slot), static_cast<int>(-result));
         return end_slot(slot);
     }
     if (slot.kind == Operation::Kind::sync) return end_slot(slot);
     if (result == 0) {
-        if (slot.kind == Operation::Kind::read) fail(request, ENODATA, {", which the file no longer has"});
-        else fail(request, EIO, {": nothing was written at byte ", Decimal(slot.offset)});
+        if (slot.kind == Operation::Kind::read) fail(block_of(slot), ENODATA, {", which the file no longer has"});
+        else fail(block_of(slot), EIO, {": nothing was written at byte ", Decimal(slot.offset)});
         return end_slot(slot);
     }
 
@@ -389,7 +390,7 @@ void Worker::resume(Slot& slot, std::uint32_t moved) {
     if (moved > 0) return retry(slot);
     if (slot.kind == Operation::Kind::read && slot.route != Route::gds) return go_buffered(slot);
     if (++slot.attempts <= kMostAttempts) return retry(slot);
-    fail(*slot.request, EIO, {": no progress at byte ", Decimal(slot.offset)});
+    fail(block_of(slot), EIO, {": no progress at byte ", Decimal(slot.offset)});
     end_slot(slot);
 }
 
@@ -403,24 +404,30 @@ void Worker::go_buffered(Slot& slot) {
     try {
         slot.fd = slot.request->file().buffered();
     } catch (const IoError& error) {
-        slot.request->fail(error);
+        slot.request->fail(block_of(slot), error);
         return end_slot(slot);
     } catch (const std::bad_alloc&) {
-        slot.request->fail(IoError::out_of_memory());
+        slot.request->fail(block_of(slot), IoError::out_of_memory());
         return end_slot(slot);
     }
     slot.route = Route::buffered;
     retry(slot);
 }
 
-void Worker::fail(Request& request, int error, std::initializer_list<std::string_view> detail) noexcept {
+Block Worker::block_of(const Slot& slot) noexcept {
+    const auto moved = static_cast<std::uint64_t>(slot.memory - (slot.staging ? slot.staging : slot.caller_memory));
+    return {slot.request, slot.caller_memory, slot.offset - moved, slot.block_length, slot.route, slot.piece};
+}
+
+void Worker::fail(const Block& block, int error, std::initializer_list<std::string_view> detail) noexcept {
+    Request& request = *block.request;
     try {
-        std::string what = request.describe();
+        std::string what = request.describe(block);
         for (const auto part : detail) what += part;
         if (error == ENOSPC) what += " (" + std::to_string(request.file().bytes_free()) + " bytes free)";
-        request.fail(IoError(error, std::move(what), request.file().path()));
+        request.fail(block, IoError(error, std::move(what), request.file().path()));
     } catch (const std::bad_alloc&) {
-        request.fail(IoError::out_of_memory());
+        request.fail(block, IoError::out_of_memory());
     }
 }
 
@@ -438,8 +445,8 @@ void Worker::end_slot(Slot& slot) {
 }
 
 void Worker::end_block(Request& request) {
-    // A request that has failed gets no further blocks; giving them up also gives up the count that stood for them.
-    if (request.failed() && queue_.remove(request)) request.release();
+    // A request that has failed gets no further blocks, but of many pieces the others go on; giving them up also gives up the count that stood for them.
+    if (request.failed() && !request.pieces_ && queue_.remove(request)) request.release();
     if (request.release()) events_.ended(request);
 }
 
@@ -449,21 +456,23 @@ void Worker::give_up(const IoError& error) noexcept {
     const bool safe = backend_->stop();
     if (copier_) copier_->drain();
     lost_ = !safe;
-    const auto end_with_error = [&](Request& request) {
-        fail(request, error.error(), {": ", error.operation()});
-        end_block(request);
+    const auto end_with_error = [&](const Block& block) {
+        fail(block, error.error(), {": ", error.operation()});
+        end_block(*block.request);
     };
     for (Slot& slot : slots_) {
         if (!slot.request) continue;
         if (slot.under_way && !safe) slot.request->lose_memory();
-        end_with_error(*std::exchange(slot.request, nullptr));
+        const Block block = block_of(slot);
+        slot.request = nullptr;
+        end_with_error(block);
     }
-    for (const Block& block : backlog_) end_with_error(*block.request);
+    for (const Block& block : backlog_) end_with_error(block);
     if (!queue_.leave()) return;
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);
         backlog_.resize(queue_.take(backlog_, *backend_));
-        for (const Block& block : backlog_) end_with_error(*block.request);
+        for (const Block& block : backlog_) end_with_error(block);
         if (backlog_.empty()) std::this_thread::sleep_for(10 * kPause);
     }
 }

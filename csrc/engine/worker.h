@@ -77,6 +77,7 @@ private:
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
+        std::size_t piece;            // as in the block
         std::uint32_t padding;        // of `length`: bytes behind the block up to the end of its page; 0 unless Route::padded
         Clock::time_point taken;      // by the backend, for the first time; the epoch until then
     };
@@ -98,7 +99,8 @@ private:
     void resume(Slot& slot, std::uint32_t moved);
     void retry(Slot& slot);
     void go_buffered(Slot& slot);
-    void fail(Request& request, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
+    static Block block_of(const Slot& slot) noexcept;
+    void fail(const Block& block, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
     void end_slot(Slot& slot);
     void end_block(Request& request);
     void give_up(const IoError& error) noexcept;

@@ -7,11 +7,13 @@ Every method here releases the GIL while it waits or makes a system call.
 """
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
+from deepnvme.engine import AnySource
 from deepnvme.engine import File as AnyFile
 
 from . import checkpoint as checkpoint
@@ -84,6 +86,15 @@ class Engine:
     def closed(self) -> bool: ...
     def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | AnyFile, offset: int = 0) -> Future: ...
     def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | AnyFile, offset: int = 0) -> Future: ...
+    def read_many(
+        self, tensors: Sequence[torch.Tensor], source: AnySource | Sequence[AnySource], offsets: Sequence[int] | None = None
+    ) -> Future: ...
+    def write_many(
+        self, tensors: Sequence[torch.Tensor], target: AnySource | Sequence[AnySource], offsets: Sequence[int] | None = None
+    ) -> Future: ...
+    def gather(
+        self, source: AnySource, ids: torch.Tensor, out: torch.Tensor, *, record_size: int | None = None, base: int = 0
+    ) -> Future: ...
     def fsync(self, target: str | bytes | os.PathLike[str] | AnyFile) -> Future: ...
     def open(self, path: str | bytes | os.PathLike[str], mode: str = "r", *, whole_pages: bool = False) -> File: ...
     def stats(self) -> dict[str, Any]: ...
@@ -136,6 +147,17 @@ class aio_handle:
 
         ``filename``: a path, or the descriptor of a file that is open for writing.
         """
+    def async_pread_many(
+        self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | os.PathLike[str]], file_offsets: Sequence[int] | None = None
+    ) -> Literal[0]:
+        """Start reading into each tensor from a file of its own, by one call; otherwise like :meth:`async_pread`. Not in DeepSpeed.
+
+        If this raises, nothing that it started is under way, or counted by :meth:`wait`.
+        """
+    def async_pwrite_many(
+        self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | os.PathLike[str]], file_offsets: Sequence[int] | None = None
+    ) -> Literal[0]:
+        """Start writing each tensor to a file of its own, by one call: see :meth:`async_pread_many`."""
     def wait(self) -> int:
         """Wait for all operations that were started, and return how many there were since the last wait.
 

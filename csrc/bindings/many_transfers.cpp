@@ -1,0 +1,221 @@
+#include "bindings/many_transfers.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/session.h"
+
+namespace deepnvme::bindings {
+
+namespace {
+
+// Tensors looked at before their transfers start: few at first, so that the drive has work at once; then more, since between two
+// such parts another thread can take the GIL, and keep it for some milliseconds.
+constexpr std::size_t kFirstPart = 256;
+constexpr std::size_t kLargestPart = 4096;
+
+py::tuple tuple_of(py::handle sequence, const char* name) {
+    PyObject* tuple = PySequence_Tuple(sequence.ptr());
+    if (tuple) return py::reinterpret_steal<py::tuple>(tuple);
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " must be a sequence, got " + Py_TYPE(sequence.ptr())->tp_name);
+}
+
+bool is_one_target(py::handle targets) {
+    return PyUnicode_Check(targets.ptr()) || PyBytes_Check(targets.ptr()) || py::isinstance<OpenFile>(targets) || py::hasattr(targets, "__fspath__");
+}
+
+void require_as_many(const char* name, std::size_t count, std::size_t tensors) {
+    if (count == tensors) return;
+    throw py::value_error("there must be as many " + std::string(name) + " as tensors, got " + std::to_string(count) + " and " + std::to_string(tensors));
+}
+
+std::vector<std::int64_t> offsets_of(py::handle offsets, std::size_t tensors) {
+    const py::tuple numbers = tuple_of(offsets, "offsets");
+    require_as_many("offsets", numbers.size(), tensors);
+    std::vector<std::int64_t> values(tensors);
+    for (std::size_t i = 0; i < tensors; ++i) {
+        PyObject* number = PyTuple_GET_ITEM(numbers.ptr(), static_cast<Py_ssize_t>(i));
+        int overflow = PyLong_CheckExact(number) ? 0 : 1;
+        if (!overflow) values[i] = PyLong_AsLongLongAndOverflow(number, &overflow);
+        if (overflow) values[i] = integer_of(number, "offset");
+        if (values[i] < 0) throw py::value_error("offset must not be negative, got " + std::to_string(values[i]) + " at index " + std::to_string(i));
+    }
+    return values;
+}
+
+bool same_device(const std::optional<DeviceMemory>& left, const std::optional<DeviceMemory>& right) {
+    return left.has_value() == right.has_value() && (!left || (left->device == right->device && left->stream == right->stream));
+}
+
+}  // namespace
+
+Target target_of(py::handle target) {
+    if (!PyUnicode_Check(target.ptr())) {
+        py::detail::make_caster<OpenFile> open;
+        if (open.load(target, false)) {
+            const auto& file = static_cast<OpenFile&>(open);
+            file.get();
+            return {file.file, file.path};
+        }
+    }
+    return {nullptr, path_of(target)};
+}
+
+ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle targets, py::handle offsets)
+    : direction_(direction), tensors_(tuple_of(tensors, "tensors")) {
+    const std::size_t count = tensors_.size();
+    if (count > UINT32_MAX) throw py::value_error("too many tensors for one call: " + std::to_string(count));
+    const bool one = is_one_target(targets);
+    if (!offsets.is_none()) offsets_ = offsets_of(offsets, count);
+    else if (one && count > 0) throw py::value_error("offsets are needed for several tensors of one file");
+    else offsets_.resize(count);
+    if (one) {
+        targets_.push_back(target_of(targets));
+        counts_.push_back(static_cast<std::uint32_t>(count));
+        return;
+    }
+    const py::tuple listed = tuple_of(targets, direction == Direction::read ? "source" : "target");
+    require_as_many("files", listed.size(), count);
+    std::unordered_map<std::string, std::uint32_t> paths;
+    std::unordered_map<File*, std::uint32_t> open;
+    bool in_order = true;
+    files_.reserve(count);
+    for (const py::handle each : listed) {
+        Target target = target_of(each);
+        const auto next = static_cast<std::uint32_t>(targets_.size());
+        const std::uint32_t file = target.file ? open.emplace(target.file.get(), next).first->second : paths.emplace(target.path, next).first->second;
+        if (file == next) {
+            targets_.push_back(std::move(target));
+            counts_.push_back(0);
+        }
+        in_order = in_order && (files_.empty() || file >= files_.back());
+        files_.push_back(file);
+        ++counts_[file];
+    }
+    if (in_order) return;
+    order_.resize(count);
+    std::iota(order_.begin(), order_.end(), 0u);
+    std::stable_sort(order_.begin(), order_.end(), [this](std::uint32_t left, std::uint32_t right) { return files_[left] < files_[right]; });
+}
+
+ManyTransfers::Memory ManyTransfers::memory_of(std::size_t transfer) {
+    const py::handle tensor = PyTuple_GET_ITEM(tensors_.ptr(), static_cast<Py_ssize_t>(transfer));
+    if (const auto plain = plain_memory_of(tensor)) return {plain->data(), plain->size(), std::nullopt};
+    const auto where = [transfer] { return "tensors[" + std::to_string(transfer) + "]: "; };
+    try {
+        TensorMemory memory = bindings::memory_of(tensor, direction_);
+        if (!memory.owner.is(tensor)) copies_.append(memory.owner);
+        return {memory.data, memory.nbytes, memory.device};
+    } catch (const py::value_error& error) {
+        throw py::value_error(where() + error.what());
+    } catch (const py::type_error& error) {
+        throw py::type_error(where() + error.what());
+    }
+}
+
+void ManyTransfers::start(Engine& engine, ManyParts& many) {
+    std::vector<Memory> memory;
+    std::size_t most = kFirstPart;
+    for (std::size_t begin = 0; begin < tensors_.size(); begin += memory.size()) {
+        const std::size_t end = std::min(begin + std::exchange(most, std::min(2 * most, kLargestPart)), tensors_.size());
+        memory.clear();
+        for (std::size_t position = begin; position < end; ++position) memory.push_back(memory_of(transfer(position)));
+        py::gil_scoped_release release;
+        start(engine, memory, begin, many);
+    }
+}
+
+// Start the transfers from `begin` on in the order of the files, whose memory is given. Without the GIL.
+void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin, ManyParts& many) {
+    for (std::size_t i = 0; i < memory.size();) {
+        const std::uint32_t file = file_of(transfer(begin + i));
+        std::size_t end = i + 1;
+        while (end < memory.size() && file_of(transfer(begin + end)) == file && same_device(memory[end].device, memory[i].device)) ++end;
+        if (std::exchange(current_, file) != file) {
+            file_ = targets_[file].file;
+            started_ = 0;
+        }
+        // In the list before anything is started, so that nothing started can be missing there.
+        many.parts.push_back({nullptr, begin + i, {}});
+        try {
+            Part& part = many.parts.back();
+            for (std::size_t j = i; j < end && !order_.empty(); ++j) part.indices.push_back(order_[begin + j]);
+            part.request = start(engine, memory.subspan(i, end - i), begin + i);
+        } catch (...) {
+            many.parts.pop_back();
+            throw;
+        }
+        many.unfinished = many.parts.size();
+        many.transfers += end - i;
+        many.nbytes += many.parts.back().request->length;
+        i = end;
+    }
+}
+
+// One request for transfers of one file and device.
+std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin) {
+    const Target& target = targets_[current_];
+    if (counts_[current_] == 1) {  // as read() and write() do
+        const auto& [data, nbytes, device] = memory[0];
+        const std::int64_t offset = offsets_[transfer(begin)];
+        if (direction_ == Direction::read)
+            return file_ ? engine.read(data, nbytes, file_, offset, device) : engine.read(data, nbytes, target.path, offset, device);
+        return file_ ? engine.write(data, nbytes, file_, offset, device) : engine.write(data, nbytes, target.path, offset, device);
+    }
+    std::vector<Piece> pieces;
+    pieces.reserve(memory.size());
+    for (std::size_t i = 0; i < memory.size(); ++i)
+        pieces.push_back({memory[i].data, static_cast<std::uint64_t>(offsets_[transfer(begin + i)]), memory[i].nbytes});
+    const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
+    started_ += memory.size();
+    const bool last = started_ == counts_[current_];
+    return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), last ? std::move(file_) : file_, target.path, memory[0].device,
+                           last ? nullptr : &file_);
+}
+
+Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base) {
+    require_tensor(ids);
+    const auto torch = py::module_::import("torch");
+    const py::object dtype = ids.attr("dtype");
+    try {
+        torch.attr("iinfo")(dtype);
+    } catch (py::error_already_set& error) {
+        if (!error.matches(PyExc_TypeError)) throw;
+        throw py::type_error("ids must be a tensor of integers, got one of " + py::str(dtype).cast<std::string>());
+    }
+    if (base < 0) throw py::value_error("base must not be negative, got " + std::to_string(base));
+    base_ = static_cast<std::uint64_t>(base);
+    source_ = target_of(source);
+    rows_ = memory_of(out, Direction::read);
+    ids_ = memory_of(ids.attr("to")(torch.attr("int64")), Direction::write);
+    if (ids_.device) throw py::value_error("ids must be on the CPU");
+    const py::object shape = ids.attr("shape"), out_shape = out.attr("shape");
+    if (!py::object(out_shape[py::slice(0, static_cast<py::ssize_t>(py::len(shape)), 1)]).equal(shape))
+        throw py::value_error("out must have the shape of ids, and that of a record after it, got " + py::str(out_shape).cast<std::string>() +
+                              " for " + py::str(shape).cast<std::string>());
+    const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
+    if (!record_size.is_none() && static_cast<std::uint64_t>(integer_of(record_size, "record_size")) * count != rows_.nbytes)
+        throw py::value_error("record_size is " + py::str(record_size).cast<std::string>() + ", but out has rows of " +
+                              std::to_string(rows_.nbytes / count) + " bytes");
+}
+
+void Gather::start(Engine& engine, ManyParts& many) {
+    const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
+    many.transfers = count;
+    many.nbytes = rows_.nbytes;
+    if (rows_.nbytes == 0) return;
+    many.parts.reserve(1);
+    py::gil_scoped_release release;
+    std::vector<std::int64_t> ids(count);
+    std::memcpy(ids.data(), ids_.data, ids_.nbytes);
+    auto pieces = std::make_unique<Pieces>(rows_.data, rows_.nbytes / count, base_, std::move(ids));
+    many.parts.push_back({engine.transfer(Request::Kind::read, std::move(pieces), std::move(source_.file), source_.path, rows_.device), 0, {}});
+    many.unfinished = 1;
+}
+
+}  // namespace deepnvme::bindings

@@ -1,0 +1,120 @@
+#include "bindings/pending.h"
+
+#include <algorithm>
+
+namespace deepnvme::bindings {
+
+namespace {
+
+using namespace pybind11::literals;
+
+constexpr auto kSignalInterval = std::chrono::milliseconds(50);
+
+void give_warnings() {
+    for (const std::string& warning : Engine::take_warnings())
+        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
+}
+
+// The transfers of a part that have failed are added to `indices`.
+void collect_failed(const Part& part, std::vector<std::uint64_t>& indices) {
+    const auto number = [&](std::size_t piece) { return part.indices.empty() ? part.first + piece : part.indices[piece]; };
+    const Pieces* pieces = part.request->pieces();
+    if (!pieces) return indices.push_back(number(0));
+    for (std::size_t i = 0; i < pieces->count(); ++i)
+        if (pieces->failed(i)) indices.push_back(number(i));
+}
+
+}  // namespace
+
+// A request that has not ended, the newest, since by its end most others will have; null if there is none.
+Request* Pending::unfinished() {
+    Request* newest = nullptr;
+    if (!many) {
+        if (!request->done()) newest = request.get();
+    } else {
+        while (many->unfinished > 0 && many->parts[many->unfinished - 1].request->done()) --many->unfinished;
+        if (many->unfinished > 0) newest = many->parts[many->unfinished - 1].request.get();
+    }
+    if (newest) newest->check_process();
+    return newest;
+}
+
+bool Pending::done() { return !unfinished(); }
+
+bool Pending::wait_for(std::optional<std::chrono::nanoseconds> timeout) {
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    while (Request* request = unfinished()) {
+        std::chrono::nanoseconds slice = kSignalInterval;
+        if (timeout) {
+            const auto left = *timeout - (Clock::now() - begin);
+            if (left <= std::chrono::nanoseconds(0)) return false;
+            slice = std::min(slice, std::chrono::duration_cast<std::chrono::nanoseconds>(left));
+        }
+        {
+            py::gil_scoped_release release;
+            request->wait_for(slice);
+        }
+        if (!done() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    give_warnings();
+    return true;
+}
+
+std::string Pending::describe() const {
+    if (!many) return request->describe();
+    const bool read = many->parts.empty() || many->parts.front().request->kind == Request::Kind::read;
+    return std::string(read ? "read" : "write") + " of " + std::to_string(many->nbytes) + " bytes in " +
+           std::to_string(many->transfers) + " transfers";
+}
+
+py::object Pending::error() const {
+    if (!many) {
+        const auto error = request->error();
+        return error ? to_python(*error) : py::none();
+    }
+    std::optional<IoError> first;
+    std::vector<std::uint64_t> indices;
+    for (const Part& part : many->parts) {
+        const auto error = part.request->error();
+        if (!error) continue;
+        if (!first) first = error;
+        collect_failed(part, indices);
+    }
+    if (!first) return py::none();
+    std::sort(indices.begin(), indices.end());
+    const py::object error = to_python(*first, " (" + std::to_string(indices.size()) + " of " + std::to_string(many->transfers) + " transfers failed)");
+    py::list numbers(indices.size());
+    for (std::size_t i = 0; i < indices.size(); ++i) numbers[i] = indices[i];
+    error.attr("indices") = numbers;
+    return error;
+}
+
+bool Pending::cancel() {
+    if (done()) return false;
+    py::gil_scoped_release release;
+    if (!many) return Engine::cancel(*request);
+    bool cancelled = false;
+    for (const Part& part : many->parts) cancelled |= Engine::cancel(*part.request);
+    return cancelled;
+}
+
+std::string Pending::describe_unfinished() {
+    Request* unended = unfinished();
+    return unended ? Engine::describe(*unended) : "";
+}
+
+void Pending::let_go() {
+    const auto lost = [](const Part& part) { return part.request->memory_lost(); };
+    if (many ? std::any_of(many->parts.begin(), many->parts.end(), lost) : request->memory_lost()) owner.release();
+    else owner = py::none();
+}
+
+void Pending::check() const {
+    const py::object found = error();
+    if (found.is_none()) return;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(found.ptr())), found.ptr());
+    throw py::error_already_set();
+}
+
+}  // namespace deepnvme::bindings
