@@ -34,8 +34,7 @@ def swap_in_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], sw
         tensor_buffers: Contiguous tensors, not to be touched until the wait.
         swap_paths: A path for each of them; ValueError if there are more or fewer.
     """
-    for buffer, path in zip(tensor_buffers, swap_paths, strict=True):
-        swap_handle.async_pread(buffer, path, 0)
+    _start("async_pread", swap_handle, list(tensor_buffers), list(swap_paths))
 
 
 def swap_out_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], swap_paths: Iterable[str]) -> None:
@@ -46,8 +45,17 @@ def swap_out_tensors(swap_handle: Any, tensor_buffers: Iterable[torch.Tensor], s
         tensor_buffers: Contiguous tensors, not to be touched until the wait.
         swap_paths: A path for each of them; ValueError if there are more or fewer.
     """
-    for buffer, path in zip(tensor_buffers, swap_paths, strict=True):
-        swap_handle.async_pwrite(buffer, path, 0)
+    _start("async_pwrite", swap_handle, list(tensor_buffers), list(swap_paths))
+
+
+def _start(method: str, handle: Any, tensors: list[torch.Tensor], paths: list[Any], offsets: Sequence[int] | None = None) -> None:
+    """Start a transfer for each tensor, by one call if the handle is one of this package's."""
+    many = getattr(type(handle), f"{method}_many", None)  # of its own: a wrapper may replace only `method`
+    if many is not None:
+        many(handle, tensors, paths, offsets)
+        return
+    for tensor, path, offset in zip(tensors, paths, offsets or [0] * len(tensors), strict=True):
+        getattr(handle, method)(tensor, path, offset)
 
 
 def get_sized_buffer(buffer: torch.Tensor, num_elems: int) -> torch.Tensor:
@@ -140,10 +148,10 @@ class SwapBuffer:
     def start_writing(self, aio_handle: Any) -> None:
         """Start writing each tensor to its file.
 
-        If this raises OSError for a tensor, writing that tensor and those after it was not started.
+        If this raises OSError for a tensor, some of the others may have been written.
         """
-        for allocation in self._allocations:
-            aio_handle.async_pwrite(allocation.swap_tensor, allocation.path, allocation.file_offset)
+        offsets = [allocation.file_offset for allocation in self._allocations]
+        _start("async_pwrite", aio_handle, self.get_swap_tensors(), self.get_swap_paths(), offsets)
 
     def get_swap_tensors(self) -> list[torch.Tensor]:
         """Return the swap tensors, in the order they were added."""
