@@ -284,8 +284,8 @@ class Engine:
                 ``source`` is a sequence: each tensor is then read from the start of its file.
 
         Returns:
-            One future for all reads. Its result is the number of bytes read. If some reads fail, the others go on: the OSError has
-            an attribute ``indices``, the numbers of the tensors that could not be read, in ascending order.
+            One future for all reads. Its result is the number of bytes read. If some reads fail, the others go on, and the
+            OSError has an attribute ``indices``: the numbers of the tensors that could not be read, in ascending order.
 
         Raises:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
@@ -299,8 +299,8 @@ class Engine:
     ) -> Future:
         """Start writing several tensors to ranges of one file or of several; return when all are submitted.
 
-        Arguments, result and errors are those of :meth:`read_many` and :meth:`write`. Ranges must not overlap. If the call raises,
-        tensors before the one that is wrong may have been written.
+        Arguments, result and errors are those of :meth:`read_many` and :meth:`write`. Ranges must not overlap. If the call
+        raises, some tensors may have been written.
         """
         return self._native.write_many(tensors, target, offsets)
 
@@ -321,8 +321,8 @@ class Engine:
             base: Bytes from the start of the file to record 0.
 
         Returns:
-            One future for all records. Its result is the number of bytes read. If some reads fail, the others go on: the OSError
-            has an attribute ``indices``, the positions in ``ids.flatten()`` of the records that could not be read.
+            One future for all records. Its result is the number of bytes read. If some reads fail, the others go on, and the
+            OSError has an attribute ``indices``: the positions in ``ids.flatten()`` of the records that could not be read.
 
         Raises:
             TypeError: If ``ids`` is no tensor of integers.

@@ -192,3 +192,12 @@ def test_the_default_stream_counts_too(driver: StandIn, engine: deepnvme.Engine,
     engine.write(driver.tensor(OLD, 1), drive / "file").result()
     assert driver.calls("cuEventRecord") > before
     assert (drive / "file").read_bytes() == OLD
+
+
+def test_many_writes_see_what_was_computed_before(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    tensors = [driver.tensor(OLD) for _ in range(3)]
+    with driver.using(driver.stream()) as stream:
+        for tensor in tensors:
+            stream.fill(tensor, NEW, SOON)
+        engine.write_many(tensors, drive / "file", [0, 500_001, 1_000_002]).result()
+    assert (drive / "file").read_bytes() == NEW * 3

@@ -228,3 +228,27 @@ def test_alone_standing_functions_serve_devices(driver: StandIn, op: ModuleType,
     op.aio_write(driver.tensor(CONTENT), path, 65536, 8, False, False, True)
     op.aio_read(target, path, 65536, 8, False, False, True)
     assert driver.content(target) == CONTENT
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_many_tensors_of_several_devices_and_the_host_are_one_call(
+    driver: StandIn, engine: deepnvme.Engine, drive: Path, files: int
+) -> None:
+    contents = [pattern(length, length) for length in (0, 1, 4096, 5000, 70_000, 3, 8192)]
+    paths = [drive / str(index % files) for index in range(len(contents))]
+    offsets = range(0, len(contents) * 100_000, 100_000)
+    engine.write_many(
+        [Guarded(each, 4).tensor if index % 3 == 2 else driver.tensor(each, index % 2) for index, each in enumerate(contents)],
+        paths, offsets,
+    ).result()  # fmt: skip
+    back = [driver.tensor(bytes(len(each)), 1 - index % 2, 64) for index, each in enumerate(contents)]
+    assert engine.read_many(back, paths, offsets).result() == sum(map(len, contents))
+    assert [driver.content(tensor) for tensor in back] == contents
+    assert all(driver.guards_are_intact(tensor) for tensor in back if tensor.nbytes)
+
+
+def test_records_are_gathered_into_device_memory(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
+    (drive / "file").write_bytes(CONTENT)
+    out = driver.tensor(bytes(5 * 4096))
+    engine.gather(drive / "file", torch.tensor([7, 3, 4, 5, 7]), out.view(5, 4096)).result()
+    assert driver.content(out) == b"".join(CONTENT[index * 4096 : (index + 1) * 4096] for index in (7, 3, 4, 5, 7))

@@ -59,7 +59,12 @@ def tensors_of(contents: list[bytes], adjacent: bool, misalignment: int) -> tupl
 
 
 @given(
-    ranges=ranges(), adjacent=st.booleans(), misalignment=MISALIGNMENTS, settings=SETTINGS, opened=st.booleans(), seed=st.integers(0, 99)
+    ranges=ranges(),
+    adjacent=st.booleans(),
+    misalignment=MISALIGNMENTS,
+    settings=SETTINGS,
+    opened=st.booleans(),
+    seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_many_tensors_are_written_and_read_as_plain_python_would(
@@ -109,7 +114,14 @@ def test_many_tensors_are_written_and_read_as_plain_python_would(
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_gathered_rows_are_the_records_of_the_file(
-    io_dir: Path, backends: list[Any], ids: list[int], in_order: bool, record: int, base: int, misalignment: int, settings: dict[str, Any]
+    io_dir: Path,
+    backends: list[Any],
+    ids: list[int],
+    in_order: bool,
+    record: int,
+    base: int,
+    misalignment: int,
+    settings: dict[str, Any],
 ) -> None:
     content = pattern(base + 20 * record, record)
     numbers = torch.tensor(sorted(ids) if in_order else ids)
@@ -378,7 +390,6 @@ def test_the_error_says_which_transfers_failed_and_the_others_are_done(
     with pytest.raises(OSError, match="transfers failed") as caught:
         future.result()
     assert caught.value.indices == error.indices  # type: ignore[attr-defined]
-    assert engine.read_many([each.tensor for each in back[:5]], files[:5], offsets[:5]).exception() is None
 
 
 def test_gathered_records_that_failed_are_told_by_their_place(faulty: Faulty, backend: Any, drive: Path) -> None:
@@ -399,7 +410,8 @@ def test_gathered_records_that_failed_are_told_by_their_place(faulty: Faulty, ba
 def test_of_a_tensor_of_many_blocks_one_that_fails_is_enough(faulty: Faulty, backend: Any, drive: Path) -> None:
     engine = faulty(backend, error_every=15, error_limit=1, error=errno.ENOSPC)
     contents = [pattern(10 * PAGE, index) for index in range(5)]
-    error: Any = engine.write_many([page_aligned(content) for content in contents], drive / "file", range(0, 100 * PAGE, 20 * PAGE)).exception()
+    offsets = range(0, 100 * PAGE, 20 * PAGE)
+    error: Any = engine.write_many([page_aligned(content) for content in contents], drive / "file", offsets).exception()
     assert (error.errno, error.indices) == (errno.ENOSPC, [1])
     assert "write of 40960 bytes at offset 81920 (" in str(error)
     written = (drive / "file").read_bytes()
@@ -428,9 +440,13 @@ def test_a_backend_that_breaks_fails_what_it_had_not_done(faulty: Faulty, backen
     assert all(back[index].content() == content[index * PAGE : (index + 1) * PAGE] for index in range(200) if index not in told)
 
 
-@pytest.mark.parametrize("fault", [{"short_every": 2}, {"error_every": 3, "error": errno.EAGAIN}, {"refuse_direct": True}], ids=str)
+@pytest.mark.parametrize("fault", [
+    {"short_every": 2}, {"error_every": 3, "error": errno.EAGAIN}, {"refuse_every": 3}, {"refuse_direct": True}
+], ids=str)
 @pytest.mark.filterwarnings("ignore:transfers of:RuntimeWarning")
-def test_short_refused_and_repeated_transfers_are_finished(faulty: Faulty, backend: Any, drive: Path, fault: dict[str, Any]) -> None:
+def test_short_refused_and_repeated_transfers_are_finished(
+    faulty: Faulty, backend: Any, drive: Path, fault: dict[str, Any]
+) -> None:
     contents = [pattern(length, length) for length in (1, PAGE, 3 * PAGE + 7, 20 * PAGE, 5000)]
     offsets = [0, PAGE, 3 * PAGE, 10 * PAGE, 40 * PAGE + 3]
     engine = faulty(backend, **fault)
@@ -444,7 +460,8 @@ def test_short_refused_and_repeated_transfers_are_finished(faulty: Faulty, backe
 
 
 def many(engine: Any, path: Path, count: int = 20) -> Any:
-    return engine.write_many([torch.ones(PAGE, dtype=torch.uint8) for _ in range(count)], path, range(0, 2 * count * PAGE, 2 * PAGE))
+    tensors = [torch.ones(PAGE, dtype=torch.uint8) for _ in range(count)]
+    return engine.write_many(tensors, path, range(0, 2 * count * PAGE, 2 * PAGE))
 
 
 def test_a_timeout_is_an_error_and_the_transfers_go_on(held: Any, gate: Any, drive: Path) -> None:
@@ -548,6 +565,27 @@ def test_close_in_the_middle_of_a_call_is_an_error_and_loses_nothing(drive: Path
     engine.close()
     thread.join(60)
     assert ended in ([400_000], ["the engine is closed"])
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_cancelled_transfers_end_and_are_told(held: Any, gate: Any, drive: Path, files: int) -> None:
+    tensors = [torch.ones(PAGE, dtype=torch.uint8) for _ in range(200)]
+    future = held.write_many(tensors, [drive / str(index % files) for index in range(200)], range(0, 400 * PAGE, 2 * PAGE))
+    assert future.cancel()
+    gate.release()
+    error: Any = future.exception()
+    assert (error.errno, error.indices) == (errno.ECANCELED, list(range(200)))
+    assert not future.cancel()
+    assert many(held, drive / "file").result() == 20 * PAGE
+
+
+def test_an_engine_that_is_cancelled_or_closed_in_time_counts_the_call_as_one(held: Any, gate: Any, drive: Path) -> None:
+    future = held.write_many([torch.ones(PAGE, dtype=torch.uint8)] * 9, [drive / str(index) for index in range(9)])
+    with pytest.raises(TimeoutError, match="1 transfer: write of "):
+        held.close(0.01)
+    assert held.cancel() == 1
+    gate.release()
+    assert len(future.exception().indices) == 9
 
 
 def test_many_is_called_without_python(engine: deepnvme.Engine, drive: Path) -> None:

@@ -38,6 +38,9 @@ ENGINE_CALLS = {
     "read": "engine.read(tensor, path)",
     "write": "engine.write(tensor, path)",
     "write to an open file": "engine.write(tensor, file)",
+    "read_many": "engine.read_many([tensor], path, [0])",
+    "write_many": "engine.write_many([tensor] * 3, [path] * 3)",
+    "gather": "engine.gather(path, torch.arange(2), tensor.view(2, -1))",
     "fsync": "engine.fsync(path)",
     "open": "engine.open(path)",
     "stats": "engine.stats()",
@@ -51,6 +54,8 @@ HANDLE_CALLS = {
     "sync_pwrite": "handle.sync_pwrite(tensor, path)",
     "async_pread": "handle.async_pread(tensor, path)",
     "async_pwrite": "handle.async_pwrite(tensor, path)",
+    "async_pread_many": "handle.async_pread_many([tensor], [path])",
+    "async_pwrite_many": "handle.async_pwrite_many([tensor], [path])",
     "read": "handle.read(tensor, path, False)",
     "write": "handle.write(tensor, path, False)",
     "pread": "handle.pread(tensor, path, False, True)",
@@ -110,14 +115,15 @@ assert handle.wait() == 1
 """).check()  # fmt: skip
 
 
+@pytest.mark.parametrize("write", ["engine.write(tensor, path)", "engine.write_many([tensor], path, [0])"])
 @pytest.mark.parametrize("call", ["future.result()", "future.exception()", "future.result(3600)"])
-def test_waiting_for_an_inherited_future_raises(interpreters: Any, harness: str, call: str) -> None:
+def test_waiting_for_an_inherited_future_raises(interpreters: Any, harness: str, write: str, call: str) -> None:
     """It would never end: the thread that would end it is in the parent."""
     interpreters.run(harness + f"""
 gate = testing.Gate()
 gate.hold()
 engine = testing.instant_engine(gate, 4096, 32, 1)
-future = engine.write(tensor, path)
+future = {write}
 answer = child(lambda: {call})
 gate.release()
 assert answer.startswith("RuntimeError"), answer

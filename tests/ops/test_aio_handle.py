@@ -191,6 +191,25 @@ def test_asynchronous_calls_return_zero_and_wait_the_count(handle: Any, tensor: 
     assert handle.wait() == 5
 
 
+def test_many_are_started_by_one_call_and_counted_each(handle: Any, drive: Path) -> None:
+    tensors = [page_aligned(pattern(5000, index)) for index in range(50)]
+    files = [str(drive / str(index % 20)) for index in range(50)]
+    offsets = [index // 20 * 5000 for index in range(50)]
+    assert handle.async_pwrite_many(tensors, files, offsets) == 0
+    handle.async_pwrite(tensors[0], files[0])
+    assert (handle.wait(), handle.wait()) == (51, 0)
+    back = [torch.zeros(5000, dtype=torch.uint8) for _ in range(50)]
+    assert handle.async_pread_many(back, files, offsets) == 0
+    assert handle.wait() == 50
+    assert [bytes_of(tensor) for tensor in back] == [pattern(5000, index) for index in range(50)]
+
+
+def test_of_many_that_cannot_be_started_none_is_pending(handle: Any, tensor: torch.Tensor, drive: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        handle.async_pwrite_many([tensor] * 3, [str(drive / "a"), str(drive / "b"), str(drive / "missing" / "c")])
+    assert handle.wait() == 0
+
+
 @pytest.mark.parametrize("name", ["read", "write"])
 def test_read_and_write_take_an_offset_last(handle: Any, path: str, name: str) -> None:
     Path(path).write_bytes(bytes(5000))

@@ -148,14 +148,14 @@ class aio_handle:
         ``filename``: a path, or the descriptor of a file that is open for writing.
         """
     def async_pread_many(
-        self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | os.PathLike[str]], file_offsets: Sequence[int] | None = None
+        self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
-        """Start reading into each tensor from a file of its own, by one call; otherwise like :meth:`async_pread`. Not in DeepSpeed.
+        """Start reading into each tensor from a file of its own, by one call. DeepSpeed has no such method.
 
-        If this raises, nothing that it started is under way, or counted by :meth:`wait`.
+        Otherwise like :meth:`async_pread`. If it raises, nothing that it started is under way, or counted by :meth:`wait`.
         """
     def async_pwrite_many(
-        self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | os.PathLike[str]], file_offsets: Sequence[int] | None = None
+        self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
         """Start writing each tensor to a file of its own, by one call: see :meth:`async_pread_many`."""
     def wait(self) -> int:
