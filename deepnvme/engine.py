@@ -28,7 +28,7 @@ AnySource: TypeAlias = "str | bytes | os.PathLike[str] | File"
 
 @runtime_checkable
 class Future(Protocol):
-    """A read, write or fsync that an engine has started."""
+    """A read, write or fsync that an engine has started; or many, of one call."""
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ class Stats:
     backend: str
     """Name of the backend in use."""
     requests: int
-    """Reads, writes and fsyncs that have ended."""
+    """Reads, writes and fsyncs that have ended. Of a call for many transfers, one for each file and 4096 tensors of it."""
     failed_requests: int
     """Requests that ended with an error."""
     bytes_read: int

@@ -26,7 +26,8 @@ py::tuple tuple_of(py::handle sequence, const char* name) {
 }
 
 bool is_one_target(py::handle targets) {
-    return PyUnicode_Check(targets.ptr()) || PyBytes_Check(targets.ptr()) || py::isinstance<OpenFile>(targets) || py::hasattr(targets, "__fspath__");
+    if (PyUnicode_Check(targets.ptr()) || PyBytes_Check(targets.ptr()) || py::hasattr(targets, "__fspath__")) return true;
+    return py::detail::make_caster<OpenFile>().load(targets, false);  // which knows the files of our other modules, too
 }
 
 void require_as_many(const char* name, std::size_t count, std::size_t tensors) {
