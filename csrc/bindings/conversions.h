@@ -31,7 +31,7 @@ struct TensorMemory {
 // is to be done with the tensor's own memory, where that is more than to read it.
 TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb = "read into");
 
-// The memory of an ordinary contiguous tensor on the host, four times as fast; empty for any other, which memory_of() may still take.
+// The memory of an ordinary contiguous tensor on the host, looked up faster. Empty for others, which memory_of() may still take.
 std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor);
 
 // Throws TypeError unless the object is a torch.Tensor.

@@ -32,7 +32,8 @@ bool is_one_target(py::handle targets) {
 
 void require_as_many(const char* name, std::size_t count, std::size_t tensors) {
     if (count == tensors) return;
-    throw py::value_error("there must be as many " + std::string(name) + " as tensors, got " + std::to_string(count) + " and " + std::to_string(tensors));
+    throw py::value_error("there must be as many " + std::string(name) + " as tensors, got " + std::to_string(count) + " and " +
+                          std::to_string(tensors));
 }
 
 std::vector<std::int64_t> offsets_of(py::handle offsets, std::size_t tensors) {
@@ -44,7 +45,8 @@ std::vector<std::int64_t> offsets_of(py::handle offsets, std::size_t tensors) {
         int overflow = PyLong_CheckExact(number) ? 0 : 1;
         if (!overflow) values[i] = PyLong_AsLongLongAndOverflow(number, &overflow);
         if (overflow) values[i] = integer_of(number, "offset");
-        if (values[i] < 0) throw py::value_error("offset must not be negative, got " + std::to_string(values[i]) + " at index " + std::to_string(i));
+        if (values[i] < 0)
+            throw py::value_error("offset must not be negative, got " + std::to_string(values[i]) + " at " + std::to_string(i));
     }
     return values;
 }
@@ -89,7 +91,8 @@ ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle
     for (const py::handle each : listed) {
         Target target = target_of(each);
         const auto next = static_cast<std::uint32_t>(targets_.size());
-        const std::uint32_t file = target.file ? open.emplace(target.file.get(), next).first->second : paths.emplace(target.path, next).first->second;
+        const std::uint32_t file = target.file ? open.emplace(target.file.get(), next).first->second
+                                               : paths.emplace(target.path, next).first->second;
         if (file == next) {
             targets_.push_back(std::move(target));
             counts_.push_back(0);
@@ -101,7 +104,7 @@ ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle
     if (in_order) return;
     order_.resize(count);
     std::iota(order_.begin(), order_.end(), 0u);
-    std::stable_sort(order_.begin(), order_.end(), [this](std::uint32_t left, std::uint32_t right) { return files_[left] < files_[right]; });
+    std::stable_sort(order_.begin(), order_.end(), [this](auto left, auto right) { return files_[left] < files_[right]; });
 }
 
 ManyTransfers::Memory ManyTransfers::memory_of(std::size_t transfer) {
@@ -136,7 +139,10 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
     for (std::size_t i = 0; i < memory.size();) {
         const std::uint32_t file = file_of(transfer(begin + i));
         std::size_t end = i + 1;
-        while (end < memory.size() && file_of(transfer(begin + end)) == file && same_device(memory[end].device, memory[i].device)) ++end;
+        const auto together = [&](std::size_t j) {
+            return file_of(transfer(begin + j)) == file && same_device(memory[j].device, memory[i].device);
+        };
+        while (end < memory.size() && together(end)) ++end;
         if (std::exchange(current_, file) != file) {
             file_ = targets_[file].file;
             started_ = 0;
@@ -164,9 +170,10 @@ std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Me
     if (counts_[current_] == 1) {  // as read() and write() do
         const auto& [data, nbytes, device] = memory[0];
         const std::int64_t offset = offsets_[transfer(begin)];
+        const std::string& path = target.path;
         if (direction_ == Direction::read)
-            return file_ ? engine.read(data, nbytes, file_, offset, device) : engine.read(data, nbytes, target.path, offset, device);
-        return file_ ? engine.write(data, nbytes, file_, offset, device) : engine.write(data, nbytes, target.path, offset, device);
+            return file_ ? engine.read(data, nbytes, file_, offset, device) : engine.read(data, nbytes, path, offset, device);
+        return file_ ? engine.write(data, nbytes, file_, offset, device) : engine.write(data, nbytes, path, offset, device);
     }
     std::vector<Piece> pieces;
     pieces.reserve(memory.size());
@@ -175,8 +182,8 @@ std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Me
     const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
     started_ += memory.size();
     const bool last = started_ == counts_[current_];
-    return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), last ? std::move(file_) : file_, target.path, memory[0].device,
-                           last ? nullptr : &file_);
+    return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), last ? std::move(file_) : file_, target.path,
+                           memory[0].device, last ? nullptr : &file_);
 }
 
 Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base) {
@@ -197,8 +204,8 @@ Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle rec
     if (ids_.device) throw py::value_error("ids must be on the CPU");
     const py::object shape = ids.attr("shape"), out_shape = out.attr("shape");
     if (!py::object(out_shape[py::slice(0, static_cast<py::ssize_t>(py::len(shape)), 1)]).equal(shape))
-        throw py::value_error("out must have the shape of ids, and that of a record after it, got " + py::str(out_shape).cast<std::string>() +
-                              " for " + py::str(shape).cast<std::string>());
+        throw py::value_error("out must have the shape of ids, and that of a record after it, got " +
+                              py::str(out_shape).cast<std::string>() + " for " + py::str(shape).cast<std::string>());
     const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
     if (!record_size.is_none() && static_cast<std::uint64_t>(integer_of(record_size, "record_size")) * count != rows_.nbytes)
         throw py::value_error("record_size is " + py::str(record_size).cast<std::string>() + ", but out has rows of " +
@@ -215,7 +222,8 @@ void Gather::start(Engine& engine, ManyParts& many) {
     std::vector<std::int64_t> ids(count);
     std::memcpy(ids.data(), ids_.data, ids_.nbytes);
     auto pieces = std::make_unique<Pieces>(rows_.data, rows_.nbytes / count, base_, std::move(ids));
-    many.parts.push_back({engine.transfer(Request::Kind::read, std::move(pieces), std::move(source_.file), source_.path, rows_.device), 0, {}});
+    auto request = engine.transfer(Request::Kind::read, std::move(pieces), std::move(source_.file), source_.path, rows_.device);
+    many.parts.push_back({std::move(request), 0, {}});
     many.unfinished = 1;
 }
 

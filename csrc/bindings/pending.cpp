@@ -83,7 +83,8 @@ py::object Pending::error() const {
     }
     if (!first) return py::none();
     std::sort(indices.begin(), indices.end());
-    const py::object error = to_python(*first, " (" + std::to_string(indices.size()) + " of " + std::to_string(many->transfers) + " transfers failed)");
+    const auto failed = " (" + std::to_string(indices.size()) + " of " + std::to_string(many->transfers) + " transfers failed)";
+    const py::object error = to_python(*first, failed);
     py::list numbers(indices.size());
     for (std::size_t i = 0; i < indices.size(); ++i) numbers[i] = indices[i];
     error.attr("indices") = numbers;

@@ -42,7 +42,7 @@ struct Pending {
     std::uint64_t nbytes() const noexcept { return many ? many->nbytes : request->length; }
     std::size_t transfers() const noexcept { return many ? many->transfers : 1; }
     std::string describe() const;
-    // The OSError it ended with, or None. Of many transfers the first one's, with the numbers of all that have failed (`indices`).
+    // The OSError it ended with, or None. Of many transfers the first one's, with the numbers of all that failed (`indices`).
     py::object error() const;
     // Raises it.
     void check() const;

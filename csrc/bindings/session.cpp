@@ -140,7 +140,8 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
     const auto [file, path] = target_of(target);
-    return remember({nullptr, py::none(), "", false, nullptr}, [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
+    return remember({nullptr, py::none(), "", false, nullptr},
+                    [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
 }
 
 // Like remember(). What was begun before an error is waited for.
@@ -171,7 +172,8 @@ std::shared_ptr<Pending> Session::transfer_many(Direction direction, py::handle 
     return start_many(ManyTransfers(direction, tensors, targets, offsets));
 }
 
-std::shared_ptr<Pending> Session::gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base) {
+std::shared_ptr<Pending> Session::gather(py::handle source, py::handle ids, py::handle out, py::handle record_size,
+                                         std::int64_t base) {
     engine_->check_usable();
     return start_many(Gather(source, ids, out, record_size, base));
 }

@@ -40,8 +40,8 @@ public:
     std::shared_ptr<Pending> transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset, bool validate = false);
     std::shared_ptr<Pending> write_descriptor(py::handle tensor, int fd, std::int64_t offset);
     std::shared_ptr<Pending> sync(py::handle target);
-    // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a signal
-    // handler has thrown.
+    // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a
+    // signal handler has thrown.
     std::shared_ptr<Pending> transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets);
     std::shared_ptr<Pending> gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base);
 

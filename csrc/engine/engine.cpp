@@ -67,8 +67,8 @@ void check_range(std::uint64_t length, std::int64_t offset) {
 void check_covered(File& file, std::uint64_t begin, std::uint64_t length) {
     if (file.covers(begin + length)) return;
     const std::uint64_t size = file.size();
-    throw PastEndError("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) + ") is past the end of '" +
-                           file.path() + "', which has " + std::to_string(size) + " bytes",
+    throw PastEndError("read of bytes [" + std::to_string(begin) + ", " + std::to_string(begin + length) +
+                           ") is past the end of '" + file.path() + "', which has " + std::to_string(size) + " bytes",
                        size);
 }
 
@@ -270,7 +270,8 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
 }
 
 std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
-                                          const std::string& path, std::optional<DeviceMemory> device, std::shared_ptr<File>* keep) {
+                                          const std::string& path, std::optional<DeviceMemory> device,
+                                          std::shared_ptr<File>* keep) {
     check_usable();
     const bool read = kind == Request::Kind::read;
     if (file && !(read ? file->readable() : file->writable()))
@@ -295,7 +296,8 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
     const auto limits = file->limits();
     if (!limits && bytes > 0) fell_back(*file, file->refusal());
     pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->whole_pages()});
-    auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, device ? std::optional(device->device) : std::nullopt);
+    const auto on_device = device ? std::optional(device->device) : std::nullopt;
+    auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, on_device);
     request->device_file = std::move(device_file);
     request->pieces_ = std::move(pieces);
     launch(drive, request, std::move(fence));

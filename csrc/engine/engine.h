@@ -71,11 +71,12 @@ public:
     // The descriptor may be closed once this returns.
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});
-    // Many transfers of one file by one request, which goes on with the others when one fails. `file`: null to have it opened by the
-    // path; `keep`: if given, what is opened is left there for further requests, the last of which has to be given the last owner,
-    // since the request that closes the file is told what closing it says.
+    // Many transfers of one file by one request, which goes on with the others when one fails. `file`: null to have it opened by
+    // the path; `keep`: if given, what is opened is left there for further requests, the last of which has to be given the last
+    // owner, since the request that closes the file is told what closing it says.
     std::shared_ptr<Request> transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
-                                      const std::string& path, std::optional<DeviceMemory> device = {}, std::shared_ptr<File>* keep = nullptr);
+                                      const std::string& path, std::optional<DeviceMemory> device = {},
+                                      std::shared_ptr<File>* keep = nullptr);
     // Begins when every write submitted to this engine and drive before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);

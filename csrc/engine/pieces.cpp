@@ -91,7 +91,8 @@ void Pieces::next_run() noexcept {
             run.length += piece.length;
             ++next_;
         }
-        plan_ = plan({run.offset, run.length, reinterpret_cast<std::uintptr_t>(run.memory), limits_.on_device, limits_.gds, limits_.whole_pages},
+        plan_ = plan({run.offset, run.length, reinterpret_cast<std::uintptr_t>(run.memory), limits_.on_device, limits_.gds,
+                      limits_.whole_pages},
                      limits_.direct, limits_.blocks);
         run_memory_ = run.memory;
         run_begin_ = cursor_ = run.offset;
@@ -121,15 +122,16 @@ std::size_t Pieces::first_of(const Block& block) const noexcept {
 
 std::size_t Pieces::end_of(const Block& block, std::size_t first) const noexcept {
     const std::uint64_t end = block.offset + block.length;
-    std::size_t index = first;
-    while (index < count_ && (index == first || ((*this)[index].offset == (*this)[index - 1].end() && (*this)[index].offset < end))) ++index;
+    std::size_t index = first + 1;
+    while (index < count_ && (*this)[index].offset == (*this)[index - 1].end() && (*this)[index].offset < end) ++index;
     return index;
 }
 
 void Pieces::mark_failed(const Block& block) noexcept {
     const std::size_t first = first_of(block);
     const std::size_t end = end_of(block, first);
-    for (std::size_t i = first; i < end; ++i) failed_[i / kBits].fetch_or(std::uint64_t{1} << i % kBits, std::memory_order_relaxed);
+    for (std::size_t i = first; i < end; ++i)
+        failed_[i / kBits].fetch_or(std::uint64_t{1} << i % kBits, std::memory_order_relaxed);
 }
 
 void Pieces::mark_all_failed() noexcept {

@@ -1,7 +1,7 @@
 // What a request of many transfers consists of: pieces of memory, each with its place in one file.
 //
-// Blocks are planned only as they are handed out. Pieces that follow one another both in the file and in memory are planned as one
-// transfer, so that neighbouring rows, or the parts of one large tensor, become large blocks.
+// Blocks are planned only as they are handed out. Pieces that follow one another both in the file and in memory are planned as
+// one transfer, so that neighbouring rows, or the parts of one large tensor, become large blocks.
 #pragma once
 
 #include <atomic>
@@ -58,7 +58,7 @@ public:
 
     // Once, before the first cut().
     void begin(const PieceLimits& limits);
-    // Fill `blocks`, at most up to one staged block; return how many. At least one while there are more(). Under the queue's mutex.
+    // Fill `blocks`, at most up to one staged block, while there are more(); return how many. Under the queue's lock.
     std::size_t cut(std::span<Block> blocks, Request& request) noexcept;
     bool more() const noexcept { return span_ < plan_.count; }
 

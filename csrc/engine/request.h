@@ -79,8 +79,8 @@ private:
     friend class Queue;
     friend class Worker;
 
-    // The first error is the one that is told. To be called by a holder of an outstanding count. With a block, only the pieces fail
-    // that it belongs to, if there are several.
+    // The first error is the one that is told. To be called by a holder of an outstanding count. With a block, only the pieces
+    // fail that it belongs to, if there are several.
     void fail(const IoError& error) noexcept;
     void fail(const Block& block, const IoError& error) noexcept;
     bool failed() const noexcept { return failed_.load(std::memory_order_relaxed); }

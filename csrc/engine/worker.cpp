@@ -445,7 +445,8 @@ void Worker::end_slot(Slot& slot) {
 }
 
 void Worker::end_block(Request& request) {
-    // A request that has failed gets no further blocks, but of many pieces the others go on; giving them up also gives up the count that stood for them.
+    // A request that has failed gets no further blocks, but of many pieces the others go on. Giving blocks up also gives up the
+    // count that stood for them.
     if (request.failed() && !request.pieces_ && queue_.remove(request)) request.release();
     if (request.release()) events_.ended(request);
 }

@@ -301,7 +301,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_read(engine: An
         (ValueError, "offsets are needed", lambda: engine.read_many([row], path)),
         (ValueError, "as many offsets as tensors, got 1 and 2", lambda: engine.read_many([row, row], path, [0])),
         (ValueError, "as many files as tensors, got 3 and 2", lambda: engine.read_many([row, row], [path] * 3)),
-        (ValueError, "must not be negative, got -1 at index 1", lambda: engine.read_many([row, row], path, [0, -1])),
+        (ValueError, "must not be negative, got -1 at 1", lambda: engine.read_many([row, row], path, [0, -1])),
         (ValueError, "out of range", lambda: engine.read_many([row], path, [1 << 64])),
         (ValueError, "past the largest file offset", lambda: engine.write_many([row, row], path, [0, (1 << 63) - 5])),
         (TypeError, "offset must be an integer", lambda: engine.read_many([row], path, [0.5])),

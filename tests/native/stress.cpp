@@ -1,7 +1,8 @@
-// The engine, copy_many, lay_out, walk_pickle and quantisation under load, without Python, for AddressSanitizer and ThreadSanitizer:
-// several submitters, of one transfer or many pieces at a time, of host memory and of devices' (those of tests/device/stand_in_cuda.cpp), several workers, every backend, with
-// and without injected faults. Contents are checked against a copy in memory. Then backends that fail, break and hang, under requests
-// that are waited for, waited for a while, or forgotten, and an engine that is closed meanwhile. Exit status 0 when all was well.
+// The engine, copy_many, lay_out, walk_pickle and quantisation under load, without Python, for AddressSanitizer and
+// ThreadSanitizer: several submitters, of one transfer or many pieces at a time, of host memory and of devices' (those of
+// tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
+// against a copy in memory. Then backends that fail, break and hang, under requests that are waited for, waited for a while,
+// or forgotten, and an engine that is closed meanwhile. Exit status 0 when all was well.
 //
 // usage: stress DIRECTORY [ROUNDS]
 #include <unistd.h>
@@ -93,8 +94,7 @@ void expect_success(Request& request) {
     if (const auto error = request.error()) complain(error->what());
 }
 
-// A range cut into pieces of any size, some of them empty and some next to each other in memory too, in any order; each begins as far
-// into `memory` as into the range.
+// A range cut into pieces of any size, some of them empty, in any order; each begins as far into `memory` as into the range.
 std::unique_ptr<Pieces> cut_at_random(std::byte* memory, std::size_t offset, std::size_t length, std::mt19937& random) {
     std::vector<Piece> pieces;
     for (std::size_t at = 0; at < length || random() % 2;) {
@@ -123,8 +123,9 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
         for (std::size_t i = 0; i < length; ++i) truth[begin + i] = static_cast<std::byte>(random());
         memory.fill(shift, truth.data() + begin, length);
         const auto offset = static_cast<std::int64_t>(base + begin);
-        const auto write = step % 4 == 0 ? engine.transfer(Request::Kind::write, cut_at_random(memory.address + shift, base + begin, length, random),
-                                                           step % 8 ? nullptr : file, path, memory.where)
+        auto pieces = cut_at_random(memory.address + shift, base + begin, length, random);
+        const auto open = step % 8 ? nullptr : file;
+        const auto write = step % 4 == 0 ? engine.transfer(Request::Kind::write, std::move(pieces), open, path, memory.where)
                            : step % 2    ? engine.write(memory.address + shift, length, path, offset, memory.where)
                                          : engine.write(memory.address + shift, length, file, offset, memory.where);
         expect_success(*write);
@@ -141,12 +142,14 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
 
         const std::uint64_t record = 1 + random() % 5000;
         std::vector<std::int64_t> ids;
-        for (int i = 0; i < 100; ++i) ids.push_back(random() % 2 && i > 0 ? (ids.back() + 1) % (kRegion / record) : random() % (kRegion / record));
-        expect_success(*engine.transfer(Request::Kind::read, std::make_unique<Pieces>(back.address, record, base, ids), file, path, back.where));
+        for (int i = 0; i < 100; ++i) ids.push_back((random() % 2 && i > 0 ? ids.back() + 1 : random()) % (kRegion / record));
+        auto rows = std::make_unique<Pieces>(back.address, record, base, ids);
+        expect_success(*engine.transfer(Request::Kind::read, std::move(rows), file, path, back.where));
         for (std::size_t i = 0; i < ids.size(); ++i)
-            if (std::memcmp(back.content() + i * record, truth.data() + ids[i] * record, record) != 0) complain("records differ in " + path);
-        const auto many = engine.transfer(Request::Kind::read, cut_at_random(back.address, base + from, count, random), nullptr, path, back.where);
-        expect_success(*many);
+            if (std::memcmp(back.content() + i * record, truth.data() + ids[i] * record, record) != 0)
+                complain("records differ in " + path);
+        pieces = cut_at_random(back.address, base + from, count, random);
+        expect_success(*engine.transfer(Request::Kind::read, std::move(pieces), nullptr, path, back.where));
         if (std::memcmp(back.content(), truth.data() + from, count) != 0) complain("pieces differ in " + path);
         engine.statistics();
     }
@@ -198,15 +201,16 @@ void submit_in_trouble(Engine& engine, const std::string& path, std::shared_ptr<
         const auto offset = static_cast<std::int64_t>(seed % kSubmitters * kRegion + slot * kSlot + shift);
         std::shared_ptr<Request> request;
         try {
-            const auto pieces = [&](std::byte* memory) {
-                return cut_at_random(memory, static_cast<std::size_t>(offset), length, random);
+            const auto many = [&](Request::Kind kind, std::shared_ptr<File> open, const Memory& memory, std::size_t at) {
+                auto pieces = cut_at_random(memory.address + at, static_cast<std::size_t>(offset), length, random);
+                return engine.transfer(kind, std::move(pieces), open, path, memory.where);
             };
             switch (random() % 7) {
                 case 0: request = engine.sync(file); break;
                 case 1: request = engine.write(source.address + shift, length, path, offset, source.where); break;
                 case 2: request = engine.write(source.address + shift, length, file, offset, source.where); break;
-                case 3: request = engine.transfer(Request::Kind::write, pieces(source.address + shift), file, path, source.where); break;
-                case 4: request = engine.transfer(Request::Kind::read, pieces(out.address + slot * kSlot + shift), nullptr, path, out.where); break;
+                case 3: request = many(Request::Kind::write, file, source, shift); break;
+                case 4: request = many(Request::Kind::read, nullptr, out, slot * kSlot + shift); break;
                 case 5: request = engine.read(out.address + slot * kSlot + shift, length, path, offset, out.where); break;
                 default: request = engine.read(out.address + slot * kSlot + shift, length, file, offset, out.where); break;
             }
