@@ -144,7 +144,7 @@ std::shared_ptr<Pending> Session::sync(py::handle target) {
                     [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
 }
 
-// Like remember(). What was begun before an error is waited for.
+// Like remember(). What was begun before an error is cancelled and waited for.
 template <typename Transfers>
 std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
     auto many = std::make_unique<ManyParts>();
@@ -159,6 +159,7 @@ std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
     }
     pending->many = std::move(many);
     if (error) {
+        pending->cancel();
         pending->wait_for(std::nullopt);
         pending->let_go();
         std::rethrow_exception(error);
