@@ -170,7 +170,8 @@ class Engine:
             one.
         block_size: Most bytes of one system-level transfer, 512 to 1 GiB.
         queue_depth: Most blocks under way at a time for each worker, 1 to 4096. The queue is filled from several requests.
-        num_threads: Number of workers, 1 to 256. One saturates most drives; more share the copying of misaligned tensors.
+        num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
+            tensors.
         single_submit: Make one system call for each block.
 
     Raises:
@@ -207,7 +208,7 @@ class Engine:
 
     @property
     def num_threads(self) -> int:
-        """Number of workers, each with a queue of its own."""
+        """Number of workers for each drive."""
         return self._native.num_threads
 
     @property
@@ -335,8 +336,8 @@ class Engine:
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
 
-        The flush begins when all writes submitted to this engine earlier have ended, and covers them. The future's result is 0.
-        Raises like :meth:`read`.
+        The flush begins when all writes to the same drive that were submitted to this engine earlier have ended, and covers those
+        of the file. The future's result is 0. Raises like :meth:`read`.
         """
         return self._native.fsync(target)
 

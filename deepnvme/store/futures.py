@@ -115,6 +115,10 @@ class Operation:
             transfer.exception()  # an engine's future drops its tensor when it is asked; leases wait for that
         return True
 
+    def cancel(self) -> bool:
+        """Cancel the transfers that have not ended. Returns False if there were none."""
+        return sum(transfer.cancel() for transfer, _ in list(self._transfers)) > 0  # each of them, not only the first
+
     def settle(self, timeout: float | None = None) -> OSError | None:
         """Wait until all transfers have ended, then finish.
 
@@ -200,6 +204,13 @@ class StoreFuture(Generic[Result]):
     def done(self) -> bool:
         """Return whether the transfers have ended, well or not. Never blocks. Raises RuntimeError in a forked child."""
         return self._conclude is None or self._operation.ended()
+
+    def cancel(self) -> bool:
+        """Have it end as soon as may be, with OSError (ECANCELED), like :meth:`deepnvme.Future.cancel`. Never blocks.
+
+        A tensor that was being put is then damaged, as after any write that failed.
+        """
+        return self._operation.cancel()
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait, and return the result.

@@ -660,3 +660,17 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive,
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.001)
+
+
+def test_what_is_cancelled_ends_with_an_error(drive, faulty, gate):
+    engine = faulty("threads", gate=gate)
+    with TensorStore(drive / "store", engine=engine) as store:
+        gate.release()
+        store.put("name", numbered(MIB)).result()
+        gate.hold()
+        reading = store.get("name", torch.empty(MIB, dtype=torch.uint8))
+        assert reading.cancel()
+        gate.release()
+        assert reading.exception(30).errno == errno.ECANCELED
+        assert not reading.cancel()
+        assert torch.equal(store.get("name").result(), numbered(MIB))
