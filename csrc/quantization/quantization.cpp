@@ -60,13 +60,13 @@ Kernels best_kernels() {
 constexpr std::uint64_t kPieceValues = 128 << 10;
 constexpr std::size_t kPiecesForAThread = 4;  // which takes as long to start as half a MiB to copy
 
-struct Piece {
+struct MatrixRows {
     const Matrix* matrix;
     std::uint64_t begin, end;  // rows
 };
 
-std::vector<Piece> cut(std::span<const Matrix> matrices) {
-    std::vector<Piece> pieces;
+std::vector<MatrixRows> cut(std::span<const Matrix> matrices) {
+    std::vector<MatrixRows> pieces;
     for (const Matrix& matrix : matrices) {
         if (matrix.columns == 0) continue;
         const std::uint64_t rows = std::max<std::uint64_t>(1, kPieceValues / matrix.columns);
@@ -77,7 +77,7 @@ std::vector<Piece> cut(std::span<const Matrix> matrices) {
 }
 
 template <class Work>
-void share(const std::vector<Piece>& pieces, unsigned threads, const Work& work) {
+void share(const std::vector<MatrixRows>& pieces, unsigned threads, const Work& work) {
     std::atomic<std::size_t> next = 0;
     const auto take = [&] {
         for (std::size_t taken = next++; taken < pieces.size(); taken = next++) work(pieces[taken]);
@@ -97,13 +97,13 @@ void share(const std::vector<Piece>& pieces, unsigned threads, const Work& work)
 
 void dequantize(std::span<const Matrix> matrices, unsigned threads) {
     const Kernels kernels = best_kernels();
-    share(cut(matrices), threads, [&](const Piece& piece) { kernels.dequantize(*piece.matrix, piece.begin, piece.end); });
+    share(cut(matrices), threads, [&](const MatrixRows& piece) { kernels.dequantize(*piece.matrix, piece.begin, piece.end); });
 }
 
 std::optional<std::uint64_t> quantize(const Matrix& matrix, unsigned threads) {
     const Kernels kernels = best_kernels();
     std::atomic<std::uint64_t> refused = matrix.rows;
-    share(cut({&matrix, 1}), threads, [&](const Piece& piece) {
+    share(cut({&matrix, 1}), threads, [&](const MatrixRows& piece) {
         const std::uint64_t row = kernels.quantize(matrix, piece.begin, piece.end);
         if (row < piece.end) refused = row;
     });
