@@ -17,13 +17,17 @@ namespace deepnvme {
 
 namespace {
 
-// Staging is as small as keeps a drive busy, because what stays in the processor's cache between the drive and the copy is faster:
-// reads through 8 slots of 1 MiB ran at 0.95 of those in place, through 32 at 0.79.
 constexpr std::uint64_t kStagingSlot = 1ull << 20;
 constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
-constexpr std::uint64_t kStagingPerWorker = 8ull << 20;
+// Writes: the drive must have enough to do while the worker does not get its core, which others use as well. On two busy cores,
+// overwriting ran at 0.43 of pinned memory with 8 MiB, at 0.66 with 32, at 0.77 with 32 and streaming stores; a fresh file at
+// 0.53, 0.80 and 0.84 (docs/engine.md).
+constexpr std::uint64_t kStagingPerWorker = 32ull << 20;
 constexpr std::uint64_t kStagingInAll = 64ull << 20;
-// For device memory: as much again, since a slot is also in use while the device copies.
+// Reads: no more than keeps the drive busy, because what stays in the processor's cache between the drive and the copy is faster:
+// 0.95 of those in place with 4 MiB, 0.86 with 8, 0.79 with 32.
+constexpr std::uint64_t kStagedReadsPerWorker = 4ull << 20;
+// For device memory: a slot is also in use while the device copies.
 constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
 
 // Drives that get workers of their own, each engine: more than a server has, fewer threads than containers with many small mounts would
@@ -145,9 +149,8 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     worker.device_slots = slots(kDeviceStagingPerWorker);
     worker.page_size = limits_.page_size;
     worker.device_io = device_io_.get();
-    // What has been read waits in the cache for its copy, unless more is on its way than fits: 0.95 of those in place with half of
-    // the slots in use, 0.86 with all.
-    worker.staged_reads = std::uint64_t{worker.staging_size} * worker.staging_slots / 2;
+    // Where there is less of it, half, so that reads are on their way while others are copied.
+    worker.staged_reads = std::min(kStagedReadsPerWorker, std::uint64_t{worker.staging_size} * worker.staging_slots / 2);
     drive_options_ = {static_cast<std::size_t>(options_.num_threads), worker, make_backend,
                       [this](File& file, const std::string& reason) { fell_back(file, reason); }};
     drives_.push_back(std::make_unique<Drive>(drive_options_));

@@ -229,7 +229,7 @@ bool Worker::prepare(const Block& block) {
             start_copy(slot, DeviceCopier::Way::from_device);
             return true;
         }
-        std::memcpy(staging, block.memory, block.length);
+        copy_past_cache(staging, block.memory, block.length);
     }
     ready_.push_back(&slot);
     return true;
