@@ -24,8 +24,8 @@ constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
 // 0.53, 0.80 and 0.84 (docs/engine.md).
 constexpr std::uint64_t kStagingPerWorker = 32ull << 20;
 constexpr std::uint64_t kStagingInAll = 64ull << 20;
-// Reads: what stays in the processor's cache between the drive and the copy is faster. With 8 MiB they ran at 1.06 of the rate with
-// 4 (paired, better in 58 of 82 rounds), with 12 and more slower again.
+// Reads: what stays in the processor's cache between the drive and the copy is faster. With 8 MiB they ran at 1.06 of the rate
+// with 4 (paired, better in 58 of 82 rounds), with 12 and more slower again.
 constexpr std::uint64_t kStagedReadsPerWorker = 8ull << 20;
 // For device memory: a slot is also in use while the device copies.
 constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
