@@ -1,101 +1,146 @@
-"""The engine's own ceiling: blocks per second with a backend that completes at once and moves nothing.
+"""The engine's own ceiling: what it would do for drives that this machine does not have.
 
-What arrays of 48 GB/s and blocks of 4 KiB will need. The target: at least 400 000 blocks/s for one worker, and the same with up
-to 100 000 requests pending. Three figures:
+    python benchmarks/engine_ceiling.py --plot ceiling.png --json ceiling.json
 
-- one request: 1 GiB in blocks of 4 KiB;
-- pending requests of one block each, held back until all are queued, then drained;
-- the same from the first call in Python to the last completion, which adds what submitting costs.
+- completing: blocks per second with a backend that completes at once and moves nothing;
+- drives: one to eight simulated drives, blocks of 4 KiB to 4 MiB, on one core and more. The engine's share of what the drives can
+  do, and of what the same cores do with these drives without it;
+- neighbours: what seven drives lose beside an eighth that is slow, fails or hangs.
 
-    python benchmarks/engine_ceiling.py [--rounds N] [--json FILE]
+docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import importlib.util
+import os
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-
-import torch
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import completing, simulation, simulation_plot
+from harness.command_line import Parser, Progress, measuring, print_step, write_json
+from harness.documents import document
+from harness.figures import Verdict
+from harness.tables import verdict_table
+
+from deepnvme.tune.cli.arguments import positive
 from tests.native import EngineTestingBuilder
 
-BLOCK = 4096
-TARGET = 400_000
-PENDING = (100, 1_000, 10_000, 100_000)
+PARTS = ("completing", "drives", "neighbours")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and how often."""
+
+    directory: Path
+    only: tuple[str, ...]
+    cores: tuple[int, ...]
+    rounds: int
+    coalesced: int
+    quick: bool
 
 
 @dataclass
-class Figure:
-    """Blocks per second of one case, round by round."""
+class Measurements:
+    """Everything one run found out. What was not asked for is None."""
 
-    case: str
-    blocks: int
-    blocks_per_s: list[float]
+    figures: list[completing.Figure] | None = None
+    points: list[simulation.Point] | None = None
+    neighbours: simulation.Neighbours | None = None
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.blocks_per_s)
+    def verdicts(self) -> list[Verdict]:
+        found = completing.verdicts(self.figures) if self.figures else []
+        if self.points:
+            found.append(simulation.point_verdict(self.points))
+        if self.neighbours:
+            found += simulation.neighbour_verdicts(self.neighbours)
+        return found
 
-
-def measure(op: ModuleType, path: Path, rounds: int) -> list[Figure]:
-    """How many blocks per second the engine can do with a backend that takes no time."""
-    gate = op.Gate()
-    engine = op.instant_engine(gate, block_size=BLOCK, queue_depth=128, num_threads=1)
-    memory = torch.frombuffer(op.empty_pinned(1 << 30), dtype=torch.uint8)
-    block = memory[:BLOCK]
-    with path.open("wb") as sparse:
-        sparse.truncate(memory.nbytes)
-    file = engine.open(path)
-    figures = [Figure("one request", memory.nbytes // BLOCK, [])]
-    figures += [Figure("drained", count, []) for count in PENDING]
-    figures += [Figure("submitted and drained", count, []) for count in PENDING]
-
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        engine.read(memory, file).result()
-        figures[0].blocks_per_s.append(figures[0].blocks / (time.perf_counter() - begin))
-        for figure in figures[1:]:
-            held = figure.case == "drained"
-            if held:
-                gate.hold()
-            begin = time.perf_counter()
-            futures = [engine.read(block, file) for _ in range(figure.blocks)]
-            if held:
-                begin = time.perf_counter()
-                gate.release()
-            futures[-1].result()
-            figure.blocks_per_s.append(figure.blocks / (time.perf_counter() - begin))
-    engine.close()
-    return figures
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "completing": completing.as_json(self.figures) if self.figures else None,
+            "drives": simulation.points_as_json(self.points) if self.points else None,
+            "neighbours": vars(self.neighbours) if self.neighbours else None,
+        }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
-
+def measure(settings: Settings, progress: Progress) -> Measurements:
+    """Run what was asked for in a directory of its own below ``settings.directory``, which is empty again afterwards."""
+    progress("compiling the engine with simulated drives (on first use)")
     op = EngineTestingBuilder().load()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
-        figures = measure(op, Path(directory) / "sparse", arguments.rounds)
+    scale = simulation.Scale.of(settings.rounds, settings.coalesced, settings.quick)
+    measurements = Measurements()
+    with tempfile.TemporaryDirectory(prefix="engine_ceiling-", dir=settings.directory) as name:
+        directory = Path(name)
+        if "completing" in settings.only:
+            measurements.figures = completing.measure(op, directory, settings.rounds, settings.quick, progress)
+        if "drives" in settings.only:
+            measurements.points = simulation.measure_points(op, directory, settings.cores, scale, progress)
+        if "neighbours" in settings.only:
+            measurements.neighbours = simulation.measure_neighbours(op, directory, scale, progress)
+    return measurements
 
-    print(f"{'case':24}{'blocks':>10}{'blocks/s':>14}{'spread':>26}  target {TARGET:,}")
-    for figure in figures:
-        spread = f"{min(figure.blocks_per_s):,.0f} .. {max(figure.blocks_per_s):,.0f}"
-        # A hundred blocks take less time than waking the worker: shown, not judged.
-        verdict = "" if figure.blocks < 1000 else "met" if figure.median >= TARGET else "MISSED"
-        print(f"{figure.case:24}{figure.blocks:>10,}{figure.median:>14,.0f}{spread:>26}  {verdict}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
+
+def numbers_of_cores(text: str) -> tuple[int, ...]:
+    """Parse the option --cores."""
+    available = len(os.sched_getaffinity(0))
+    numbers = tuple(positive(part) for part in text.split(","))
+    if max(numbers) > available:
+        raise argparse.ArgumentTypeError(f"this process may use {available} cores, got {text!r}")
+    return numbers
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None, Path | None]:
+    parser = Parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
+    parser.add_argument("--rounds", type=positive, help="measurements of each case (default: 5)")
+    parser.add_argument("--cores", type=numbers_of_cores, help="numbers of cores for the drives, such as 1,2 (default: 1 and 2)")
+    parser.add_argument(
+        "--coalesce", type=positive, default=1, help="completions that wake a worker of a simulated drive (default: 1)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the shares of the drives there; needs matplotlib")
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself")
+    given = parser.parse(arguments)
+    if given.plot and not given.plot.resolve().parent.is_dir():
+        parser.error(f"--plot: '{given.plot.parent}' is not a directory")
+    if given.plot and given.only and "drives" not in given.only:
+        parser.error("--plot draws the drives, which --only leaves out")
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
+    settings = Settings(
+        directory=given.dir,
+        only=tuple(given.only or PARTS),
+        cores=given.cores or tuple(number for number in (1, 2) if number <= len(os.sched_getaffinity(0))),
+        rounds=given.rounds or (1 if given.quick else 5),
+        coalesced=given.coalesce,
+        quick=given.quick,
+    )
+    return settings, given.plot, given.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, plot_path, json_path = parse_arguments(arguments)
+    with measuring("engine_ceiling") as started:
+        measurements = measure(settings, print_step)
+
+    if measurements.figures:
+        print(completing.figure_table(measurements.figures))
+    if measurements.points:
+        print(simulation.point_table(measurements.points))
+    verdicts = measurements.verdicts()
+    print(verdict_table(verdicts))
+    if plot_path and measurements.points:
+        simulation_plot.draw(measurements.points, plot_path)
+    write_json(json_path, document("engine_ceiling", started, settings, verdicts, **measurements.as_json()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,5 @@
-"""The engine compiled with backends for tests, one that fails on command, one that completes at once; and the kernels of
-quantisation as they are for a processor of which nothing is known."""
+"""The engine compiled with backends for tests (one that fails on command, one that completes at once, simulated drives); and the
+kernels of quantisation as they are for a processor of which nothing is known."""
 
 import os
 from pathlib import Path

@@ -14,6 +14,7 @@
 #include "bindings/session.h"
 #include "core/copy.h"
 #include "core/numa.h"
+#include "drive_simulation.h"
 #include "faulty_backend.h"
 
 using namespace deepnvme;
@@ -140,6 +141,65 @@ std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_siz
         std::make_unique<Engine>(EngineOptions{"instant", block_size, queue_depth, num_threads, false}, "instant", make));
 }
 
+// Queues `count` requests of one block of `file` while a backend that completes at once holds everything back, then releases it.
+// Returns the seconds from there until the last has ended, and the CPU seconds of the process meanwhile. No Python is involved.
+std::pair<double, double> drain_requests(const std::string& path, std::uint32_t block_size, std::size_t count) {
+    Gate gate;
+    const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
+    Engine engine(EngineOptions{"instant", block_size, 128, 1, false}, "instant", make);
+    const auto file = std::make_shared<File>(path, Access::read, Creation::must_exist);
+    const ReservedMemory memory(block_size);
+    std::vector<std::shared_ptr<Request>> requests;
+    requests.reserve(count);
+    gate.hold();
+    while (requests.size() < count) requests.push_back(engine.read(memory.data(), block_size, file, 0));
+    const auto cpu_seconds = [] {
+        timespec now;
+        ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+        return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+    };
+    const double busy = cpu_seconds();
+    const auto begin = std::chrono::steady_clock::now();
+    gate.release();
+    requests.back()->wait();
+    return {std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), cpu_seconds() - busy};
+}
+
+void bind_simulation(py::module_& module) {
+    using State = SimulatedDrive::State;
+    py::class_<DriveModel>(module, "DriveModel", py::module_local())
+        .def(py::init([](double bytes_per_second, double operations_per_second, double latency, unsigned coalesced) {
+                 return DriveModel{bytes_per_second, operations_per_second, latency, coalesced};
+             }),
+             "bytes_per_second"_a, "operations_per_second"_a, "latency"_a, "coalesced"_a = 1);
+    py::class_<DriveClock>(module, "DriveClock", py::module_local())
+        .def(py::init<DriveModel>(), "model"_a)
+        .def("completion", &DriveClock::completion, "now"_a, "nbytes"_a, "slower"_a = 1);
+    py::class_<SimulatedDrive, std::shared_ptr<SimulatedDrive>>(module, "SimulatedDrive", py::module_local())
+        .def(py::init<DriveModel>(), "model"_a)
+        .def("become",
+             [](SimulatedDrive& self, const std::string& state) {
+                 static const std::map<std::string, State> kStates{{"healthy", State::healthy},
+                                                                   {"slow", State::slow},
+                                                                   {"failing", State::failing},
+                                                                   {"hanging", State::hanging},
+                                                                   {"unplugged", State::unplugged}};
+                 self.become(kStates.at(state));
+             })
+        .def_property_readonly("bytes", &SimulatedDrive::bytes)
+        .def_property_readonly("operations", &SimulatedDrive::operations);
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<BareLoad>(module, "BareLoad", py::module_local())
+        .def(py::init<Drives, std::uint32_t, std::uint32_t, unsigned>(), "drives"_a, "block_size"_a, "depth"_a,
+             "polling_threads"_a)
+        .def("stop", &BareLoad::stop, released);
+    py::class_<EngineLoad>(module, "EngineLoad", py::module_local())
+        .def(py::init<Drives, const std::vector<std::string>&, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t,
+                      bool>(),
+             "drives"_a, "paths"_a, "file_size"_a, "block_size"_a, "depth"_a, "workers"_a, "single_blocks"_a)
+        .def("stop", &EngineLoad::stop, released);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
@@ -182,6 +242,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
                "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false);
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
+
+    bind_simulation(module);
+    module.def("drain_requests", &drain_requests, "path"_a, "block_size"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
 
     module.def("told_of_a_failed_close", &told_of_a_failed_close, "path"_a, "rounds"_a,
                py::call_guard<py::gil_scoped_release>());
