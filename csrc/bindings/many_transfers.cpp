@@ -57,16 +57,16 @@ bool same_device(const std::optional<DeviceMemory>& left, const std::optional<De
 
 }  // namespace
 
-Target target_of(py::handle target) {
+SharedFile target_of(py::handle target) {
     if (!PyUnicode_Check(target.ptr())) {
         py::detail::make_caster<OpenFile> open;
         if (open.load(target, false)) {
             const auto& file = static_cast<OpenFile&>(open);
             file.get();
-            return {file.file, file.path};
+            return SharedFile(file.file);
         }
     }
-    return {nullptr, path_of(target)};
+    return SharedFile(path_of(target));
 }
 
 ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle targets, py::handle offsets)
@@ -89,7 +89,7 @@ ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle
     bool in_order = true;
     files_.reserve(count);
     for (const py::handle each : listed) {
-        Target target = target_of(each);
+        SharedFile target = target_of(each);
         const auto next = static_cast<std::uint32_t>(targets_.size());
         const std::uint32_t file = target.file ? open.emplace(target.file.get(), next).first->second
                                                : paths.emplace(target.path, next).first->second;
@@ -143,10 +143,7 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
             return file_of(transfer(begin + j)) == file && same_device(memory[j].device, memory[i].device);
         };
         while (end < memory.size() && together(end)) ++end;
-        if (std::exchange(current_, file) != file) {
-            file_ = targets_[file].file;
-            started_ = 0;
-        }
+        if (std::exchange(current_, file) != file) started_ = 0;
         // In the list before anything is started, so that nothing started can be missing there.
         many.parts.push_back({nullptr, begin + i, {}});
         try {
@@ -166,14 +163,14 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
 
 // One request for transfers of one file and device.
 std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin) {
-    const Target& target = targets_[current_];
+    SharedFile& target = targets_[current_];
     if (counts_[current_] == 1) {  // as read() and write() do
         const auto& [data, nbytes, device] = memory[0];
         const std::int64_t offset = offsets_[transfer(begin)];
-        const std::string& path = target.path;
+        const auto& [file, path, by_path] = target;
         if (direction_ == Direction::read)
-            return file_ ? engine.read(data, nbytes, file_, offset, device) : engine.read(data, nbytes, path, offset, device);
-        return file_ ? engine.write(data, nbytes, file_, offset, device) : engine.write(data, nbytes, path, offset, device);
+            return file ? engine.read(data, nbytes, file, offset, device) : engine.read(data, nbytes, path, offset, device);
+        return file ? engine.write(data, nbytes, file, offset, device) : engine.write(data, nbytes, path, offset, device);
     }
     std::vector<Piece> pieces;
     pieces.reserve(memory.size());
@@ -182,11 +179,11 @@ std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Me
     const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
     started_ += memory.size();
     const bool last = started_ == counts_[current_];
-    return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), last ? std::move(file_) : file_, target.path,
-                           memory[0].device, last ? nullptr : &file_);
+    return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), target, last, memory[0].device);
 }
 
-Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base) {
+Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base)
+    : source_(target_of(source)) {
     require_tensor(ids);
     const auto torch = py::module_::import("torch");
     const py::object dtype = ids.attr("dtype");
@@ -198,7 +195,6 @@ Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle rec
     }
     if (base < 0) throw py::value_error("base must not be negative, got " + std::to_string(base));
     base_ = static_cast<std::uint64_t>(base);
-    source_ = target_of(source);
     rows_ = memory_of(out, Direction::read);
     ids_ = memory_of(ids.attr("to")(torch.attr("int64")), Direction::write);
     if (ids_.device) throw py::value_error("ids must be on the CPU");
@@ -222,7 +218,7 @@ void Gather::start(Engine& engine, ManyParts& many) {
     std::vector<std::int64_t> ids(count);
     std::memcpy(ids.data(), ids_.data, ids_.nbytes);
     auto pieces = std::make_unique<Pieces>(rows_.data, rows_.nbytes / count, base_, std::move(ids));
-    auto request = engine.transfer(Request::Kind::read, std::move(pieces), std::move(source_.file), source_.path, rows_.device);
+    auto request = engine.transfer(Request::Kind::read, std::move(pieces), source_, /*last=*/true, rows_.device);
     many.parts.push_back({std::move(request), 0, {}});
     many.unfinished = 1;
 }

@@ -12,14 +12,8 @@
 
 namespace deepnvme::bindings {
 
-// An open file, or else the path of one.
-struct Target {
-    std::shared_ptr<File> file;
-    std::string path;
-};
-
 // From a path or an OpenFile. Throws ValueError for a closed one.
-Target target_of(py::handle target);
+SharedFile target_of(py::handle target);
 
 // The transfers of one call of read_many or write_many, sorted by file.
 class ManyTransfers {
@@ -50,13 +44,12 @@ private:
     py::tuple tensors_;
     py::list copies_;  // of tensors that are not contiguous
     std::vector<std::int64_t> offsets_;
-    std::vector<Target> targets_;        // the files, each once
+    std::vector<SharedFile> targets_;        // the files, each once
     std::vector<std::uint32_t> files_;   // of each transfer its target; empty if there is one for all
     std::vector<std::uint32_t> counts_;  // transfers of each target
     std::vector<std::uint32_t> order_;   // the transfers file by file; empty if they are so as they came
     std::uint32_t current_ = UINT32_MAX;  // the target of the last transfer started
     std::size_t started_ = 0;             // transfers of that target
-    std::shared_ptr<File> file_;          // and its file
 };
 
 // Records of a file to be read into the rows of a tensor: `Engine.gather`.
@@ -69,7 +62,7 @@ public:
     py::object owner() const { return rows_.owner; }
 
 private:
-    Target source_;
+    SharedFile source_;
     TensorMemory ids_;
     TensorMemory rows_;
     std::uint64_t base_;

@@ -120,8 +120,9 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
                                            bool validate) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
-    const auto [file, path] = target_of(target);
-    return remember({nullptr, memory.owner, path, validate, nullptr}, [&, &file = file, &path = path] {
+    const SharedFile place = target_of(target);
+    return remember({nullptr, memory.owner, place.path, validate, nullptr}, [&] {
+        const auto& [file, path, by_path] = place;
         if (direction == Direction::read)
             return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
                         : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
@@ -139,9 +140,9 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
-    const auto [file, path] = target_of(target);
+    const SharedFile place = target_of(target);
     return remember({nullptr, py::none(), "", false, nullptr},
-                    [&, &file = file, &path = path] { return file ? engine_->sync(file) : engine_->sync(path); });
+                    [&] { return place.file ? engine_->sync(place.file) : engine_->sync(place.path); });
 }
 
 // Like remember(). What was begun before an error is cancelled and waited for.

@@ -260,6 +260,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, on_device);
     request->device_file = std::move(device_file);
     request->place_ = std::move(place);
+    request->closes_file_ = static_cast<bool>(request->place_);
     if (kind != Request::Kind::sync) {
         const auto limits = request->file_->limits();
         request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
@@ -272,27 +273,27 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     return request;
 }
 
-std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
-                                          const std::string& path, std::optional<DeviceMemory> device,
-                                          std::shared_ptr<File>* keep) {
+std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, SharedFile& shared, bool last,
+                                          std::optional<DeviceMemory> device) {
     check_usable();
     const bool read = kind == Request::Kind::read;
-    if (file && !(read ? file->readable() : file->writable()))
-        throw std::invalid_argument("'" + file->path() + "' was not opened for " + (read ? "reading" : "writing"));
+    const std::string& path = shared.path;
+    if (shared.file && !(read ? shared.file->readable() : shared.file->writable()))
+        throw std::invalid_argument("'" + path + "' was not opened for " + (read ? "reading" : "writing"));
     const std::uint64_t bytes = pieces->bytes();
-    const Piece first = pieces->count() > 0 ? (*pieces)[0] : Piece{}, last = pieces->count() > 0 ? pieces->last() : Piece{};
+    const Piece first = pieces->count() > 0 ? (*pieces)[0] : Piece{}, furthest = pieces->count() > 0 ? pieces->last() : Piece{};
     const bool expect_direct = pieces->hold_a_page(limits_.page_size);
     auto fence = fence_before(kind, bytes, static_cast<std::int64_t>(first.offset), device, path);
-    if (!file) {
+    if (!shared.file) {
         auto opened = std::make_shared<PlacedFile>(OpenFilePlace::take());
         opened->file = read ? opened->place.open(path, Access::read, Creation::must_exist, expect_direct)
                             : opened->place.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
-        file = std::shared_ptr<File>(opened, opened->file.get());
-        if (keep) *keep = file;
+        shared.file = std::shared_ptr<File>(opened, opened->file.get());
     }
-    if (read) check_covered(*file, last.offset, last.length);
+    auto file = last ? std::move(shared.file) : shared.file;
+    if (read) check_covered(*file, furthest.offset, furthest.length);
     auto device_file = device && device_io_ && expect_direct ? open_for_device(*file) : nullptr;
-    if (!read && bytes > 0 && !file->covers(last.end()))
+    if (!read && bytes > 0 && !file->covers(furthest.end()))
         for (const Piece& range : pieces->ranges_past(file->size())) file->preallocate(range.offset, range.length);
 
     Drive& drive = drive_of(*file);
@@ -303,6 +304,7 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
     auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, on_device);
     request->device_file = std::move(device_file);
     request->pieces_ = std::move(pieces);
+    request->closes_file_ = shared.by_path;
     launch(drive, request, std::move(fence));
     return request;
 }

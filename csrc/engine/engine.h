@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/file.h"
@@ -34,6 +35,17 @@ struct EngineOptions {
 struct DeviceMemory {
     CudaDevice device;
     CudaStreamHandle stream;
+};
+
+// A file, or the path of one, for several requests. One by path is opened with the first and closed with the last that ends,
+// which is told what closing it says.
+struct SharedFile {
+    explicit SharedFile(std::shared_ptr<File> file) : file(std::move(file)), path(this->file->path()), by_path(false) {}
+    explicit SharedFile(std::string path) : path(std::move(path)), by_path(true) {}
+
+    std::shared_ptr<File> file;
+    std::string path;
+    bool by_path;
 };
 
 // Which drive a file lies on. Files with the same number share a queue.
@@ -71,12 +83,10 @@ public:
     // The descriptor may be closed once this returns.
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});
-    // Many transfers of one file by one request, which goes on with the others when one fails. `file`: null to have it opened by
-    // the path; `keep`: if given, what is opened is left there for further requests, the last of which has to be given the last
-    // owner, since the request that closes the file is told what closing it says.
-    std::shared_ptr<Request> transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
-                                      const std::string& path, std::optional<DeviceMemory> device = {},
-                                      std::shared_ptr<File>* keep = nullptr);
+    // Many transfers of one file by one request, which goes on with the others when one fails. `last`: no other request is made
+    // with `shared`, which gives up its file.
+    std::shared_ptr<Request> transfer(Request::Kind kind, std::unique_ptr<Pieces> pieces, SharedFile& shared, bool last,
+                                      std::optional<DeviceMemory> device = {});
     // Begins when every write submitted to this engine and drive before has ended.
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);

@@ -83,6 +83,21 @@ def test_a_limit_that_is_lowered_later_bounds_the_open_files(interpreters: Any, 
     """, timeout=60).check()  # fmt: skip
 
 
+def test_one_call_for_thousands_of_files_needs_few_descriptors(interpreters: Any, throwaway: Path) -> None:
+    interpreters.run(f"""
+        import deepnvme, resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        tensors = [torch.full((1024 + 1,), index % 100, dtype=torch.int32) for index in range(6000)]
+        paths = [{str(throwaway)!r} + "/" + str(index % 3000) for index in range(6000)]
+        offsets = [index // 3000 * 4100 for index in range(6000)]
+        with deepnvme.Engine() as engine:
+            assert engine.write_many(tensors, paths, offsets).result() == 6000 * 4100
+            back = [torch.empty_like(tensor) for tensor in tensors]
+            assert engine.read_many(back, paths, offsets).result() == 6000 * 4100
+        assert all(torch.equal(a, b) for a, b in zip(tensors, back))
+    """, timeout=120).check()  # fmt: skip
+
+
 @pytest.mark.timeout(60)
 def test_one_descriptor_short_is_an_error_and_not_a_hang(interpreters: Any, drive: Path) -> None:
     """Others hold every descriptor there is; two threads ask at once, and neither may wait for the other."""

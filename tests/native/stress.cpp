@@ -106,6 +106,13 @@ std::unique_ptr<Pieces> cut_at_random(std::byte* memory, std::size_t offset, std
     return std::make_unique<Pieces>(std::move(pieces));
 }
 
+// `file`: null to have it opened by the path.
+std::shared_ptr<Request> transfer(Engine& engine, Request::Kind kind, std::unique_ptr<Pieces> pieces, std::shared_ptr<File> file,
+                                  const std::string& path, std::optional<DeviceMemory> where) {
+    SharedFile shared = file ? SharedFile(std::move(file)) : SharedFile(path);
+    return engine.transfer(kind, std::move(pieces), shared, /*last=*/true, where);
+}
+
 // Random writes and reads within one region of one file, compared with what the region should hold.
 void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<File> file, unsigned seed) {
     std::mt19937 random(seed);
@@ -125,7 +132,7 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
         const auto offset = static_cast<std::int64_t>(base + begin);
         auto pieces = cut_at_random(memory.address + shift, base + begin, length, random);
         const auto open = step % 8 ? nullptr : file;
-        const auto write = step % 4 == 0 ? engine.transfer(Request::Kind::write, std::move(pieces), open, path, memory.where)
+        const auto write = step % 4 == 0 ? transfer(engine, Request::Kind::write, std::move(pieces), open, path, memory.where)
                            : step % 2    ? engine.write(memory.address + shift, length, path, offset, memory.where)
                                          : engine.write(memory.address + shift, length, file, offset, memory.where);
         expect_success(*write);
@@ -144,12 +151,12 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
         std::vector<std::int64_t> ids;
         for (int i = 0; i < 100; ++i) ids.push_back((random() % 2 && i > 0 ? ids.back() + 1 : random()) % (kRegion / record));
         auto rows = std::make_unique<Pieces>(back.address, record, base, ids);
-        expect_success(*engine.transfer(Request::Kind::read, std::move(rows), file, path, back.where));
+        expect_success(*transfer(engine, Request::Kind::read, std::move(rows), file, path, back.where));
         for (std::size_t i = 0; i < ids.size(); ++i)
             if (std::memcmp(back.content() + i * record, truth.data() + ids[i] * record, record) != 0)
                 complain("records differ in " + path);
         pieces = cut_at_random(back.address, base + from, count, random);
-        expect_success(*engine.transfer(Request::Kind::read, std::move(pieces), nullptr, path, back.where));
+        expect_success(*transfer(engine, Request::Kind::read, std::move(pieces), nullptr, path, back.where));
         if (std::memcmp(back.content(), truth.data() + from, count) != 0) complain("pieces differ in " + path);
         engine.statistics();
     }
@@ -203,7 +210,7 @@ void submit_in_trouble(Engine& engine, const std::string& path, std::shared_ptr<
         try {
             const auto many = [&](Request::Kind kind, std::shared_ptr<File> open, const Memory& memory, std::size_t at) {
                 auto pieces = cut_at_random(memory.address + at, static_cast<std::size_t>(offset), length, random);
-                return engine.transfer(kind, std::move(pieces), open, path, memory.where);
+                return transfer(engine, kind, std::move(pieces), open, path, memory.where);
             };
             switch (random() % 7) {
                 case 0: request = engine.sync(file); break;
