@@ -291,7 +291,7 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
             OSError: If a file cannot be opened. This and what is wrong with a tensor may be noticed after other reads have been
-                submitted. Then those are waited for first.
+                submitted. Then those are cancelled and waited for first.
         """
         return self._native.read_many(tensors, source, offsets)
 

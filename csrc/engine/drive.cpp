@@ -85,8 +85,8 @@ void Drive::start(Request& request) noexcept {
 }
 
 void Drive::end(Request& request) noexcept {
-    // With little else to do, the worker closes the file itself: to wake another thread takes longer (15 us of processor time for a read
-    // of 4 KiB, 60 instead of 45).
+    // With little else to do, the worker closes the file itself: to wake another thread takes longer (15 us of processor time for
+    // a read of 4 KiB, 60 instead of 45).
     const bool busy = admitted_.load(std::memory_order_relaxed) - ended_.load(std::memory_order_relaxed) > kFewRequests;
     if (!busy || !request.closes_file_ || !closer_.take(request)) close_and_end(request);
 }
