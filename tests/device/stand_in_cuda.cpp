@@ -63,6 +63,13 @@ public:
         }
         changed_.notify_all();
     }
+    // At once if there is nothing before it, which the caller then finds done: as an event on an idle device mostly is.
+    void mark(const std::function<void()>& event) {
+        std::unique_lock lock(mutex_);
+        if (work_.empty() && !working_) return event();
+        lock.unlock();
+        add(event);
+    }
     Device* const device;
     Result failed = kSuccess;  // of the stream's own thread
 
@@ -74,15 +81,18 @@ private:
             if (work_.empty()) return;
             auto work = std::move(work_.front());
             work_.pop_front();
+            working_ = true;
             lock.unlock();
             work();
             lock.lock();
+            working_ = false;
         }
     }
 
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::function<void()>> work_;
+    bool working_ = false;
     bool stopping_ = false;
     std::thread thread_;
 };
@@ -267,7 +277,7 @@ EXPORT Result cuEventRecord(void* handle, void* stream_handle) {
         std::lock_guard lock(event->mutex);
         turn = ++event->recorded;
     }
-    stream->add([event, turn, stream] {
+    stream->mark([event, turn, stream] {
         {
             std::lock_guard lock(event->mutex);
             event->reached = turn;
