@@ -1,16 +1,17 @@
-"""fio as a contender, with its default buffers and with huge pages."""
+"""fio as a contender: large and small transfers, with its default buffers and with huge pages, and random reads."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from deepnvme.memory.system_memory import meminfo
-from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, run
+from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, output_of, run
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
@@ -70,11 +71,13 @@ def ioengine(program: str, directory: Path) -> str:
 @dataclass(frozen=True)
 class Fio:
     """One fio job a measurement, on one file of the workload's total size. Its own clock is taken, so that starting the
-    process costs it nothing; creating and preallocating a fresh file lies before that clock too, which favours fio."""
+    process costs it nothing; creating and preallocating a fresh file lies before that clock too (fio does both before it
+    forks the job), which favours fio."""
 
     program: str
     ioengine: str
     buffers: Literal["default", "huge pages"]
+    queue_depth: int = QUEUE_DEPTH
 
     @property
     def name(self) -> str:
@@ -82,13 +85,15 @@ class Fio:
 
     @property
     def memory(self) -> str:
-        return self.buffers
+        return self.buffers if self.queue_depth == QUEUE_DEPTH else f"{self.buffers}, depth {self.queue_depth}"
 
     def files(self, workload: Workload, directory: Path) -> list[Path]:
         return [directory / (workload.state if workload.files == 1 else f"{workload.state}.small")]
 
     def measure(self, workload: Workload, paths: Sequence[Path]) -> Sample:
-        settings = FioSettings(self.program, self.ioengine, workload.block_size, QUEUE_DEPTH, self.buffers == "huge pages")
+        settings = FioSettings(
+            self.program, self.ioengine, workload.block_size, self.queue_depth, self.buffers == "huge pages"
+        )
         piece = FioRange(paths[0], 0, workload.total_bytes)
         try:
             found = run(settings, workload.operation, [piece], fallocate="native" if workload.state == "absent" else "none")
@@ -99,3 +104,37 @@ class Fio:
     def rehearse(self, workload: Workload, paths: Sequence[Path], contents: int) -> None:
         # What fio moves is not looked at: it reports a short transfer itself.
         self.measure(workload, paths)
+
+
+@dataclass(frozen=True)
+class RandomReads:
+    """fio reading 4 KiB at random places of one file, for some time."""
+
+    program: str
+    ioengine: str
+    path: Path
+    queue_depth: int
+    jobs: int
+
+    @property
+    def name(self) -> str:
+        return f"fio, depth {self.queue_depth}, {self.jobs} job{'s' if self.jobs > 1 else ''}"
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        """Return reads, seconds and CPU seconds, all by fio's own clock. Raises ContenderFailed."""
+        command = [self.program, "--name=reads", f"--ioengine={self.ioengine}", "--rw=randread", "--bs=4k", "--direct=1"]
+        # fio splits file names at colons. It takes random numbers for the same from one run to the next, unless told.
+        command += ["--filename=" + str(self.path).replace(":", "\\:"), "--randrepeat=0", "--time_based"]
+        command += [f"--runtime={round(seconds * 1000)}ms", f"--iodepth={self.queue_depth}", f"--numjobs={self.jobs}"]
+        try:
+            output = output_of([*command, "--group_reporting", "--output-format=json"])
+            (job,) = json.loads(output[f"\n{output}".index("\n{") :])["jobs"]  # notes may come before it
+            return {
+                "reads": job["read"]["total_ios"],
+                "seconds": job["read"]["runtime"] / 1000,
+                "cpu_seconds": (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
+            }
+        except FioFailed as error:
+            raise ContenderFailed(str(error)) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ContenderFailed(f"fio's report cannot be read: {error!r}") from error

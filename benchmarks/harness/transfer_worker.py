@@ -163,14 +163,11 @@ class Worker:
 
             return through_handle
 
+        if len(paths) > 1:
+            submit_many = face.read_many if operation == "read" else face.write_many
+            return lambda: submit_many(tensors, paths, [offset] * len(paths)).result()
         submit = face.read if operation == "read" else face.write
-
-        def through_engine() -> None:
-            futures = [submit(tensor, path, offset) for tensor, path in zip(tensors, paths, strict=True)]
-            for future in futures:
-                future.result()
-
-        return through_engine
+        return lambda: submit(tensors[0], paths[0], offset).result()
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import raw_io
 from harness import footprints, interleave
+from harness.targets import best_of
+from harness.workloads import Sample
 
 from deepnvme.tune.measure.folder import folder_facts
 
@@ -76,6 +78,26 @@ def test_both_faces_of_ours_are_measured_on_every_workload(quick: Run) -> None:
 def test_fio_is_measured_beside_ours(quick: Run) -> None:
     assert "fio" in quick.contenders("read")
     assert "fio" in quick.contenders("small write")
+
+
+@needs_fio
+def test_many_transfers_by_one_call_are_compared_with_the_best_of_fio(quick: Run) -> None:
+    targets = [target for target in quick.document["targets"] if "fio's best" in target["what"]]
+    assert [target["bound"] for target in targets] == [0.97, 0.95]
+    assert all(target["figure"] is not None for target in targets)
+
+
+def test_the_best_of_a_contender_is_that_with_the_highest_median() -> None:
+    workload = raw_io.Workload("read", "read", "existing", files=1, nbytes=8, block_size=8)
+
+    def series(memory: str, *seconds: float) -> interleave.Series:
+        return interleave.Series("fio", memory, [Sample(8, each, 0.1, None) for each in seconds], "")
+
+    # The last has the best round of all, and the first failed.
+    listed = [interleave.Series("fio", "default", [], "broke"), series("huge pages", 2, 2, 2), series("depth 128", 1, 3, 3)]
+    best = best_of(interleave.Result(workload, listed), "fio")
+    assert best is not None
+    assert best.memory == "huge pages"
 
 
 def test_the_directory_is_empty_afterwards(quick: Run) -> None:

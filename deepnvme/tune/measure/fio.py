@@ -61,7 +61,7 @@ class FioSettings:
 
 def version(program: str) -> str:
     """Return the version that fio prints. Raises FioFailed."""
-    return _output([program, "--version"]).strip()
+    return output_of([program, "--version"]).strip()
 
 
 def huge_pages_needed(settings: FioSettings, jobs: int, page: int) -> int:
@@ -127,7 +127,7 @@ def run(
         filename = str(piece.path).replace(":", "\\:")
         command += [f"--name=job{index}", f"--filename={filename}", f"--offset={piece.offset}", f"--size={piece.nbytes}"]
         command.append(f"--bs={min(settings.block_size, piece.nbytes)}")
-    output = _output(command)
+    output = output_of(command)
     try:
         # fio may print notes before the JSON document.
         document = output[f"\n{output}".index("\n{") :]
@@ -136,8 +136,8 @@ def run(
         raise FioFailed(f"the report of {settings.program} cannot be read: {error!r}") from error
 
 
-def _output(command: Sequence[str]) -> str:
-    """Run a command and return its standard output. Raises FioFailed if it fails."""
+def output_of(command: Sequence[str]) -> str:
+    """Run fio with these arguments and return its standard output. Raises FioFailed if it fails."""
     # fio's jobs are separate processes; in a session of their own, an interrupt can end all of them.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -1,0 +1,50 @@
+"""The benchmark of random reads: complete and tidy. Its figures are not looked at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_reads
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement waits for a quiet drive, which others may keep busy."""
+    monkeypatch.setattr(random_reads, "settle", lambda directory: None)
+
+
+def test_every_target_has_a_figure_or_says_why_not(drive: Path, document_of: Callable[..., Any]) -> None:
+    document = document_of(random_reads.main, drive)
+    measured = [target["figure"] is not None for target in document["targets"]]
+    assert measured == ([True, True, True] if shutil.which("fio") else [False, True, False])
+    for samples in document["comparison"]["samples"].values():
+        assert len(samples) == 2
+        assert all(sample["reads"] > 0 and sample["seconds"] > 0 for sample in samples)
+
+
+def test_without_fio_its_targets_are_neither_met_nor_missed(
+    drive: Path, document_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    document = document_of(random_reads.main, drive)
+    assert [target["met"] is None for target in document["targets"]] == [True, False, True]
+
+
+def test_the_fastest_of_fio_is_who_is_compared_with() -> None:
+    def sample(reads: int) -> dict[str, Any]:
+        return {"reads": reads, "seconds": 1.0, "cpu_seconds": 0.5}
+
+    rounds = {"gather": [sample(100)], "fio, depth 16, 1 job": [sample(50)], "fio, depth 256, 2 jobs": [sample(200)]}
+    assert random_reads.verdicts(random_reads.Comparison(rounds))[0].figure.median == 0.5  # type: ignore[union-attr]
+
+
+def test_a_size_that_is_no_whole_mebibyte_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        random_reads.parse_arguments(["--size", "1000"])
+    assert "multiple of 1 MiB, got '1000'" in capsys.readouterr().err
