@@ -70,6 +70,9 @@ def workloads(settings: Settings) -> list[Workload]:
     def small(name: str, operation: Operation) -> Workload:
         return Workload(name, operation, "existing", settings.small_files, nbytes=64 * KIB, block_size=64 * KIB)
 
+    def one_file(name: str, operation: Operation) -> Workload:
+        return Workload(name, operation, "existing", files=1, nbytes=64 * KIB, block_size=64 * KIB, tensors=settings.small_files)
+
     return [
         large("read", "read", "existing"),
         large("overwrite", "write", "existing"),
@@ -77,6 +80,8 @@ def workloads(settings: Settings) -> list[Workload]:
         large("preallocated", "write", "preallocated"),
         small("small read", "read"),
         small("small write", "write"),
+        one_file("rows read", "read"),
+        one_file("rows write", "write"),
     ]
 
 
@@ -95,7 +100,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         drive.check(directory, 2 * settings.size + 2 * small_bytes)
         contenders = list(assemble(settings, directory, stack, measurements, progress))
         for workload in workloads(settings):
-            racing = [each for each in contenders if workload.files > 1 or not is_for_small_files(each)]
+            racing = [each for each in contenders if takes_part(each, workload)]
             measurements.results.append(interleave.run(workload, racing, directory, settings.rounds, progress))
         progress("memory beyond the tensors")
         cases = footprints.CASES[-1:] if settings.quick else footprints.CASES
@@ -103,9 +108,14 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     return measurements
 
 
-def is_for_small_files(contender: Contender) -> bool:
-    """fio with another depth than for large transfers, where more makes no difference."""
-    return isinstance(contender, fio.Fio) and contender.queue_depth != fio.QUEUE_DEPTH
+def takes_part(contender: Contender, workload: Workload) -> bool:
+    """Whether this contender has something to say about the workload."""
+    if isinstance(contender, fio.FioOnFiles):
+        return workload.files > 1
+    if isinstance(contender, fio.Fio) and contender.queue_depth != fio.QUEUE_DEPTH:
+        return workload.nbytes <= 64 * KIB  # for large transfers more than the default depth makes no difference
+    # Handles have no call for many transfers.
+    return workload.tensors == 1 or contender.name in ("engine", "fio")
 
 
 def assemble(
@@ -143,6 +153,7 @@ def assemble(
     yield fio.Fio(program, engine, "default")
     # What is small is best served with more of it under way; so are ours, by default.
     yield fio.Fio(program, engine, "default", SMALL_DEPTH)
+    yield from on_files(program, engine, huge_pages=False)
     try:
         # fio aligns its buffers to a huge page each way. At the greater depth its blocks are 64 KiB.
         stack.enter_context(fio.huge_pages((fio.QUEUE_DEPTH + 8) * MIB, may_reserve=not settings.quick))
@@ -151,6 +162,14 @@ def assemble(
         return
     yield fio.Fio(program, engine, "huge pages")
     yield fio.Fio(program, engine, "huge pages", SMALL_DEPTH)
+    yield from on_files(program, engine, huge_pages=True)
+
+
+def on_files(program: str, engine: str, huge_pages: bool) -> Iterator[Contender]:
+    """fio on small files, in all the ways of which the best is compared with."""
+    for depth in (fio.QUEUE_DEPTH, SMALL_DEPTH):
+        yield fio.FioOnFiles(program, engine, huge_pages, depth, "roundrobin")
+        yield fio.FioOnFiles(program, engine, huge_pages, depth, "sequential")
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
@@ -170,10 +189,13 @@ def targets(settings: Settings) -> list[Target]:
     found += [
         Target(f"{one} {name}: engine, ordinary / pinned", name, ("engine", "ordinary"), engine, "rate", 0.9) for name in large
     ]
-    found += [
-        Target(f"{many} by one {name}_many, pinned: engine / fio's best", f"small {name}", engine, ("fio", "best"), "rate", bound)
-        for name, bound in (("read", 0.97), ("write", 0.95))
-    ]
+    for name, bound in (("read", 0.97), ("write", 0.95)):
+        call, best = f"by one {name}_many, pinned: engine / fio's best", ("fio", "best")
+        found += [
+            Target(f"{many} of one file {call}", f"rows {name}", engine, best, "rate", bound),
+            Target(f"{many} files {call} of the same files", f"small {name}", engine, ("fio, same files", "best"), "rate", bound),
+            Target(f"{many} files {call} of one file", f"small {name}", engine, best, "rate", bound),
+        ]
     for name, bound in (("small read", 3.2), ("small write", 2.5)):
         # Like with like: fio's default buffers are ordinary memory, its huge pages are what ours are pinned in.
         for memory, buffers in (("pinned", "huge pages"), ("ordinary", "default")):

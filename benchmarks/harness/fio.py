@@ -107,6 +107,42 @@ class Fio:
 
 
 @dataclass(frozen=True)
+class FioOnFiles:
+    """One fio job a measurement, on the files that ours move: opening them is part of its clock, as it is of ours."""
+
+    program: str
+    ioengine: str
+    huge_pages: bool
+    queue_depth: int
+    order: Literal["roundrobin", "sequential"]
+
+    @property
+    def name(self) -> str:
+        return "fio, same files"
+
+    @property
+    def memory(self) -> str:
+        return f"{'huge pages' if self.huge_pages else 'default'}, depth {self.queue_depth}, {self.order}"
+
+    def files(self, workload: Workload, directory: Path) -> list[Path]:
+        return [directory / f"{workload.state}.{index}" for index in range(workload.files)]
+
+    def measure(self, workload: Workload, paths: Sequence[Path]) -> Sample:
+        command = [self.program, "--name=files", f"--ioengine={self.ioengine}", f"--rw={workload.operation}", "--direct=1"]
+        command += ["--directory=" + _escaped(paths[0].parent), f"--filename_format={workload.state}.$filenum"]
+        command += [f"--nrfiles={workload.files}", f"--filesize={workload.nbytes}", f"--size={workload.total_bytes}"]
+        command += [f"--bs={workload.block_size}", f"--iodepth={self.queue_depth}", f"--file_service_type={self.order}"]
+        job = _only_job([*command, f"--iomem={'mmaphuge' if self.huge_pages else 'malloc'}", "--fallocate=none"])
+        moved = job[workload.operation]
+        if moved["io_bytes"] != workload.total_bytes:
+            raise ContenderFailed(f"fio moved {moved['io_bytes']} bytes of {workload.total_bytes}")
+        return Sample(workload.total_bytes, max(moved["runtime"], 1) / 1000, _cpu_seconds(job), peak_growth=None)
+
+    def rehearse(self, workload: Workload, paths: Sequence[Path], contents: int) -> None:
+        self.measure(workload, paths)
+
+
+@dataclass(frozen=True)
 class RandomReads:
     """fio reading 4 KiB at random places of one file, for some time."""
 
@@ -123,18 +159,37 @@ class RandomReads:
     def measure(self, seconds: float) -> dict[str, Any]:
         """Return reads, seconds and CPU seconds, all by fio's own clock. Raises ContenderFailed."""
         command = [self.program, "--name=reads", f"--ioengine={self.ioengine}", "--rw=randread", "--bs=4k", "--direct=1"]
-        # fio splits file names at colons. It takes random numbers for the same from one run to the next, unless told.
-        command += ["--filename=" + str(self.path).replace(":", "\\:"), "--randrepeat=0", "--time_based"]
+        # It takes the same random numbers from one run to the next, unless told.
+        command += [f"--filename={_escaped(self.path)}", "--randrepeat=0", "--time_based", "--group_reporting"]
         command += [f"--runtime={round(seconds * 1000)}ms", f"--iodepth={self.queue_depth}", f"--numjobs={self.jobs}"]
-        try:
-            output = output_of([*command, "--group_reporting", "--output-format=json"])
-            (job,) = json.loads(output[f"\n{output}".index("\n{") :])["jobs"]  # notes may come before it
-            return {
-                "reads": job["read"]["total_ios"],
-                "seconds": job["read"]["runtime"] / 1000,
-                "cpu_seconds": (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
-            }
-        except FioFailed as error:
-            raise ContenderFailed(str(error)) from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise ContenderFailed(f"fio's report cannot be read: {error!r}") from error
+        job = _only_job(command)
+        return {
+            "reads": job["read"]["total_ios"],
+            "seconds": job["read"]["runtime"] / 1000,
+            "cpu_seconds": _cpu_seconds(job),
+        }
+
+
+def _escaped(path: Path) -> str:
+    # fio splits file names at colons.
+    return str(path).replace(":", "\\:")
+
+
+def _only_job(command: list[str]) -> dict[str, Any]:
+    """Run fio and return what it reports of its job. Raises ContenderFailed."""
+    try:
+        output = output_of([*command, "--output-format=json"])
+        # Notes may come before the document.
+        (job,) = json.loads(output[f"\n{output}".index("\n{") :])["jobs"]
+    except FioFailed as error:
+        raise ContenderFailed(str(error)) from error
+    except (ValueError, LookupError) as error:
+        raise ContenderFailed(f"fio's report cannot be read: {error!r}") from error
+    found: dict[str, Any] = job
+    return found
+
+
+def _cpu_seconds(job: dict[str, Any]) -> float:
+    """Of all jobs that are reported as one."""
+    seconds: float = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return seconds

@@ -57,7 +57,7 @@ def run(workload: Workload, contenders: Sequence[Contender], directory: Path, ro
         progress(f"{workload.name}: laying out files")
         for paths in set(files.values()):
             for index, path in enumerate(paths):
-                drive.lay_out(path, workload.total_bytes // len(paths), CONTENTS, index * workload.nbytes)
+                drive.lay_out(path, workload.total_bytes // len(paths), CONTENTS, index * workload.total_bytes // len(paths))
 
     failed: dict[Contender, str] = {}
     for contender in contenders:

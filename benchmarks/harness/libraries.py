@@ -43,7 +43,8 @@ class LibraryContender:
             return
         self._transfer(workload, paths, fill=self.seed)
         for index, path in enumerate(paths):
-            if not drive.holds(path, workload.nbytes, self.seed, index * workload.nbytes):
+            nbytes = workload.tensors * workload.nbytes
+            if not drive.holds(path, nbytes, self.seed, index * nbytes):
                 raise ContenderFailed(f"file {index} of {len(paths)} does not hold what its tensor does")
 
     def _transfer(self, workload: Workload, paths: Sequence[Path], fill: int | None = None, check: int | None = None) -> Sample:
@@ -55,6 +56,7 @@ class LibraryContender:
             operation=workload.operation,
             paths=[str(path) for path in paths],
             nbytes=workload.nbytes,
+            tensors_a_file=workload.tensors,
             fill=fill,
             check=check,
         )

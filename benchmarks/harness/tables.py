@@ -63,7 +63,8 @@ def rate_table(result: Result) -> str:
     header = ["contender", "memory", "GB/s, median (quartiles)", "CPU s/GB", "peak MiB beyond tensors", ""]
     state = "new" if workload.state == "absent" else workload.state
     files = "file" if workload.files == 1 else "files"
-    return table(f"{workload.operation} {workload.files} x {size_text(workload.nbytes)}, {state} {files}", header, rows, left=2)
+    tensors = workload.files * workload.tensors
+    return table(f"{workload.operation} {tensors} x {size_text(workload.nbytes)}, {state} {files}", header, rows, left=2)
 
 
 def comparison_table(title: str, comparison: Comparison[str, Counts]) -> str:

@@ -101,16 +101,20 @@ class Worker:
         operation: str,
         paths: list[str],
         nbytes: int,
+        tensors_a_file: int = 1,
         fill: int | None = None,
         check: int | None = None,
     ) -> dict[str, Any]:
-        """Move one tensor of ``nbytes`` to or from each path. ``fill``, ``check``: patterns that the tensors hold before,
-        and must hold after."""
-        tensors = self._tensors.get(memory, len(paths), nbytes)
+        """Move tensors of ``nbytes`` to or from each path. ``fill``, ``check``: patterns that the tensors hold before, and must
+        hold after."""
+        tensors = self._tensors.get(memory, len(paths) * tensors_a_file, nbytes)
         if fill is not None:
             for index, tensor in enumerate(tensors):
                 fill_with(tensor, fill, index * nbytes)
-        measured = measure(self._prepared(self._face(face), operation, tensors, paths, 0))
+        if tensors_a_file > 1:
+            measured = measure(self._of_one_file(operation, tensors, paths[0], nbytes))
+        else:
+            measured = measure(self._prepared(self._face(face), operation, tensors, paths, 0))
         if check is not None:
             for index, tensor in enumerate(tensors):
                 if not holds(tensor, check, index * nbytes):
@@ -147,6 +151,13 @@ class Worker:
         import deepnvme
 
         return deepnvme.Engine(**options)
+
+    def _of_one_file(self, operation: str, tensors: list[torch.Tensor], path: str, nbytes: int) -> Transfer:
+        """By one call, last tensor first: no tensor follows the one before it, so that none are moved together."""
+        engine = self._face("engine")
+        submit = engine.read_many if operation == "read" else engine.write_many
+        offsets = [index * nbytes for index in range(len(tensors))]
+        return lambda: submit(tensors[::-1], path, offsets[::-1]).result()
 
     def _prepared(self, face: Any, operation: str, tensors: list[torch.Tensor], paths: list[str], offset: int) -> Transfer:
         if hasattr(face, "wait"):

@@ -15,7 +15,7 @@ Memory = Literal["pinned", "ordinary", "misaligned"]
 
 @dataclass(frozen=True)
 class Workload:
-    """``files`` tensors of ``nbytes`` bytes each, one file each, started together and waited for once."""
+    """``files`` files with ``tensors`` tensors of ``nbytes`` bytes each, all started together and waited for once."""
 
     name: str
     operation: Operation
@@ -24,10 +24,11 @@ class Workload:
     nbytes: int
     # fio's block size. Ours and DeepSpeed's handles keep their defaults.
     block_size: int
+    tensors: int = 1
 
     @property
     def total_bytes(self) -> int:
-        return self.files * self.nbytes
+        return self.files * self.tensors * self.nbytes
 
 
 @dataclass(frozen=True)
