@@ -108,6 +108,8 @@ class Worker:
         """Move tensors of ``nbytes`` to or from each path. ``fill``, ``check``: patterns that the tensors hold before, and must
         hold after."""
         tensors = self._tensors.get(memory, len(paths) * tensors_a_file, nbytes)
+        if tensors_a_file > 1:
+            tensors = tensors[::-1]  # neighbours in the file are none in memory, so that they are not moved together
         if fill is not None:
             for index, tensor in enumerate(tensors):
                 fill_with(tensor, fill, index * nbytes)
@@ -153,11 +155,11 @@ class Worker:
         return deepnvme.Engine(**options)
 
     def _of_one_file(self, operation: str, tensors: list[torch.Tensor], path: str, nbytes: int) -> Transfer:
-        """By one call, last tensor first: no tensor follows the one before it, so that none are moved together."""
+        """By one call, in the order of the file."""
         engine = self._face("engine")
         submit = engine.read_many if operation == "read" else engine.write_many
         offsets = [index * nbytes for index in range(len(tensors))]
-        return lambda: submit(tensors[::-1], path, offsets[::-1]).result()
+        return lambda: submit(tensors, path, offsets).result()
 
     def _prepared(self, face: Any, operation: str, tensors: list[torch.Tensor], paths: list[str], offset: int) -> Transfer:
         if hasattr(face, "wait"):
