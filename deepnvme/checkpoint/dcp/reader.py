@@ -45,16 +45,6 @@ class Wanted(NamedTuple):
     elements: Elements
     """Where the part is in the file."""
 
-    @property
-    def offset(self) -> int:
-        """Offset of the first element, in bytes from the start of the file."""
-        return self.elements.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
-        return self.elements.nbytes
-
 
 class _Item(NamedTuple):
     """One item that a rank saved: its place in the file, and as much of it as is read at first, all or the beginning."""
@@ -260,32 +250,33 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
         OSError: The first error, after all started transfers have ended.
     """
     size = os.path.getsize(path)
-    for each in wanted:
-        if each.nbytes and each.offset + each.nbytes > size:  # an empty part may be past the end of the file
-            raise _cut_off(path, each.request, each.offset, each.nbytes, size)
-    pending: list[tuple[Wanted, torch.Tensor, torch.Tensor | None]] = []
+    for request, elements in wanted:
+        if elements.nbytes and elements.offset + elements.nbytes > size:  # an empty part may be past the end of the file
+            raise _cut_off(path, request, elements.offset, elements.nbytes, size)
+    pending: list[tuple[ReadItem, Elements, torch.Tensor, torch.Tensor | None]] = []
     to_copy = 0
 
     def end() -> None:
         """Read the pending parts, copy those that were read beside their tensors, and tell the planner."""
-        memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for each, to, buffer in pending]
+        memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, file_io.shared_engine(), buffer_pool())
-        for each, target, buffer in pending:
+        for request, elements, target, buffer in pending:
             if buffer is not None:
-                _copy(buffer, each.elements, target)
-            planner.commit_tensor(each.request, target)
+                _copy(buffer, elements, target)
+            planner.commit_tensor(request, target)
         pending.clear()
 
     for each in wanted:
         target = _target(each, planner)
         buffer = None
-        if not _straight(each.elements, target) or (target.device.type != "cpu" and each.nbytes < DIRECT_FROM):
-            if to_copy + each.nbytes > _COPIED:
+        nbytes = each.elements.nbytes
+        if not _straight(each.elements, target) or (target.device.type != "cpu" and nbytes < DIRECT_FROM):
+            if to_copy + nbytes > _COPIED:
                 end()
                 to_copy = 0
-            to_copy += each.nbytes
-            buffer = torch.empty(each.nbytes, dtype=torch.uint8, device="cpu")
-        pending.append((each, target, buffer))
+            to_copy += nbytes
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        pending.append((*each, target, buffer))
     end()
 
 
@@ -314,16 +305,16 @@ def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
 def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
     """Copy parts from a chunk of the file, which begins at byte ``begin``, into their target tensors."""
     targets = [_target(each, planner) for each in wanted]
-    straight = []
+    places = []
     addresses = []
-    for each, target in zip(wanted, targets, strict=True):
-        if target.device.type == "cpu" and _straight(each.elements, target):
-            straight.append(each)
+    for (_, elements), target in zip(wanted, targets, strict=True):
+        if target.device.type == "cpu" and _straight(elements, target):
+            places.append((elements.offset, elements.nbytes))
             addresses.append(target.data_ptr())
         else:
-            buffer = chunk[each.offset - begin :][: each.nbytes].clone()  # its address is aligned for any dtype
-            _copy(buffer, each.elements, target)
-    scatter(addresses, [(each.offset, each.nbytes) for each in straight], chunk, begin)
+            buffer = chunk[elements.offset - begin :][: elements.nbytes].clone()  # its address is aligned for any dtype
+            _copy(buffer, elements, target)
+    scatter(addresses, places, chunk, begin)
     for each, target in zip(wanted, targets, strict=True):
         planner.commit_tensor(each.request, target)
 
