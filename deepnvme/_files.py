@@ -1,5 +1,5 @@
-"""Errors that name their file, names flushed to stable storage, and reading small files that are not trusted: an unpacked archive
-can contain links, devices and FIFOs too.
+"""Errors that name their file, files replaced as a whole, names flushed to stable storage, and reading small files that are not
+trusted: an unpacked archive can contain links, devices and FIFOs too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,23 @@ def naming_file(path: str | os.PathLike[str], instead: bool = False) -> Iterator
             error.filename = os.fspath(path)
             if error.filename2 is not None:
                 del error.filename2  # None would be printed as a second name
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], new: str | os.PathLike[str]) -> Iterator[None]:
+    """Replace a file atomically by a new one, which is written in this block. If that fails, the new one is removed.
+
+    Args:
+        path: The file to replace; it may not exist.
+        new: The new file, on the same file system.
+    """
+    try:
+        yield
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
         raise
 
 

@@ -19,7 +19,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepnvme._files import naming_file, read_regular, sync_directory
+from deepnvme._files import naming_file, read_regular, replacing, sync_directory
 
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
@@ -269,17 +269,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
-    with naming_file(path, instead=True):
-        try:
-            with open(new, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(new, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(new)
-            raise
+    with naming_file(path, instead=True), replacing(path, new), open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     try:
         sync_directory(path.parent)  # makes the new name durable
     except OSError as error:

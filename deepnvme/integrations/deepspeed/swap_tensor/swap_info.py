@@ -7,7 +7,6 @@ small to be swapped, and the list of states would be lost with the process.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
+from deepnvme._files import replacing
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, check_pickle, records_of
 from deepnvme.memory.alignment import padded
@@ -44,13 +44,8 @@ class SavedStates:
         kept = {name: value for name, value in self.kept.items() if isinstance(value, torch.Tensor | int | float | str | None)}
         swapped = {name: (list(shape), stride, str(dtype).split(".")[1]) for name, (shape, stride, dtype) in self.swapped.items()}
         beside = f"{path}.{os.getpid()}"
-        try:
+        with replacing(path, beside):
             torch.save({"kept": kept, "swapped": swapped, "order": self.order}, beside)
-            os.replace(beside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            raise
 
     @classmethod
     def load(cls, path: str) -> SavedStates | None:
