@@ -13,14 +13,15 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from deepnvme._files import naming_file, read_regular, replacing, sync_directory
 
+Parsed = TypeVar("Parsed")
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
@@ -119,13 +120,7 @@ def load(directory: Path) -> StoreManifest | None:
         CorruptManifest: If it is damaged.
         OSError: From reading.
     """
-    path = directory / MANIFEST_NAME
-    try:
-        return _manifest(second_line(_KIND, read_regular(path, _LARGEST)))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(path, str(error)) from error
+    return _loaded(directory / MANIFEST_NAME, _LARGEST, lambda data: _manifest(second_line(_KIND, data)))
 
 
 def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
@@ -169,17 +164,7 @@ def membership(directory: Path) -> StoreMembership | None:
         CorruptManifest: If it is damaged.
         OSError: From reading.
     """
-    path = directory / MEMBERSHIP_NAME
-    try:
-        fields = _parsed(read_regular(path, _LONGEST_LINE))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(path, str(error)) from error
-    try:
-        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise CorruptManifest(path, f"{type(error).__name__}: {error}") from error
+    return _loaded(directory / MEMBERSHIP_NAME, _LONGEST_LINE, _membership)
 
 
 def remove(directory: Path) -> None:
@@ -188,6 +173,25 @@ def remove(directory: Path) -> None:
         for path in (directory / name, directory / (name + ".new")):
             with contextlib.suppress(FileNotFoundError), naming_file(directory / name, instead=True):
                 os.unlink(path)
+
+
+def _loaded(path: Path, most: int, parse: Callable[[bytes], Parsed]) -> Parsed | None:
+    """Return what ``parse`` makes of a file of at most ``most`` bytes; None if there is no file. Raises CorruptManifest."""
+    try:
+        return parse(read_regular(path, most))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(path, str(error)) from error
+
+
+def _membership(data: bytes) -> StoreMembership:
+    """Parse a membership. Raises ValueError or RecursionError."""
+    fields = _parsed(data)
+    try:
+        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _manifest(text: str) -> StoreManifest:
