@@ -265,13 +265,10 @@ class BufferPool:
     def _pin(self, nbytes: int) -> Any:
         """Pin new memory. If the system has none left, free chunks are unpinned first."""
         try:
-            return load_async_io().empty_pinned(nbytes)
-        except MemoryError:
+            return pinned(nbytes)
+        except OutOfBuffers:
             self.trim()
-        try:
-            return load_async_io().empty_pinned(nbytes)
-        except MemoryError as error:
-            raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+        return pinned(nbytes)
 
     def _settle(self) -> None:
         """Poll the futures that leases are released after. Raises RuntimeError in a forked child.
@@ -371,6 +368,14 @@ class BufferPool:
             f"{circumstances}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
             "or release leases and drop the tensors over them"
         )
+
+
+def pinned(nbytes: int) -> Any:
+    """Pin new memory. Raises OutOfBuffers if the system has not so much."""
+    try:
+        return load_async_io().empty_pinned(nbytes)
+    except MemoryError as error:
+        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
 
 
 def _natural(value: int, name: str) -> int:

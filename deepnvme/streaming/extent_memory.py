@@ -13,8 +13,7 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.pool import OutOfBuffers
-from deepnvme.ops import load_async_io
+from deepnvme.memory.pool import OutOfBuffers, pinned
 from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_memory import OwnMemory
 
@@ -94,10 +93,10 @@ class PinnedSlots(Slots):
         index, place = self._gap(size)
         if place + size <= self.limit:
             if self._memory is None:
-                self._memory = _pinned(self.limit)
+                self._memory = pinned(self.limit)
             memory = memoryview(self._memory)[place : place + nbytes]
         elif sum(taken.size for taken in self._taken) + size <= limit:
-            memory = memoryview(_pinned(size))[:nbytes]
+            memory = memoryview(pinned(size))[:nbytes]
             index, place = 0, -size
         else:
             return None
@@ -151,11 +150,3 @@ class PinnedSlot:
     def release(self) -> None:
         """Give the memory back, as soon as no tensor over it is left. Never blocks."""
         del self._buffer
-
-
-def _pinned(nbytes: int) -> Any:
-    """Pin new memory. Raises OutOfBuffers if the system has not so much."""
-    try:
-        return load_async_io().empty_pinned(nbytes)
-    except MemoryError as error:
-        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
