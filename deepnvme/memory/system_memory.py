@@ -11,8 +11,6 @@ MEMINFO = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")
 PROCESS = Path("/proc/self")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-"""Matches the octal escapes that mountinfo uses for blanks and backslashes."""
 
 
 def available_memory() -> int:
@@ -32,15 +30,15 @@ def available_memory() -> int:
 def _memory_groups(process: Path) -> Iterator[Path]:
     """Yield the directories of the control groups that limit the process's memory: its own first, then the enclosing ones."""
     memberships: dict[str, str] = {}
-    for line in _lines(process / "cgroup"):
+    for line in lines_of(process / "cgroup"):
         _, controllers, name = line.split(":", 2)
         memberships[controllers] = name  # version 2 of control groups lists no controllers
-    mounts = _lines(process / "mountinfo")
+    mounts = lines_of(process / "mountinfo")
     if not mounts:  # /proc is missing; in a container, the process's own group is mounted at the usual path
         yield from (CONTROL_GROUPS, CONTROL_GROUPS / "memory")
     for line in mounts:
         before, _, after = line.partition(" - ")
-        root, mount_point = (_ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), field) for field in before.split()[3:5])
+        root, mount_point = map(unescaped, before.split()[3:5])
         filesystem, _, options = after.split(maxsplit=2)
         if filesystem == "cgroup2":
             group = memberships.get("")
@@ -63,20 +61,25 @@ def _left_in(group: Path) -> int | None:
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     ):
-        limit = "".join(_lines(group / limit_name))
+        limit = "".join(lines_of(group / limit_name))
         if limit.isdigit():  # not "max"
-            usage = int("".join(_lines(group / usage_name)) or 0)
-            statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
+            usage = int("".join(lines_of(group / usage_name)) or 0)
+            statistics = dict(line.split(maxsplit=1) for line in lines_of(group / "memory.stat"))
             return max(0, int(limit) - usage + sum(int(statistics.get(name, 0)) for name in cached_names))
     return None
 
 
-def _lines(file: Path) -> list[str]:
-    """Return the file's lines, or none if it cannot be read."""
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of a file of the kernel's, or none if it cannot be read."""
     try:
         return file.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []  # the system has no such file, or has the other version of control groups
+
+
+def unescaped(field: str) -> str:
+    """Decode the octal escapes that mountinfo uses for blanks and backslashes, such as ``\\040`` for a space."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), field)
 
 
 def meminfo(field: str) -> int:
@@ -86,10 +89,10 @@ def meminfo(field: str) -> int:
     so free memory and cached files are returned for it. Without /sys too, MemAvailable is the free memory, and all other fields
     but MemTotal are 0.
     """
-    if lines := _lines(MEMINFO):
+    if lines := lines_of(MEMINFO):
         return _sum(field, lines)
     # Each line begins with "Node 0", say, and goes on as in /proc/meminfo.
-    if lines := [line.split(maxsplit=2)[2] for file in NODES.glob("node*/meminfo") for line in _lines(file)]:
+    if lines := [line.split(maxsplit=2)[2] for file in NODES.glob("node*/meminfo") for line in lines_of(file)]:
         parts = ("MemFree", "Active(file)", "Inactive(file)") if field == "MemAvailable" else (field,)
         return sum(_sum(part, lines) for part in parts)
     name = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}.get(field)

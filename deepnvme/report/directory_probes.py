@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import mmap
 import os
-import re
 import shlex
 import shutil
 import struct
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme.memory.alignment import PAGE
+from deepnvme.memory.system_memory import lines_of, unescaped
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
 
@@ -112,17 +112,13 @@ def mount_of(directory: Path) -> Mount | None:
     """Return the mount that a directory is on; None if /proc/self/mountinfo cannot be read or does not list it."""
     path = str(directory.resolve())
     found = None
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in lines_of(Path("/proc/self/mountinfo")):
         left, _, right = line.partition(" - ")
-        point = _unescape(left.split()[4])
+        point = unescaped(left.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (found is None or len(point) >= len(found.point)):  # of equal mount points the last covers the others
             filesystem, source, _ = right.split(" ", 2)
-            found = Mount(point, filesystem, _unescape(source), left.split()[5])
+            found = Mount(point, filesystem, unescaped(source), left.split()[5])
     return found
 
 
@@ -292,11 +288,6 @@ def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
         problem = f"the drive would do, but {gds.problems()[0]}"
     possible, text = not problem, "not possible" if problem else "possible"
     return Fact.checked("GPU-direct storage", possible, text, problem, "gpu_direct_storage", good="OKAY", bad="NO")
-
-
-def _unescape(text: str) -> str:
-    """Decode the octal escapes of /proc/self/mountinfo, such as ``\\040`` for a space."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _name(error: OSError) -> str:
