@@ -104,14 +104,10 @@ def show_result(text: str, document: dict[str, Any], json_path: str | None) -> N
     Raises:
         OSError: If it cannot be written; names the file.
     """
-    if json_path != "-":
-        emit(text)
-    if json_path is not None:
-        as_json = json.dumps(document, indent=2)
-        if json_path == "-":
-            emit(as_json)
-        else:
-            write_out(as_json, json_path)
+    as_json = json.dumps(document, indent=2)
+    emit(as_json if json_path == "-" else text)
+    if json_path is not None and json_path != "-":
+        write_out(as_json, json_path)
 
 
 def write_out(text: str, path: str) -> None:
