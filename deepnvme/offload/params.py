@@ -48,8 +48,7 @@ class ParamSlice:
         if gradient is None or self.whole:
             return None if gradient is None else self.of(gradient)
         self.check_gradient()
-        local = local_of(gradient)
-        return self.of(local if local.is_contiguous() else local.contiguous())
+        return self.of(local_of(gradient).contiguous())
 
     def check_gradient(self) -> None:
         """Raise TypeError if the gradient is not strided (sparse, for example) and would have to be cut."""
