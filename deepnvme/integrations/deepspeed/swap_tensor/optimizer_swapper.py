@@ -320,10 +320,9 @@ class OptimizerSwapper(SwapSizes):
             OSError: From an earlier write.
             OutOfBuffers: If there is not enough memory for new states.
         """
-        info = self._swapped_in(parameter)
-        if info is not None:
+        if self._swapped_in(parameter) is not None:
             with self._timers.measure(self.SWAP_OUT_TIMER):
-                self._swap_out(info, write_opt_state=True, write_gradients=False)
+                self.writeback_optimizer_state_and_gradients(parameter, write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -345,8 +344,12 @@ class OptimizerSwapper(SwapSizes):
             OutOfBuffers: If there is not enough memory for new states.
         """
         info = self._swapped_in(parameter)
-        if info is not None:
-            self._swap_out(info, write_opt_state, write_gradients)
+        if info is None:
+            return
+        if write_opt_state:  # states that the optimizer has created are swapped, too
+            state = self._state(info)
+            info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
+        info.swap_out(write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its states out of memory without writing. Called by DeepSpeed's ``_release_swap_buffers``.
@@ -419,13 +422,6 @@ class OptimizerSwapper(SwapSizes):
         if info is not None and not info.active:
             raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
         return info
-
-    def _swap_out(self, info: OptimizerStateSwapInfo, write_opt_state: bool, write_gradients: bool) -> None:
-        """Take a sub-group out of memory. With ``write_opt_state``, states that the optimizer has created are swapped first."""
-        if write_opt_state:
-            state = self._state(info)
-            info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
-        info.swap_out(write_opt_state, write_gradients)
 
     def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
         """Return the optimizer's states of a sub-group's parameter, by name; none before its first step."""
