@@ -41,7 +41,7 @@ def replacing(path: str | os.PathLike[str], new: str | os.PathLike[str]) -> Iter
     """
     try:
         yield
-        os.replace(new, path)
+        os.rename(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(new)
