@@ -6,12 +6,10 @@ import contextlib
 import ctypes
 import mmap
 import os
-from typing import TYPE_CHECKING
+
+import torch
 
 from .alignment import ALIGNMENT
-
-if TYPE_CHECKING:
-    import torch
 
 _HUGE_FROM = 4 << 20  # bytes: memory this long can use huge pages, whatever its address
 
@@ -34,8 +32,6 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     Args:
         nbytes: Bytes. Must already be a multiple of ALIGNMENT.
     """
-    import torch
-
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
         if nbytes < _HUGE_FROM:
             memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
@@ -53,8 +49,6 @@ def huge_pages(nbytes: int, skipped: int = 0) -> torch.Tensor:
         nbytes: Bytes of the tensor.
         skipped: Bytes from a page boundary to the start of the tensor and of its storage.
     """
-    import torch
-
     pages = mmap.mmap(-1, skipped + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # Python does not know of huge pages, or the kernel has none
         pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
@@ -81,8 +75,6 @@ def reserve_addresses(nbytes: int) -> torch.Tensor:
     The interpreter's mmap object owns the mapping from the start, and no Python code runs when it is unmapped. So there is no
     moment at which Ctrl-C could leave it mapped.
     """
-    import torch
-
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme.ops import load_async_io
-
-if TYPE_CHECKING:
-    from array import array
-
-    import torch
 
 
 def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> memoryview:
@@ -63,8 +60,6 @@ def check_storable(name: str, tensor: object) -> None:
     Raises:
         TypeError: If it is no tensor, or is sparse, quantized, on the meta device, or a subclass that wraps other tensors.
     """
-    import torch
-
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"'{name}' must be a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -82,8 +77,6 @@ def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor
     Raises like :func:`check_storable`. All properties of one tensor are read together: reading one property of all tensors,
     then the next, took 2.7 times as long for ten thousand tensors, which do not stay in the CPU's cache in between.
     """
-    import torch
-
     usual, strided = (torch.Tensor, torch.nn.Parameter), torch.strided
     dense, addresses = [], []
     for name, tensor in tensors.items():
@@ -104,8 +97,6 @@ def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor
 
 def flat_bytes(source: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
     """Return a one-dimensional view of the bytes of a contiguous tensor or of a storage."""
-    import torch
-
     if isinstance(source, torch.Tensor):
         return source.detach().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
@@ -125,8 +116,6 @@ def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> to
         ValueError: If ``out`` is not contiguous, has another number of bytes, or starts at an offset into its storage that is not
             a multiple of the dtype's size.
     """
-    import torch
-
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a tensor, got {type(out).__name__}")
     nbytes = math.prod(shape) * dtype.itemsize
@@ -147,8 +136,6 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: If this version of torch has no such dtype.
     """
-    import torch
-
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no dtype '{name}'")

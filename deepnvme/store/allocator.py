@@ -7,17 +7,15 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.tensor_bytes import flat_bytes
 
 from .data_file import DataFile
 from .extents import ExtentMap
-
-if TYPE_CHECKING:
-    import torch
-
 
 _RUN = 4 << 20
 """Bytes of small tensors that are laid side by side in one directory before the next directory is chosen."""

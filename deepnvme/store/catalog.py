@@ -7,7 +7,9 @@ import errno
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import checksums, dtype_named
@@ -16,9 +18,6 @@ from .allocator import Parts, StoreAllocator, TensorPart
 from .data_file import DataFile
 from .futures import Failure, Operation
 from .manifest import MANIFEST_NAME, CorruptManifest, StoredTensor
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Catalog:

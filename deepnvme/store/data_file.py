@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme._files import naming_file
 from deepnvme._preallocation import free_bytes, preallocate
@@ -21,10 +22,6 @@ from deepnvme.memory.host import map_over, reserve_addresses
 
 from .directory_lock import StoreLocked, close_in_children, lock, locked_error, refers_to, unlock_and_close
 from .futures import check_not_owned
-
-if TYPE_CHECKING:
-    import torch
-
 
 DATA_NAME = "deepnvme-store.data"
 """Name of the data file in a store's directory."""
@@ -149,8 +146,6 @@ def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.
     Raises:
         OSError: If a file cannot be mapped, or is too short (EBADMSG).
     """
-    import torch
-
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = reserve_addresses(nbytes)  # the whole range first, so that the parts can lie side by side in it

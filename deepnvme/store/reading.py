@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme._shortened_lists import listed
 from deepnvme.engine import Engine, File, without_python
@@ -16,9 +17,6 @@ from deepnvme.transfer.scatter import runs
 from .allocator import split_tensor
 from .catalog import CatalogEntry, CorruptTensor, TensorVersion
 from .futures import Operation
-
-if TYPE_CHECKING:
-    import torch
 
 _RUN = 16 << 20
 """Most bytes of a buffer that several tensors are read into. The buffer lives for as long as any of them."""
@@ -126,6 +124,4 @@ class SharedBuffer:
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    import torch
-
     return torch.empty(shape, device="meta").stride()

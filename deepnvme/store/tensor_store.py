@@ -7,7 +7,9 @@ import io
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -22,9 +24,6 @@ from .volumes import Directory, Volumes, directory_weights
 from .writing import Writing
 
 __all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
-
-if TYPE_CHECKING:
-    import torch
 
 Result = TypeVar("Result")
 

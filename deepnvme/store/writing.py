@@ -8,7 +8,9 @@ import operator
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import ALIGNMENT
@@ -19,9 +21,6 @@ from deepnvme.transfer.scatter import runs
 
 from .allocator import Parts, TensorPart, split_tensor
 from .futures import Operation
-
-if TYPE_CHECKING:
-    import torch
 
 _zero_page = ctypes.create_string_buffer(ALIGNMENT)
 _ZEROS = ctypes.addressof(_zero_page)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+
+import torch
 
 from deepnvme.engine import Future
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, Lease
-
-if TYPE_CHECKING:
-    import torch
 
 DIRECT_FROM = 512 << 10
 """Bytes from which a piece of memory is worth a transfer of its own. Smaller pieces are copied together with their neighbours."""

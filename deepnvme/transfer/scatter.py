@@ -5,16 +5,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from deepnvme.engine import Future
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many
 
 from .gather import CHUNK, Chunk, ChunkRing
-
-if TYPE_CHECKING:
-    import torch
 
 Each = TypeVar("Each")
 
