@@ -19,12 +19,8 @@ def available_memory() -> int:
     This is the least of what the machine and each of the process's control groups have left. Memory that the kernel reclaims when
     it is needed, such as cached file pages, counts as available.
     """
-    left = [meminfo("MemAvailable")]
-    for group in _memory_groups(PROCESS):
-        left_in_group = _left_in(group)
-        if left_in_group is not None:
-            left.append(left_in_group)
-    return min(left)
+    limited = [left for left in map(_left_in, _memory_groups(PROCESS)) if left is not None]
+    return min([meminfo("MemAvailable"), *limited])
 
 
 def _memory_groups(process: Path) -> Iterator[Path]:
