@@ -86,8 +86,8 @@ class Volumes:
         self.left = False
         try:
             known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
+            # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
-            """The tensors in the manifest that was found."""
             self._identity = uuid.uuid4().hex if known is None else known.store
             if persist and known is None:
                 first = str(self._owners[0].directory)
