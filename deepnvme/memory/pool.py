@@ -61,7 +61,6 @@ class _Lingering:
 
     def exception(self, timeout: float | None = None) -> None:
         """Return None; it has no errors."""
-        return None
 
 
 class _Waiter:
