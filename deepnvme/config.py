@@ -33,7 +33,7 @@ class AioConfig(BaseModel):
     queue_depth: int = Field(default=8, ge=1, le=4096)
     """Most blocks under way at a time, for each worker."""
     intra_op_parallelism: int = Field(default=1, ge=1, le=256, validation_alias=AliasChoices(*_WORKERS))
-    """Number of workers, each with its own queue."""
+    """Number of workers for each drive."""
     single_submit: bool = False
     """Make one system call for each block."""
     overlap_events: bool = True

@@ -56,11 +56,11 @@ class Future(Protocol):
         """Wait like :meth:`result`, and return the error it ended with, or None."""
 
     def cancel(self) -> bool:
-        """Have it end as soon as may be, with OSError (ECANCELED). Never blocks.
+        """Cancel the transfer: it ends with OSError (ECANCELED), as soon as may be. Never blocks.
 
         Best effort: what has not begun never does, but a drive or file system mostly finishes what it has begun, and one that
         hangs keeps it. The tensor must still not be touched until :meth:`done`, and holds, as the file does, any part of the
-        bytes.
+        bytes, perhaps all. A CUDA transfer that waits for its stream ends when the stream comes to it.
 
         Returns:
             False if it had ended already.
@@ -117,7 +117,8 @@ class Stats:
     backend: str
     """Name of the backend in use."""
     requests: int
-    """Reads, writes and fsyncs that have ended. Of a call for many transfers, one for each file and 4096 tensors of it."""
+    """Reads, writes and fsyncs that have ended. Of a call for many transfers, one for each file in each batch of
+    tensors."""
     failed_requests: int
     """Requests that ended with an error."""
     bytes_read: int
@@ -159,8 +160,8 @@ class Engine:
     ...     engine.read(tensor, "/mnt/nvme/tensor").result()
 
     Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with ``whole_pages``,
-    at most 32 MiB per worker and 64 MiB in all, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per
-    worker. Reads use 8 MiB of it. For tensors on devices the same, but with 16 MiB per worker.
+    at most 32 MiB per worker and 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest
+    sector) per worker. Reads use 8 MiB of it. For tensors on devices the same, but with 16 MiB per worker.
 
     The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make its
     own engine: in it, every method of this one raises RuntimeError.
@@ -274,8 +275,8 @@ class Engine:
     ) -> Future:
         """Start reading several ranges of one file or of several, each into its own tensor; return when all are submitted.
 
-        One request for each file (and each 4096 tensors of it) goes to the workers, without holding the GIL. Reads may complete
-        in any order. Ranges that follow one another both in the file and in memory are read together.
+        The workers get one request for each file in each batch of 256 to 4096 tensors, without holding the GIL. Reads may
+        complete in any order. Ranges that follow one another both in the file and in memory are read together.
 
         Args:
             tensors: Contiguous CPU or CUDA tensors, any dtype. Kept alive, and not to be touched, until the future is done.
@@ -403,15 +404,15 @@ class Engine:
         return Stats(**self._native.stats())
 
     def cancel(self) -> int:
-        """Cancel all transfers under way, as :meth:`Future.cancel` does, and return how many there were. Never blocks."""
+        """Cancel all futures that are not done, as :meth:`Future.cancel` does, and return how many. Never blocks."""
         return self._native.cancel()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all transfers under way, then stop the workers. Idempotent.
 
         Leaving a ``with`` block, dropping the last reference, and the interpreter's exit do the same. Errors of transfers are
-        raised by their futures only. Ctrl-C interrupts the waiting, and leaves the engine open. At the interpreter's exit, a
-        message says after 3 s what is waited for, and Ctrl-C then ends the process without it.
+        raised by their futures only. Ctrl-C interrupts the waiting of this method, and leaves the engine open. At the
+        interpreter's exit, a message says after 3 s what is waited for, and Ctrl-C then ends the process without it.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes, which on a file system that hangs may be for ever.

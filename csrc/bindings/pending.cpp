@@ -102,13 +102,22 @@ bool Pending::cancel() {
 
 std::string Pending::describe_unfinished() {
     Request* unended = unfinished();
+    py::gil_scoped_release release;  // if it ends meanwhile, its file is closed here
     return unended ? Engine::describe(*unended) : "";
 }
 
+Pending::~Pending() {
+    if (submitted() && memory_lost()) owner.release();
+}
+
 void Pending::let_go() {
-    const auto lost = [](const Part& part) { return part.request->memory_lost(); };
-    if (many ? std::any_of(many->parts.begin(), many->parts.end(), lost) : request->memory_lost()) owner.release();
+    if (memory_lost()) owner.release();
     else owner = py::none();
+}
+
+bool Pending::memory_lost() const {
+    const auto lost = [](const Part& part) { return part.request->memory_lost(); };
+    return many ? std::any_of(many->parts.begin(), many->parts.end(), lost) : request->memory_lost();
 }
 
 void Pending::check() const {

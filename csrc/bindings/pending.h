@@ -30,10 +30,17 @@ struct ManyParts {
 
 // Requests together with what has to outlive them. All methods are called with the GIL held.
 struct Pending {
+    explicit Pending(py::object owner, std::string path = {}, bool validate = false)
+        : owner(std::move(owner)), path(std::move(path)), validate(validate) {}
+    ~Pending();
+    Pending(const Pending&) = delete;
+    Pending& operator=(const Pending&) = delete;
+
+    std::shared_ptr<Engine> engine;    // of the requests
     std::shared_ptr<Request> request;  // null for many transfers, and while it is being submitted
-    py::object owner;       // of the memory; let go when every request has ended, or after validation
-    std::string path;       // of a transfer by path, for validation
-    bool validate = false;  // compare tensor and file afterwards
+    py::object owner;                  // of the memory; let go when every request has ended, or after validation
+    std::string path;                  // of a transfer by path, for validation
+    bool validate;                     // compare tensor and file afterwards
     std::unique_ptr<ManyParts> many;   // null for one transfer, and while they are being submitted
 
     bool submitted() const noexcept { return request || many; }
@@ -58,6 +65,7 @@ struct Pending {
 
 private:
     Request* unfinished();
+    bool memory_lost() const;
 };
 
 }  // namespace deepnvme::bindings

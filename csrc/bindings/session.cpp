@@ -16,12 +16,22 @@ namespace {
 // False for one that another thread is just submitting.
 bool has_ended(Pending& pending) { return pending.submitted() && pending.done(); }
 
+constexpr auto kLookForSignals = std::chrono::milliseconds(50);
 constexpr auto kPatienceAtExit = std::chrono::seconds(3);  // until somebody would wonder
 
 // Engines to be drained before the interpreter takes their tensors away.
 std::set<Session*>& live_sessions() {
     static auto* sessions = new std::set<Session*>;
     return *sessions;
+}
+
+// Where there is no stderr any more, nobody would read it: the waiting goes on.
+void warn_at_exit(const std::string& message) {
+    try {
+        py::module_::import("sys").attr("stderr").attr("write")(message);
+    } catch (py::error_already_set& error) {
+        if (error.matches(PyExc_KeyboardInterrupt)) throw;
+    }
 }
 
 void register_exit_hook() {
@@ -93,13 +103,13 @@ Session::~Session() {
     // The child of a fork has the parent's locks in whatever state they were in, and none of its threads: nothing here can be
     // waited for or taken down. Nor where that was given up: engine, requests and their tensors stay as long as the process.
     for (auto& pending : pending_) new std::shared_ptr<Pending>(std::move(pending));
-    [[maybe_unused]] Engine* left_alone = engine_.release();
+    new std::shared_ptr<Engine>(std::move(engine_));
 }
 
 // Remembers what the request needs before it begins: nothing that fails can come between the two.
 template <typename Submit>
-std::shared_ptr<Pending> Session::remember(Pending needs, Submit submit) {
-    auto pending = std::make_shared<Pending>(std::move(needs));
+std::shared_ptr<Pending> Session::remember(std::shared_ptr<Pending> pending, Submit submit) {
+    pending->engine = engine_;
     pending_.push_back(pending);
     try {
         std::shared_ptr<Request> request;
@@ -121,7 +131,7 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
     const SharedFile place = target_of(target);
-    return remember({nullptr, memory.owner, place.path, validate, nullptr}, [&] {
+    return remember(std::make_shared<Pending>(memory.owner, place.path, validate), [&] {
         const auto& [file, path, by_path] = place;
         if (direction == Direction::read)
             return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
@@ -134,14 +144,14 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
 std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, Direction::write);
-    return remember({nullptr, memory.owner, "", false, nullptr},
+    return remember(std::make_shared<Pending>(memory.owner),
                     [&] { return engine_->write(memory.data, memory.nbytes, fd, offset, memory.device); });
 }
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
     const SharedFile place = target_of(target);
-    return remember({nullptr, py::none(), "", false, nullptr},
+    return remember(std::make_shared<Pending>(py::none()),
                     [&] { return place.file ? engine_->sync(place.file) : engine_->sync(place.path); });
 }
 
@@ -149,8 +159,8 @@ std::shared_ptr<Pending> Session::sync(py::handle target) {
 template <typename Transfers>
 std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
     auto many = std::make_unique<ManyParts>();
-    auto pending = std::make_shared<Pending>();
-    pending->owner = transfers.owner();
+    auto pending = std::make_shared<Pending>(transfers.owner());
+    pending->engine = engine_;
     pending_.push_back(pending);
     std::exception_ptr error;
     try {
@@ -189,6 +199,7 @@ void Session::forget_ended(std::uint64_t ended_so_far) {
     }
     if (ended_so_far > looked_at_all_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
         looked_at_all_ = ended_so_far;
+        ended.reserve(ended.size() + pending_.size());  // nothing may be thrown while they are sorted out
         std::erase_if(pending_, [&](std::shared_ptr<Pending>& pending) {
             return has_ended(*pending) && (ended.push_back(std::move(pending)), true);
         });
@@ -215,11 +226,21 @@ bool Session::close(std::optional<std::chrono::nanoseconds> timeout) {
         if (!each->submitted()) continue;
         if (!each->wait_for(timeout ? std::optional(*timeout - (Clock::now() - begin)) : std::nullopt)) return false;
     }
+    // What other threads are just submitting, too. They may drop this session while it waits without the GIL.
+    const auto engine = engine_;
+    for (bool idle = false; !idle;) {
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        std::chrono::nanoseconds slice = kLookForSignals;
+        if (timeout) slice = std::min<std::chrono::nanoseconds>(slice, *timeout - (Clock::now() - begin));
+        py::gil_scoped_release release;
+        idle = engine->wait_until_idle(std::max(slice, std::chrono::nanoseconds(0)));
+        if (!idle && timeout && Clock::now() - begin >= *timeout) return false;
+    }
     {
         py::gil_scoped_release release;
-        engine_->close();
+        engine->close();
     }
-    forget_ended();
+    if (live_sessions().contains(this)) forget_ended();
     return true;
 }
 
@@ -227,8 +248,7 @@ void Session::close_at_exit() {
     if (!engine_->usable_here()) return;
     try {
         if (close(kPatienceAtExit)) return;
-        const std::string message = "deepnvme: waiting at exit for " + describe_pending() + "; Ctrl-C ends the process without waiting\n";
-        py::module_::import("sys").attr("stderr").attr("write")(message);
+        warn_at_exit("deepnvme: waiting at exit for " + describe_pending() + "; Ctrl-C ends the process without waiting\n");
         close(std::nullopt);
     } catch (py::error_already_set& error) {
         if (!error.matches(PyExc_KeyboardInterrupt)) throw;
@@ -239,7 +259,8 @@ void Session::close_at_exit() {
 std::string Session::describe_pending() const {
     std::size_t count = 0;
     std::string oldest;
-    for (const auto& pending : pending_) {
+    const std::vector<std::shared_ptr<Pending>> all(pending_.begin(), pending_.end());
+    for (const auto& pending : all) {
         if (!pending->submitted() || pending->done()) continue;
         if (oldest.empty()) oldest = pending->describe_unfinished();
         ++count;

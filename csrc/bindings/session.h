@@ -67,11 +67,11 @@ public:
 private:
     void check_process() const;
     template <typename Submit>
-    std::shared_ptr<Pending> remember(Pending pending, Submit submit);
+    std::shared_ptr<Pending> remember(std::shared_ptr<Pending> pending, Submit submit);
     template <typename Transfers>
     std::shared_ptr<Pending> start_many(Transfers transfers);
 
-    std::unique_ptr<Engine> engine_;
+    std::shared_ptr<Engine> engine_;  // futures have it as well: a request may end in the midst of its cancel()
     bool given_up_ = false;  // at exit: nothing is waited for any more
     // Submitted and not known to have ended, oldest first.
     std::deque<std::shared_ptr<Pending>> pending_;

@@ -171,7 +171,8 @@ void File::learn(const Facts& facts) {
     if (facts.type() != S_IFREG && facts.type() != S_IFBLK)
         throw IoError(EINVAL, std::string(verb_of(access_)) + " (neither a regular file nor a block device)", path_);
     block_device_ = facts.type() == S_IFBLK;
-    device_ = ::makedev(facts.raw.stx_dev_major, facts.raw.stx_dev_minor);
+    file_system_ = ::makedev(facts.raw.stx_dev_major, facts.raw.stx_dev_minor);
+    device_ = block_device_ ? ::makedev(facts.raw.stx_rdev_major, facts.raw.stx_rdev_minor) : file_system_;
     inode_ = facts.raw.stx_ino;
     known_size_ = facts.raw.stx_size;
     if (refused_) return;
@@ -206,7 +207,7 @@ Fd File::reopen(bool direct, int from) {
     if (fd || errno != ENOENT) return fd;
     fd = Fd(open_retrying(path_.c_str(), flags));  // no /proc here
     struct stat now;
-    if (fd && (::fstat(fd.get(), &now) != 0 || now.st_ino != inode_ || now.st_dev != device_)) {
+    if (fd && (::fstat(fd.get(), &now) != 0 || now.st_ino != inode_ || now.st_dev != file_system_)) {
         errno = ESTALE;
         return Fd();
     }

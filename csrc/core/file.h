@@ -84,7 +84,7 @@ public:
     // the descriptors are. Null where there is no direct I/O.
     std::shared_ptr<void> attachment(const std::function<std::shared_ptr<void>(int fd)>& make);
 
-    // The file system's device number: fallbacks are warned about once for each.
+    // The device number of the file system, or of the block device that this is.
     std::uint64_t device() const noexcept { return device_; }
 
 private:
@@ -98,6 +98,7 @@ private:
     Access access_;
     bool whole_pages_ = false;
     std::uint64_t device_ = 0;
+    std::uint64_t file_system_ = 0;  // of a block device, the one that its node lies on
     std::uint64_t inode_ = 0;
     bool block_device_ = false;
     std::atomic<std::uint64_t> known_size_{0};

@@ -36,9 +36,9 @@ bool has(const ProcessorMask& mask, int processor) {
 }
 
 // All zeros if the system does not say. The system call itself: glibc's wrapper is for masks of 1024 processors.
-ProcessorMask allowed_mask() {
+ProcessorMask allowed_mask(pid_t thread = 0) {
     ProcessorMask mask{};
-    ::syscall(SYS_sched_getaffinity, 0, sizeof mask, mask.data());
+    ::syscall(SYS_sched_getaffinity, thread, sizeof mask, mask.data());
     return mask;
 }
 
@@ -137,7 +137,7 @@ std::vector<int> processors_near(dev_t device, const std::string& sysfs) {
 }
 
 bool run_on(std::span<const int> processors, pid_t thread) {
-    const ProcessorMask allowed = allowed_mask();
+    const ProcessorMask allowed = allowed_mask(thread);
     ProcessorMask mask{};
     bool any = false;
     for (const int processor : processors) {

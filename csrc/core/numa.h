@@ -19,7 +19,7 @@ std::vector<int> allowed_processors();
 // on different nodes, or if the machine has only one node. `sysfs`: where that file system is mounted.
 std::vector<int> processors_near(dev_t device, const std::string& sysfs = "/sys");
 
-// Let a thread (gettid; 0: this one) run on those of `processors` that this one is allowed. False, and nothing has changed, if there
+// Let a thread (gettid; 0: this one) run on those of `processors` that it is allowed. False, and nothing has changed, if there
 // are none or the system refuses.
 bool run_on(std::span<const int> processors, pid_t thread = 0);
 

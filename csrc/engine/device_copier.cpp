@@ -25,9 +25,13 @@ void DeviceCopier::start(Way way, std::byte* host, CudaDevice device, std::byte*
     CudaStream& stream = way == Way::to_device ? lane.to_device : lane.from_device;
     if (!stream.get()) stream = CudaStream::create();
 
-    CudaEvent event;
+    std::list<Copying> copying(1);  // made before the copy begins
+    CudaEvent& event = copying.front().event;
     {
         std::lock_guard lock(mutex_);
+        // So is the room that it needs when it has ended. What is not taken yet keeps its own.
+        ended_.reserve(ended_.size() + under_way_.size() + 1);
+        spare_.reserve(spare_.size() + under_way_.size() + 1);
         const auto fits = [&](const auto& spare) { return spare.first == device; };
         if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
             event = std::move(found->second);
@@ -40,17 +44,23 @@ void DeviceCopier::start(Way way, std::byte* host, CudaDevice device, std::byte*
     if (way == Way::to_device) driver.check(driver.copy_to_device(address, host, length, stream.get()), "cuMemcpyHtoDAsync");
     else driver.check(driver.copy_from_device(host, address, length, stream.get()), "cuMemcpyDtoHAsync");
     // From here on the copy may be under way, so that nothing may be thrown before somebody has waited for it.
-    const CudaResult recorded = driver.event_record(event.get(), stream.get());
+    Copying& begun = copying.front();
+    begun.device = device;
+    begun.stream = stream.get();
+    begun.recorded = driver.event_record(event.get(), stream.get());
+    begun.tag = tag;
     {
         std::lock_guard lock(mutex_);
-        under_way_.push_back({device, stream.get(), std::move(event), recorded, tag});
+        under_way_.splice(under_way_.end(), copying);
     }
     changed_.notify_all();
 }
 
 std::vector<DeviceCopier::Copied> DeviceCopier::take() {
     std::lock_guard lock(mutex_);
-    return std::exchange(ended_, {});
+    std::vector<Copied> next;
+    next.reserve(under_way_.size());
+    return std::exchange(ended_, std::move(next));
 }
 
 void DeviceCopier::drain() {
@@ -58,7 +68,7 @@ void DeviceCopier::drain() {
     changed_.wait(lock, [this] { return under_way_.empty(); });
 }
 
-void DeviceCopier::serve() {
+void DeviceCopier::serve() noexcept {
     std::unique_lock lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return stopping_ || !under_way_.empty(); });
@@ -83,7 +93,7 @@ std::optional<IoError> DeviceCopier::wait_for(const Copying& copying) {
     std::optional<CudaContextGuard> context;
     try {
         context.emplace(copying.device);
-    } catch (const IoError&) {
+    } catch (const std::exception&) {
         // It is waited for all the same: its memory is used again once this returns.
     }
     try {
@@ -93,6 +103,9 @@ std::optional<IoError> DeviceCopier::wait_for(const Copying& copying) {
     } catch (const IoError& error) {
         driver.stream_synchronize(copying.stream);  // the copy itself may go on
         return error;
+    } catch (const std::bad_alloc&) {
+        driver.stream_synchronize(copying.stream);
+        return IoError::out_of_memory();
     }
 }
 

@@ -3,8 +3,8 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,10 +33,10 @@ public:
     // Waits for the copies under way.
     ~DeviceCopier();
 
-    // Begin a copy, and return. Throws IoError, and then nothing has begun.
+    // Begin a copy, and return. Throws IoError and std::bad_alloc, and then nothing has begun.
     void start(Way way, std::byte* host, CudaDevice device, std::byte* device_memory, std::size_t length, void* tag);
 
-    // Those that have ended since it was last called, in the order they were started.
+    // Those that have ended since it was last called, in the order they were started. Throws std::bad_alloc, and then nothing is taken.
     std::vector<Copied> take();
 
     // Wait until every copy started has ended.
@@ -57,7 +57,7 @@ private:
         void* tag;
     };
 
-    void serve();
+    void serve() noexcept;
     static std::optional<IoError> wait_for(const Copying& copying);
 
     const std::function<void()> wake_;
@@ -65,7 +65,7 @@ private:
 
     std::mutex mutex_;  // guards everything below
     std::condition_variable changed_;
-    std::deque<Copying> under_way_;  // the first of them is being waited for
+    std::list<Copying> under_way_;  // the first of them is being waited for
     std::vector<Copied> ended_;
     std::vector<std::pair<CudaDevice, CudaEvent>> spare_;
     bool stopping_ = false;

@@ -112,6 +112,8 @@ void DeviceFenceWatch::wait_and_pass_on(Request& request, std::unique_ptr<const 
         fence->wait();
     } catch (const IoError& thrown) {
         error = thrown;
+    } catch (const std::bad_alloc&) {
+        error = IoError::out_of_memory();
     }
     fence.reset();
     passed_(request, error);

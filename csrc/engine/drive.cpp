@@ -129,10 +129,13 @@ void Drive::cancel(Request& request) noexcept {
     for (const auto& worker : workers_) worker->cancel_marked();
 }
 
-void Drive::wait_until_idle() {
+bool Drive::wait_until_idle(std::optional<std::chrono::steady_clock::time_point> end) {
     awaited_.store(true);
     std::unique_lock lock(mutex_);
-    idle_.wait(lock, [this] { return ended_.load() == admitted_.load(); });
+    const auto idle = [this] { return ended_.load() == admitted_.load(); };
+    if (end) return idle_.wait_until(lock, *end, idle);
+    idle_.wait(lock, idle);
+    return true;
 }
 
 void Drive::stop() noexcept {

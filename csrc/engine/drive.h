@@ -4,11 +4,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,7 @@ class Drive {
 public:
     // Starts the workers. Throws IoError and std::bad_alloc; then none is left.
     explicit Drive(const DriveOptions& options);
+    ~Drive() { stop(); }
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
@@ -54,8 +57,8 @@ public:
     // Called after each request's end, by the thread that ended it. To be set before the first request.
     void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
 
-    // Wait until every admitted request has ended; `closed` is true already, so that there are no more.
-    void wait_until_idle();
+    // Wait until every admitted request has ended. False if the time came first.
+    bool wait_until_idle(std::optional<std::chrono::steady_clock::time_point> end);
     // End the workers, and free what they used. There are no requests any more. Idempotent; one thread at a time.
     void stop() noexcept;
 

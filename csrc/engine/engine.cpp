@@ -23,7 +23,7 @@ constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
 // overwriting ran at 0.43 of pinned memory with 8 MiB, at 0.66 with 32, at 0.77 with 32 and streaming stores; a fresh file at
 // 0.53, 0.80 and 0.84 (docs/engine.md).
 constexpr std::uint64_t kStagingPerWorker = 32ull << 20;
-constexpr std::uint64_t kStagingInAll = 64ull << 20;
+constexpr std::uint64_t kStagingPerDrive = 64ull << 20;
 // Reads: what stays in the processor's cache between the drive and the copy is faster. With 8 MiB they ran at 1.06 of the rate
 // with 4 (paired, better in 58 of 82 rounds), with 12 and more slower again.
 constexpr std::uint64_t kStagedReadsPerWorker = 8ull << 20;
@@ -50,7 +50,7 @@ EngineOptions checked(EngineOptions options) {
 BlockLimits block_limits(const EngineOptions& options) {
     const auto page = static_cast<std::uint32_t>(::sysconf(_SC_PAGESIZE));
     const auto block = static_cast<std::uint64_t>(options.block_size);
-    const std::uint64_t share = kStagingInAll / static_cast<std::uint64_t>(options.num_threads);
+    const std::uint64_t share = kStagingPerDrive / static_cast<std::uint64_t>(options.num_threads);
     const std::uint64_t slot = std::max<std::uint64_t>(std::bit_floor(std::clamp(block, kSmallestSlot, std::min(kStagingSlot, share))), page);
     return {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(slot), page};
 }
@@ -137,7 +137,7 @@ Engine::~Engine() { close(); }
 void Engine::start(const std::string& name, const BackendFactory& make_backend) {
     IoError::out_of_memory();  // made while there is memory for it
     const auto slots = [&](std::uint64_t per_worker) {
-        const std::uint64_t staging = std::min({per_worker, kStagingInAll / static_cast<std::uint64_t>(options_.num_threads),
+        const std::uint64_t staging = std::min({per_worker, kStagingPerDrive / static_cast<std::uint64_t>(options_.num_threads),
                                                 static_cast<std::uint64_t>(options_.queue_depth * options_.block_size)});
         return std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
     };
@@ -252,7 +252,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     const bool by_device_io = device && device_io_ && holds_a_page(offset, length, limits_.page_size);
     auto device_file = by_device_io ? open_for_device(*file) : nullptr;
     // Extending direct writes are serialised by ext4 and XFS, whatever the queue depth; space reserved first keeps it:
-    // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/design.md). It also tells a full disk before the first byte.
+    // 1.3 -> 3.3 GB/s for a fresh 1 GiB file (docs/engine.md). It also tells a full disk before the first byte.
     if (kind == Request::Kind::write) file->preallocate(begin, length);
 
     Drive& drive = drive_of(*file);
@@ -444,7 +444,7 @@ void Engine::close() {
         std::lock_guard lock(mutex_);  // no drive is being added
         closed_ = true;
     }
-    for (const auto& drive : drives_) drive->wait_until_idle();
+    for (const auto& drive : drives_) drive->wait_until_idle(std::nullopt);
     {
         std::lock_guard lock(mutex_);
         fences.swap(fences_);
@@ -452,6 +452,16 @@ void Engine::close() {
     fences.reset();
     std::lock_guard stopping(stopping_);
     for (const auto& drive : drives_) drive->stop();
+}
+
+bool Engine::wait_until_idle(std::chrono::nanoseconds time) {
+    const auto end = std::chrono::steady_clock::now() + time;
+    std::vector<Drive*> drives;
+    {
+        std::lock_guard lock(mutex_);
+        for (const auto& drive : drives_) drives.push_back(drive.get());
+    }
+    return std::all_of(drives.begin(), drives.end(), [end](Drive* drive) { return drive->wait_until_idle(end); });
 }
 
 Statistics Engine::statistics() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -102,6 +103,8 @@ public:
     // Instead of by st_dev. To be set before the first request.
     void tell_drives_apart_by(DriveOf drive_of) { drive_of_ = std::move(drive_of); }
 
+    // Wait until nothing is under way. False if the time ran out first.
+    bool wait_until_idle(std::chrono::nanoseconds time);
     // Take no more requests, wait for those under way, then end the workers. Idempotent.
     void close();
     bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }

@@ -53,8 +53,8 @@ public:
     }
 
     void give_back() noexcept {
+        given_back_.fetch_add(1);  // first: who counts those without a descriptor must not find one less to wait for and nothing new
         taken_.fetch_sub(1);
-        given_back_.fetch_add(1);
         if (waiters_.load() == 0 || generation_ != process_generation()) return;
         std::lock_guard lock(mutex_);
         changed_.notify_all();

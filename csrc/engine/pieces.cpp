@@ -85,7 +85,9 @@ void Pieces::next_run() noexcept {
         if (run.length == 0) continue;
         // Up to where a block ends in any case: the rest is as well planned afterwards.
         const std::uint64_t most = limits_.blocks.block_size - run.offset % limits_.blocks.block_size;
-        while (run.length < most && next_ < count_) {
+        // Tensors of a device may lie side by side in allocations of their own, which one copy must not span. Rows lie in one tensor.
+        const bool may_merge = !limits_.on_device || record_size_ > 0;
+        while (may_merge && run.length < most && next_ < count_) {
             const Piece piece = (*this)[next_];
             if (piece.memory != run.memory + run.length || piece.offset != run.end()) break;
             run.length += piece.length;

@@ -48,6 +48,8 @@ public:
         if (record_size_ == 0) return listed_[index];
         return {memory_ + index * record_size_, base_ + static_cast<std::uint64_t>(ids_[index]) * record_size_, record_size_};
     }
+    // The blocks it may be cut into, or more. After begin().
+    std::size_t most_blocks() const noexcept { return count_ + bytes_ / limits_.blocks.block_size; }
     std::uint64_t bytes() const noexcept { return bytes_; }  // of all pieces together
     // The one that ends last in the file; of several the first. Only if there is one.
     Piece last() const noexcept { return (*this)[last_]; }

@@ -17,7 +17,7 @@ std::size_t blocks_of(const Plan& plan) {
 }  // namespace
 
 void Queue::push(Request& request) noexcept {
-    const std::size_t blocks = request.pieces_ ? request.pieces_->count() : blocks_of(request.plan_);
+    const std::size_t blocks = request.pieces_ ? request.pieces_->most_blocks() : blocks_of(request.plan_);
     // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
     std::lock_guard lock(mutex_);
     insert_before(nullptr, request);

@@ -148,9 +148,15 @@ std::size_t Worker::submit(std::span<Operation* const> operations) {
 }
 
 void Worker::cancel_blocks() noexcept {
-    cancels_.store(false);
+    cancels_.exchange(false);  // sees the marks that were made before it was set
     for (Slot& slot : slots_)
         if (slot.under_way && slot.request->cancelled()) backend_->cancel(slot);
+    std::erase_if(ready_, [this](Operation* operation) {
+        Slot& slot = static_cast<Slot&>(*operation);
+        if (!slot.request->cancelled()) return false;
+        end_slot(slot);
+        return true;
+    });
 }
 
 void Worker::fill() {
@@ -267,7 +273,14 @@ void Worker::start_copy(Slot& slot, DeviceCopier::Way way) {
 
 // A write's block is on the host now and goes to the drive; a read's is on the device, which is its end.
 void Worker::finish_copies() {
-    for (const auto& [tag, error] : copier_->take()) {
+    std::vector<DeviceCopier::Copied> copied;
+    try {
+        copied = copier_->take();
+    } catch (const std::bad_alloc&) {  // they are there the next time
+        std::this_thread::sleep_for(kPause);
+        return backend_->wake();
+    }
+    for (const auto& [tag, error] : copied) {
         Slot& slot = *static_cast<Slot*>(tag);
         --copying_;
         if (error) fail(block_of(slot), error->error(), {": copy of device memory: ", error->operation()});

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ BLOCK = 4096
 
 def threads() -> int:
     """Threads of all engines of this process: workers, and those of their backends."""
-    return sum(Path(f"/proc/self/task/{task}/comm").read_text() == "deepnvme\n" for task in os.listdir("/proc/self/task"))
+    count = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            count += Path(f"/proc/self/task/{task}/comm").read_text() == "deepnvme\n"
+    return count
 
 
 @pytest.fixture
@@ -64,7 +70,9 @@ def test_a_drive_gets_its_workers_with_its_first_transfer(faulty: Faulty, tmp_pa
             engine.write(page_aligned(b"x" * BLOCK), drive / folder / name).result()
             assert threads() == before + each * (index + 1)
     engine.close()
-    assert threads() == before
+    deadline = time.monotonic() + 20  # a joined thread may be listed for a moment
+    while threads() > before:
+        assert time.monotonic() < deadline
 
 
 def test_the_counts_are_those_of_all_drives(faulty: Faulty, drive: Path) -> None:

@@ -71,7 +71,7 @@ def test_no_thread_that_closes_files_outlives_its_engine(interpreters: Any, driv
             deadline = time.monotonic() + 20  # a joined thread may be listed for a moment
             while len(os.listdir("/proc/self/task")) > before:
                 assert time.monotonic() < deadline
-    """).check()
+    """, timeout=120).check()
 
 
 def test_what_the_page_cache_could_not_write_is_not_called_written(

@@ -179,7 +179,7 @@ def test_a_tensor_lives_until_its_cancelled_transfer_has_ended(faulty_disk: Faul
         alive = weakref.ref(tensor)
         future = engine.write(tensor, faulty_disk / "file")
         del tensor
-        time.sleep(0.05)  # by now it hangs in a system call
+        until(lambda: faulty_disk.counts()["write"] > 0)  # it hangs in a system call
         assert future.cancel()
         gc.collect()
         assert alive() is not None
@@ -242,7 +242,7 @@ def test_an_interpreter_that_waits_at_exit_says_so_and_leaves_on_ctrl_c(interpre
     until(lambda: says.exists() and "Ctrl-C ends the process" in says.read_text())
     assert f"deepnvme: waiting at exit for 1 transfer: write of {BLOCK} bytes at offset 0" in says.read_text()
     os.kill(child, signal.SIGINT)
-    interpreters.wait(child)
+    assert interpreters.wait(child).returncode == 0
 
 
 def test_an_interpreter_whose_transfers_end_soon_says_nothing(interpreters: Any, drive: Path) -> None:

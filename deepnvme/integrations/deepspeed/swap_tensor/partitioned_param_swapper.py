@@ -16,7 +16,7 @@ from deepnvme.memory.pool import Lease, OutOfBuffers, buffer_pool
 
 from .aio_config import AIO_KEYS, AIO_USE_GDS, SwapSizes
 from .environment import describe, rank
-from .swap_buffers import SwapBufferPool, swap_in_tensors
+from .swap_buffers import SwapBufferPool, swap_in_tensors, swap_out_tensors
 
 
 class PartitionedParamStatus(Enum):
@@ -435,8 +435,8 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     def _start_writing(self, params: Sequence[Any]) -> None:
         """Start writing partitions from their buffers. After an exception all are written again by the next wait."""
         try:
-            for param in params:
-                self.aio_write_handle.async_pwrite(self.param_id_to_swap_buffer[param.ds_id], self.get_path(param), 0)
+            buffers = [self.param_id_to_swap_buffer[param.ds_id] for param in params]
+            swap_out_tensors(self.aio_write_handle, buffers, map(self.get_path, params))
         except BaseException:
             self._failed_writing = True
             raise
