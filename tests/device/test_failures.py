@@ -175,7 +175,7 @@ def test_a_copy_that_cannot_be_waited_for_is_over_before_its_memory_serves_again
             futures = [engine.write(tensor, drive / str(index)) for index, tensor in enumerate(tensors)]
         else:
             with driver.using(driver.stream()) as stream:
-                stream.pause(0.1)  # nothing is copied before all submissions have recorded their events
+                stream.pause(0.5)  # nothing is copied before all submissions have recorded their events
                 futures = [engine.write(tensor, drive / str(index)) for index, tensor in enumerate(tensors)]
                 driver.fail(function)
         assert futures[0].exception(WITHIN) is not None

@@ -162,7 +162,7 @@ def test_the_thread_pool_stops_without_beginning_what_is_queued(testing: ModuleT
     assert all(bare.submit(index, -1) for index in range(16))
     wait_for_hanging(bare, 16)
     assert bare.submit(16, file, write=True)  # of zeros
-    releaser = threading.Timer(0.05, bare.release)
+    releaser = threading.Timer(0.5, bare.release)
     releaser.start()
     assert bare.stop()
     releaser.join()

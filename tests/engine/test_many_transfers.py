@@ -480,7 +480,7 @@ def test_a_timeout_is_an_error_and_the_transfers_go_on(held: Any, gate: Any, dri
 def test_ctrl_c_interrupts_the_waiting_and_not_the_transfers(faulty: Faulty, gate: Any, drive: Path, files: int) -> None:
     engine = faulty("threads", gate=gate)
     future = engine.write_many([torch.ones(PAGE, dtype=torch.uint8)] * 20, [drive / str(index % files) for index in range(20)])
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         future.result()
     gate.release()
