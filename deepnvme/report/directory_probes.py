@@ -233,6 +233,7 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
     """Return the smallest of the usual alignments for memory and offset with which a read is accepted."""
 
     def accepted(start: int, offset: int) -> bool:
+        """Return whether a read at this offset works, into memory from ``start`` on."""
         with memory[start : start + offset] as part:
             try:
                 return os.preadv(descriptor, [part], offset % PAGE) > 0

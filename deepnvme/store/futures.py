@@ -305,6 +305,7 @@ class OperationScheduler:
         """
 
         def end(operation: Operation, failures: list[Failure]) -> None:
+            """Finish the operation, and keep it if nobody has seen its error."""
             finish(operation, failures)
             if failures and not operation.seen:
                 self._failed = [*(other for other in self._failed if not other.seen and other is not operation), operation]

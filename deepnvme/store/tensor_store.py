@@ -195,6 +195,7 @@ class TensorStore:
         operation = self._scheduler.operation(self._catalog.end_put)
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion]]:
+            """Record the put in the scheduler and the catalog. Called with the lock held."""
             self._scheduler.begin(operation)
             return self._catalog.begin_put(names, dense, crcs, operation)
 
@@ -301,6 +302,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> list[tuple[DataFile, int, int]]:
+            """Record the reads, and return where each range lies. Called with the lock held."""
             entries = self._catalog.readable(names)
             self._scheduler.begin(operation)
             note_gets(list(dict.fromkeys(entries)), operation)
@@ -455,6 +457,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion], list[torch.Tensor]]:
+            """Record the reads, and return what is to be read into what. Called with the lock held."""
             entries = self._catalog.readable(names)
             versions = [entry.newest for entry in entries]
             targets = [] if out is None else [seen_as(out, each.info.dtype, each.info.shape) for each in versions]
@@ -471,6 +474,7 @@ class TensorStore:
             operation.mark_complete()
 
         def conclude() -> Result:
+            """Verify the checksums, if the store has any, and return the result."""
             for name, version, tensor in zip(names, versions, tensors, strict=True) if self._checksum else ():
                 version.verify(name, tensor, [file.path for file in self._volumes.files])
             return choose(dict(zip(names, tensors, strict=True)))

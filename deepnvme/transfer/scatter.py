@@ -82,6 +82,7 @@ def read_ahead(
     ahead: deque[tuple[Each, Chunk]] = deque()
 
     def first() -> tuple[Each, torch.Tensor]:
+        """Wait for the oldest read. Returns its range and its memory."""
         each, chunk = ahead[0]
         chunk.transfers.result()
         return each, chunk.buffer

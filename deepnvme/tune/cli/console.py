@@ -29,6 +29,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     """
 
     def say(message: object, *_: object, **__: object) -> None:
+        """Print a warning as a note of the program."""
         print(f"{program}: note: {message}", file=sys.stderr)
 
     with _one_interrupt(), warnings.catch_warnings():
@@ -57,6 +58,7 @@ def _one_interrupt() -> Iterator[None]:
     taken = {number: each for number, each in handlers.items() if each in (signal.SIG_DFL, signal.default_int_handler)}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        """Ignore further signals, and raise KeyboardInterrupt for this one."""
         for each in taken:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
