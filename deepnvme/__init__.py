@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .config import AioConfig
     from .offload import OffloadedOptimizer
+    from .profiles import engine_for
 
 __all__ = [
     "AioConfig",
@@ -26,15 +27,21 @@ __all__ = [
     "Stats",
     "__version__",
     "async_save",
+    "engine_for",
     "load",
     "save",
 ]
 
 _CHECKPOINT = ("CheckpointManager", "NVMeReader", "NVMeWriter", "SaveFuture", "async_save", "load", "save")
-_LATER = {"AioConfig": "config", "OffloadedOptimizer": "offload", **dict.fromkeys(_CHECKPOINT, "checkpoint")}
+_LATER = {
+    "AioConfig": "config",
+    "OffloadedOptimizer": "offload",
+    "engine_for": "profiles",
+    **dict.fromkeys(_CHECKPOINT, "checkpoint"),
+}
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
-_PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "safetensors", "store", "streaming", "swap"))
+_PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "profiles", "safetensors", "store", "streaming", "swap"))
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 
 __getattr__, __dir__ = from_modules(__name__, _LATER, _PACKAGES)

@@ -1,5 +1,5 @@
-"""Errors that name their file, files replaced as a whole, names flushed to stable storage, and reading small files that are not
-trusted: an unpacked archive can contain links, devices and FIFOs too.
+"""Errors that name their file, files replaced as a whole, names flushed to stable storage, and reading small files: the kernel's,
+and such as are not trusted, since an unpacked archive can contain links, devices and FIFOs too.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         if status.st_size > most:
             raise UnfitFile(f"it has {status.st_size} bytes, and may have {most}")
         return file.read(status.st_size)
+
+
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of one of the kernel's files, in /proc or /sys; none if it cannot be read."""
+    try:
+        return file.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def sync_directory(directory: Path) -> None:

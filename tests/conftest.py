@@ -52,6 +52,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Drive profiles are looked for in an empty directory, not in the user's own; programs that tests run do so too."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("configuration")
+        patch.setenv("XDG_CONFIG_HOME", str(place))
+        patch.delenv("DEEPNVME_PROFILE", raising=False)
+        yield place
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

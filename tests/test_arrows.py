@@ -15,7 +15,7 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path
 
 BASE = {"_files", "_interrupts", "_lazy", "_preallocation", "_progress", "_shortened_lists", "ops", "version"}
 """What may be used anywhere, and uses nothing but itself."""
-ENGINE = BASE | {"engine", "config"}
+ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "engine": BASE,
     "config": BASE | {"engine"},
+    "drives": BASE,
+    "profiles": BASE | {"engine", "config", "drives"},
     "memory": ENGINE,
     "transfer": TRANSFER,
     "store": STORE,

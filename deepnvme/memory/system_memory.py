@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from deepnvme._files import lines_of
+from deepnvme.drives import unescaped
 
 MEMINFO = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")
@@ -63,19 +65,6 @@ def _left_in(group: Path) -> int | None:
             statistics = dict(line.split(maxsplit=1) for line in lines_of(group / "memory.stat"))
             return max(0, int(limit) - usage + sum(int(statistics.get(name, 0)) for name in cached_names))
     return None
-
-
-def lines_of(file: Path) -> list[str]:
-    """Return the lines of a file of the kernel's, or none if it cannot be read."""
-    try:
-        return file.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []  # the system has no such file, or has the other version of control groups
-
-
-def unescaped(field: str) -> str:
-    """Decode the octal escapes that mountinfo uses for blanks and backslashes, such as ``\\040`` for a space."""
-    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), field)
 
 
 def meminfo(field: str) -> int:

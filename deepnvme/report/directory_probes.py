@@ -16,15 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme.drives import IN_MEMORY, Mount, block_device, mount_of
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.system_memory import lines_of, unescaped
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
 
 from .facts import Fact, human_size
 
-IN_MEMORY = ("tmpfs", "ramfs")
-"""Filesystems that keep files in memory."""
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
 _GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; network filesystems that support GDS need software of their vendors
@@ -32,20 +30,6 @@ _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_SIZE = 256
 _STATX_DIO_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
 _AT_EMPTY_PATH = 0x1000
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A mounted filesystem, as /proc/self/mountinfo describes it."""
-
-    point: str
-    """Directory on which it is mounted."""
-    filesystem: str
-    """Type of the filesystem, such as "ext4"."""
-    source: str
-    """Device or other source that is mounted."""
-    options: str
-    """Mount options, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -106,36 +90,6 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def mount_of(directory: Path) -> Mount | None:
-    """Return the mount that a directory is on; None if /proc/self/mountinfo cannot be read or does not list it."""
-    path = str(directory.resolve())
-    found = None
-    for line in lines_of(Path("/proc/self/mountinfo")):
-        left, _, right = line.partition(" - ")
-        point = unescaped(left.split()[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and (found is None or len(point) >= len(found.point)):  # of equal mount points the last covers the others
-            filesystem, source, _ = right.split(" ", 2)
-            found = Mount(point, filesystem, unescaped(source), left.split()[5])
-    return found
-
-
-def block_device(directory: Path) -> Path | None:
-    """Return the /sys directory of the whole disk that holds ``directory``; None if it is on no block device.
-
-    btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
-    """
-    numbers = [directory.stat().st_dev]
-    mount = mount_of(directory)
-    if mount is not None and Path(mount.source).is_block_device():
-        numbers.append(os.stat(mount.source).st_rdev)
-    for number in numbers:
-        place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-        if place.exists():
-            return place.parent if (place / "partition").exists() else place
-    return None
 
 
 def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from deepnvme import drives
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 from deepnvme.report import directory_probes, machine_probes
@@ -465,7 +466,7 @@ def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, mon
 
 def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
     place = Path("/dev/shm")
-    mount = directory_probes.mount_of(place) if place.is_dir() else None
+    mount = drives.mount_of(place) if place.is_dir() else None
     if mount is None or mount.filesystem != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
     fact = facts_of(place)["O_DIRECT"]
@@ -483,7 +484,7 @@ def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> No
 @pytest.mark.parametrize("code", ["EROFS", "EACCES"])
 def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.mkstemp", failing(code))
-    direct = directory_probes.try_direct_io(tmp_path, directory_probes.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    direct = directory_probes.try_direct_io(tmp_path, drives.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
     assert direct.works is None
     assert direct.outcome.startswith("not tried: ")
     assert code in direct.outcome
@@ -518,7 +519,7 @@ def test_only_the_errors_that_mean_refusal_are_taken_for_it(
 
 
 def test_the_mount_is_the_innermost_one() -> None:
-    mount = directory_probes.mount_of(Path("/proc/self"))
+    mount = drives.mount_of(Path("/proc/self"))
     assert mount is not None
     assert (mount.point, mount.filesystem) == ("/proc", "proc")
     assert not any(fact.status == "OKAY" for fact in facts_of(Path("/proc")).values())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.report import directory_probes
+from deepnvme import drives
 from deepnvme.tune.measure.folder import Unsuitable, drop_pages, folder_facts, settle, workspace
 
 from ..support.disks import Disk
@@ -78,16 +78,16 @@ def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
 
 def test_folders_on_one_disk_have_its_number(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc in place of a btrfs subvolume, whose device number is of no block device either."""
-    mount = directory_probes.mount_of(drive)
+    mount = drives.mount_of(drive)
     if mount is None or not Path(mount.source).is_block_device():
         pytest.skip("needs a directory on a block device")
     (drive / "folder").mkdir()
     number = folder_facts(drive).device_number
     assert folder_facts(drive / "folder").device_number == number
-    disk = directory_probes.block_device(drive)
-    assert directory_probes.block_device(Path("/proc")) is None
-    monkeypatch.setattr(directory_probes, "mount_of", lambda directory: mount)
-    assert directory_probes.block_device(Path("/proc")) == disk
+    disk = drives.block_device(drive)
+    assert drives.block_device(Path("/proc")) is None
+    monkeypatch.setattr(drives, "mount_of", lambda directory: mount)
+    assert drives.block_device(Path("/proc")) == disk
 
 
 @pytest.mark.root

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme.drives import IN_MEMORY, block_device, mount_of
 from deepnvme.memory.system_memory import meminfo
 from deepnvme.report import directory_probes
 
@@ -52,10 +53,10 @@ def folder_facts(folder: Path) -> FolderFacts:
         raise Unsuitable(f"'{folder}' is not a directory")
     with workspace(folder, ".deepnvme-"):
         pass  # it can be written to
-    mount = directory_probes.mount_of(folder)
+    mount = mount_of(folder)
     filesystem = mount.filesystem if mount else "unknown filesystem"
     direct = directory_probes.try_direct_io(folder, mount)
-    in_memory = filesystem in directory_probes.IN_MEMORY
+    in_memory = filesystem in IN_MEMORY
     label = f"{filesystem}, in memory, not a drive" if in_memory else f"{filesystem}, takes direct I/O"
     if not in_memory and not direct.works:
         label = f"{filesystem}, without direct I/O: the page cache is measured"
@@ -101,7 +102,7 @@ def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
 
 def _disk_number(folder: Path) -> int:
     """Return the number of the whole disk that a folder is on; ``st_dev`` if it is on none."""
-    disk = directory_probes.block_device(folder)
+    disk = block_device(folder)
     if disk is None:
         return folder.stat().st_dev
     major, minor = (disk / "dev").read_text().split(":")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from deepnvme.report.directory_probes import IN_MEMORY
+from deepnvme.drives import IN_MEMORY
 
 from .figures import merged
 from .fio import FioComparisonRun, find_suitable

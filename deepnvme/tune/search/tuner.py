@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme.config import AioConfig
-from deepnvme.report.directory_probes import IN_MEMORY
+from deepnvme.drives import IN_MEMORY
 from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.trial_bench import Shares, TrialBench

@@ -1,0 +1,141 @@
+"""The drive that a directory is on: its mount, its disks, and of what kind they are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deepnvme._files import lines_of
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Filesystems that keep files in memory."""
+MOUNTS = Path("/proc/self/mountinfo")
+BLOCK_DEVICES = Path("/sys/dev/block")
+
+Kind = Literal["nvme", "ssd", "rotational", "virtual", "memory", "unknown"]
+"""Kinds of drives. "virtual": a virtual machine's, whose host does not say what is behind it. "memory": none, files are kept in
+memory. "unknown": a network file system, an overlay, or several kinds in one RAID."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted filesystem, as /proc/self/mountinfo describes it."""
+
+    point: str
+    """Directory on which it is mounted."""
+    filesystem: str
+    """Type of the filesystem, such as "ext4"."""
+    source: str
+    """Device or other source that is mounted."""
+    options: str
+    """Mount options, separated by commas."""
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What stores the files of a directory."""
+
+    mount: Mount | None
+    """The mounted file system; None if it cannot be found out."""
+    disks: tuple[Path, ...]
+    """The /sys directories of the disks: several below RAID or LVM, none if it is on no block device."""
+    kind: Kind
+    """Of what kind the disks are."""
+
+    @property
+    def name(self) -> str:
+        """The disks' models, such as "2 x Samsung SSD 990 PRO 4TB". Where there is none, the source of the mount.
+
+        Stays the same when the kernel numbers the disks in another order, which it may after each start.
+        """
+        models = ["".join(lines_of(disk / "device/model")).strip() for disk in self.disks]
+        if not models or not all(models):
+            return self.mount.source if self.mount else "unknown"
+        counted = {model: models.count(model) for model in sorted(models)}
+        return " + ".join(model if count == 1 else f"{count} x {model}" for model, count in counted.items())
+
+
+def drive_of(path: Path) -> Drive:
+    """Return the drive that a file or directory is on. If it does not exist yet, the one that it would be made on.
+
+    Raises:
+        OSError: If the path cannot be reached, for another reason than that it does not exist.
+    """
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    mount = mount_of(place)
+    block = block_device(place)
+    disks = () if block is None else tuple(sorted(set(_disks_below(block))))
+    return Drive(mount, disks, _kind_of(mount, disks))
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the mount that a path is on; None if /proc/self/mountinfo cannot be read or does not list it."""
+    name = str(path.resolve())
+    found = None
+    for line in lines_of(MOUNTS):
+        left, _, right = line.partition(" - ")
+        point = unescaped(left.split()[4])
+        inside = name == point or name.startswith(point.rstrip("/") + "/")
+        if inside and (found is None or len(point) >= len(found.point)):  # of equal mount points the last covers the others
+            filesystem, source, _ = right.split(" ", 2)
+            found = Mount(point, filesystem, unescaped(source), left.split()[5])
+    return found
+
+
+def unescaped(field: str) -> str:
+    """Decode the octal escapes that mountinfo uses for blanks and backslashes, such as ``\\040`` for a space."""
+    return re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), field)
+
+
+def block_device(path: Path) -> Path | None:
+    """Return the /sys directory of the whole disk that holds ``path``; None if it is on no block device.
+
+    btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
+    """
+    numbers = [path.stat().st_dev]
+    mount = mount_of(path)
+    if mount is not None and Path(mount.source).is_block_device():
+        numbers.append(os.stat(mount.source).st_rdev)
+    for number in numbers:
+        place = (BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve()
+        if place.exists():
+            return _whole(place)
+    return None
+
+
+def _whole(device: Path) -> Path:
+    """Return the /sys directory of the disk that a device is a partition of, or the device itself."""
+    return device.parent if (device / "partition").exists() else device
+
+
+def _disks_below(device: Path) -> Iterator[Path]:
+    """Yield the disks that a device is made of: itself, unless it is one of RAID, LVM or encryption."""
+    parts = sorted((device / "slaves").glob("*"))
+    for part in parts:
+        yield from _disks_below(_whole(part.resolve()))
+    if not parts:
+        yield device
+
+
+def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
+    """Return the kind that all disks have."""
+    if mount is not None and mount.filesystem in IN_MEMORY:
+        return "memory"
+    kinds = {_kind_of_disk(disk) for disk in disks}
+    return kinds.pop() if len(kinds) == 1 else "unknown"
+
+
+def _kind_of_disk(disk: Path) -> Kind:
+    """Return a disk's kind."""
+    if disk.name.startswith("nvme"):
+        return "nvme"
+    if disk.name.startswith(("vd", "xvd")):  # these say that they are rotational, whatever the host has
+        return "virtual"
+    rotational = "".join(lines_of(disk / "queue/rotational")).strip()
+    return "rotational" if rotational == "1" else "ssd" if rotational == "0" else "unknown"

@@ -1,0 +1,248 @@
+"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and the engine that files on it get by them.
+
+Every engine that this package makes for a file or directory is made by :func:`engine_for`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ._files import UnfitFile, naming_file, read_regular, replacing
+from .config import AioConfig
+from .drives import Drive, drive_of
+from .engine import Engine
+
+VARIABLE = "DEEPNVME_PROFILE"
+"""The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
+_MOST_BYTES = 1 << 16
+"""Most bytes that the file of a profile may have."""
+
+
+class DriveProfile(BaseModel):
+    """Settings for files on one drive, stored as a JSON file of its own.
+
+    A drive is recognised by its mount point, the type of its file system and the models of its disks. The kernel's names of disks
+    do not count, since they may change with each start of the machine.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mount: str
+    """Directory on which the file system is mounted."""
+    filesystem: str
+    """Type of the file system, such as "ext4"."""
+    disks: str
+    """Models of the disks; the source of the mount if they have none."""
+    settings: AioConfig
+    """The settings. Without effect: ``use_gds`` and ``overlap_events``."""
+    read_gb_per_second: float | None = None
+    """10^9 bytes per second that were read with them; None if it was not measured."""
+    write_gb_per_second: float | None = None
+    """10^9 bytes per second that were written with them; None if it was not measured."""
+    measured: str = ""
+    """Date and time of the measurement, as ISO 8601."""
+
+    @classmethod
+    def of(cls, drive: Drive, settings: AioConfig, **measured: Any) -> DriveProfile:
+        """Return a profile of a drive.
+
+        Args:
+            drive: The drive.
+            settings: The settings.
+            measured: Values of the other fields.
+
+        Raises:
+            ValueError: If the drive's mount is not known.
+        """
+        if drive.mount is None:
+            raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
+        mount = drive.mount
+        return cls(mount=mount.point, filesystem=mount.filesystem, disks=drive.name, settings=settings, **measured)
+
+    @property
+    def path(self) -> Path:
+        """The file that the profile is stored in."""
+        return _path_of(self.mount, self.filesystem, self.disks)
+
+    def save(self) -> Path:
+        """Store the profile, in place of an older one of the same drive. Blocks. Returns the path of its file.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        with naming_file(path, instead=True), replacing(path, new):
+            new.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def directory() -> Path:
+    """Return the directory of the profiles: ``deepnvme/drives`` under ``$XDG_CONFIG_HOME``, or ``~/.config`` if that is not set.
+
+    Raises:
+        RuntimeError: If neither that variable nor the user's home directory is known.
+    """
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "deepnvme" / "drives"
+
+
+def enabled() -> bool:
+    """Return whether profiles are used: unless the environment variable DEEPNVME_PROFILE is ``off``.
+
+    Raises:
+        ValueError: If the variable is neither ``on`` nor ``off`` nor empty.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "on", "off"):
+        raise ValueError(f"{VARIABLE} must be on or off, got {value!r}")
+    return value != "off"
+
+
+def profile_of(drive: Drive) -> DriveProfile | None:
+    """Return the stored profile of a drive, whether or not profiles are used; None if there is none.
+
+    Raises:
+        ValueError: If its file is damaged. The message says what to do.
+        OSError: If its file cannot be read.
+    """
+    if drive.mount is None:
+        return None
+    try:
+        path = _path_of(drive.mount.point, drive.mount.filesystem, drive.name)
+    except RuntimeError:  # a user without a home directory has no profiles
+        return None
+    try:
+        return DriveProfile.model_validate_json(read_regular(path, _MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (UnfitFile, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
+
+
+def default_settings(drive: Drive, drives: int = 1) -> AioConfig:
+    """Return settings that suit the kind of drive, for one that was not tuned.
+
+    Args:
+        drive: The drive.
+        drives: Number of drives that are to be used at the same time.
+    """
+    if drive.kind == "rotational":  # long transfers, and few of them, so that the head seldom moves from one file to another
+        return AioConfig(block_size=4 << 20, queue_depth=4)
+    # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
+    # whatever uses the tensors.
+    cores = len(os.sched_getaffinity(0))
+    return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // drives)))
+
+
+def settings_for(paths: Iterable[str | os.PathLike[str]], config: AioConfig | None = None) -> AioConfig:
+    """Return the settings of the engine that files or directories get.
+
+    These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has the same settings for all
+    its drives: of those that differ, the largest block size, queue depth and number of workers.
+
+    Args:
+        paths: Files or directories, at least one. They may not exist yet.
+        config: Settings that go before profiles and defaults.
+
+    Raises:
+        TypeError: If ``config`` is something else than an AioConfig.
+        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        OSError: If a path cannot be reached, for another reason than that it does not exist.
+    """
+    if config is not None:
+        if not isinstance(config, AioConfig):
+            raise TypeError(f"config must be an AioConfig, got {type(config).__name__}")
+        return config
+    drives = list(dict.fromkeys(drive_of(Path(os.fsdecode(path))) for path in paths))
+    found = [_profile_in_force(drive) or default_settings(drive, len(drives)) for drive in drives]
+    if not found:
+        raise ValueError("an engine needs a file or directory to look up the drive of")
+    backends = {each.backend for each in found}
+    return AioConfig(
+        block_size=max(each.block_size for each in found),
+        queue_depth=max(each.queue_depth for each in found),
+        intra_op_parallelism=max(each.intra_op_parallelism for each in found),
+        single_submit=all(each.single_submit for each in found),
+        backend=backends.pop() if len(backends) == 1 else "auto",
+    )
+
+
+def engine_for(
+    paths: Sequence[str | os.PathLike[str]], config: AioConfig | None = None, in_flight_bytes: int | None = None
+) -> Engine:
+    """Return a new engine with the settings that files or directories get by :func:`settings_for`.
+
+    It has queues and workers for each drive, whatever their number. A backend that a profile names, and that does not work any
+    more, is replaced by ``auto``, with a RuntimeWarning.
+
+    >>> with deepnvme.engine_for(["/mnt/nvme0", "/mnt/nvme1"]) as engine:
+    ...     engine.write(tensor, "/mnt/nvme0/tensor").result()
+
+    Args:
+        paths: Files or directories, at least one. They may not exist yet.
+        config: Settings that go before profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
+        in_flight_bytes: Most bytes under transfer at a time for each worker, unless ``config`` is given: for who waits for one
+            transfer rather than for all. None for no limit besides the settings.
+
+    Raises:
+        TypeError: If ``config`` is something else than an AioConfig.
+        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the backend
+            that ``config`` names.
+        RuntimeError: If that backend was compiled out, or the op cannot be built.
+    """
+    settings = settings_for(paths, config)
+    if config is None and in_flight_bytes is not None:
+        depth = min(settings.queue_depth, max(1, in_flight_bytes // settings.block_size))
+        settings = settings.model_copy(update={"queue_depth": depth})
+    return engine_with(settings, explicit=config is not None)
+
+
+def engine_with(settings: AioConfig, explicit: bool) -> Engine:
+    """Return a new engine with settings.
+
+    Args:
+        settings: The settings.
+        explicit: Whether the user gave them: then a backend that does not work is an error, otherwise ``auto`` is used instead,
+            with a RuntimeWarning.
+
+    Raises:
+        OSError: If the kernel refuses the backend.
+        RuntimeError: If the backend was compiled out, or the op cannot be built.
+    """
+    try:
+        return Engine(**settings.engine_arguments())
+    except (OSError, RuntimeError) as error:
+        if explicit or settings.backend == "auto":
+            raise
+        text = f"the drive profile's backend {settings.backend} does not work ({error}): auto is used; tune the drive again"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return Engine(**settings.model_copy(update={"backend": "auto"}).engine_arguments())
+
+
+def _profile_in_force(drive: Drive) -> AioConfig | None:
+    """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of a profile that is damaged."""
+    if not enabled():
+        return None
+    try:
+        profile = profile_of(drive)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
+        return None
+    return None if profile is None else profile.settings
+
+
+def _path_of(mount: str, filesystem: str, disks: str) -> Path:
+    """Return the path of a drive's profile: readable by its beginning, distinct by its end."""
+    digest = hashlib.sha256("\0".join((mount, filesystem, disks)).encode(errors="surrogateescape")).hexdigest()[:16]
+    return directory() / f"{os.path.basename(mount)[:64] or 'root'}-{digest}.json"
