@@ -124,6 +124,10 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         return DriveProfile.model_validate_json(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
+    except PermissionError:
+        if not os.access(path.parent, os.X_OK):  # the directory is another user's, as after setuid()
+            return None
+        raise
     except (UnfitFile, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error

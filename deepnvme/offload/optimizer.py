@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from .resident_sub_groups import ResidencyPolicy
 from .state_dict import opaque
 from .step import StepRunner
 from .sub_group import SubGroup
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 
 class OffloadedOptimizer(Optimizer):
@@ -76,6 +79,7 @@ class OffloadedOptimizer(Optimizer):
         checksum: Verify states when they are read, and when a state_dict is made.
         verbose: Print a line after each step.
         pool: Buffer pool to lease memory from; by default the process's.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         **optimizer_kwargs: Passed to ``optimizer_class``.
 
     Raises:
@@ -102,6 +106,7 @@ class OffloadedOptimizer(Optimizer):
         checksum: bool = False,
         verbose: bool = False,
         pool: BufferPool | None = None,
+        config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
@@ -124,7 +129,7 @@ class OffloadedOptimizer(Optimizer):
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
         self._residency.check_memory(first, self._pool, self._pool.in_use)
         try:
-            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum)
+            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config)
             self._runner = StepRunner(
                 self,
                 self._store,

@@ -7,13 +7,14 @@ import io
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
+from deepnvme.profiles import engine_for
 
 from .allocator import FilesTooSmall
 from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
@@ -22,6 +23,9 @@ from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
 from .volumes import Directory, Volumes, directory_weights
 from .writing import Writing
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 __all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
 
@@ -64,6 +68,7 @@ class TensorStore:
             to write is needed. Putting, deleting, reserving and committing raise ``io.UnsupportedOperation``.
         checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.4 s of one core for each GB.
         engine: An engine to share among stores; None for one of the store's own.
+        config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         pool: A buffer pool to share among stores; None for the process's pool.
 
     Raises:
@@ -71,8 +76,8 @@ class TensorStore:
         FileExistsError: Without ``persist``, if a directory has a persisted store.
         FileNotFoundError: With ``read_only``, if a directory has no persisted store.
         CorruptManifest: If the manifest is damaged.
-        ValueError: If the directories are not those of one store, none is given, one is given twice, or a weight is not positive
-            and finite.
+        ValueError: If the directories are not those of one store, none is given, one is given twice, a weight is not positive
+            and finite, or both ``engine`` and ``config`` are given.
         OSError: From creating and opening files.
     """
 
@@ -84,20 +89,24 @@ class TensorStore:
         read_only: bool = False,
         checksum: bool = False,
         engine: Engine | None = None,
+        config: AioConfig | None = None,
         pool: BufferPool | None = None,
     ) -> None:
+        if engine is not None and config is not None:
+            raise ValueError("config is for the store's own engine: give either engine or config")
         weights = directory_weights(directories)
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
         self._pool = pool
-        self._engine = Engine() if engine is None else engine
+        self._engine = engine_for(list(weights), config) if engine is None else engine
         self._own_engine = engine is None
         self._scheduler = OperationScheduler()
         self._closing = threading.Lock()
         self._last_commit: tuple[Operation, ...] = ()  # all of it, and its flush
         try:
-            self._volumes = Volumes(self, weights, self._persist, self._engine, read_only)
+            self._volumes = Volumes(self)
+            self._volumes.open(weights, self._persist, self._engine, read_only)
             self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
             self._space = self._catalog.space
             self._handles = [file.file for file in self._volumes.files]

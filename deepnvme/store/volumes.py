@@ -51,10 +51,7 @@ def directory_weights(directories: Directory | Sequence[Directory] | Mapping[Dir
 
 
 class Volumes:
-    """The directories of a store, locked from construction to :meth:`leave`.
-
-    Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
-    removed or owned. Raises the errors of :class:`deepnvme.swap.TensorStore`.
+    """The directories of a store, locked from :meth:`open` to :meth:`leave`.
 
     :meth:`leave` is also called when the store is dropped, and at the interpreter's exit at the latest. Until then the object is
     in ``_all_volumes``. So a garbage collection that finds the store does not also find these files and close them first.
@@ -65,16 +62,12 @@ class Volumes:
 
     Args:
         store: Whose directories they are. Not kept alive.
-        weights: Weight of each directory, by absolute path.
-        persist: Keep the files, and open a persisted store if there is one.
-        engine: Opens the data files for transfers.
-        read_only: Open a persisted store for reading.
     """
 
     left = True
     """Whether :meth:`leave` has done everything, or there is nothing to do yet."""
 
-    def __init__(self, store: object, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool) -> None:
+    def __init__(self, store: object) -> None:
         self._owners: list[DirectoryLock] = []
         self.files: list[DataFile] = []
         """The data file of each directory, in the order of the store that was found, else in the order given."""
@@ -83,6 +76,24 @@ class Volumes:
         self._process = os.getpid()
         self._dropped = weakref.ref(store, functools.partial(_all_volumes.pop, id(self)))
         _all_volumes[id(self)] = self
+
+    def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool) -> None:
+        """Lock the directories and open the data files. Once.
+
+        Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
+        removed or owned.
+
+        Not done by the constructor: the store has this object first, so that it can leave the directories if Ctrl-C comes between.
+
+        Args:
+            weights: Weight of each directory, by absolute path.
+            persist: Keep the files, and open a persisted store if there is one.
+            engine: Opens the data files for transfers.
+            read_only: Open a persisted store for reading.
+
+        Raises:
+            The errors of :class:`deepnvme.swap.TensorStore`.
+        """
         self.left = False
         try:
             known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)

@@ -617,7 +617,7 @@ class TestPersisted:
 
 def test_its_own_engine_is_closed_with_it(drive):
     engine = deepnvme.Engine()
-    with unittest.mock.patch("deepnvme.store.tensor_store.Engine", return_value=engine):
+    with unittest.mock.patch("deepnvme.store.tensor_store.engine_for", return_value=engine):
         store = TensorStore(drive / "store")
     assert not engine.closed
     store.close()
