@@ -83,7 +83,7 @@ class Volumes:
         Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
         removed or owned.
 
-        Not done by the constructor: the store has this object first, so that it can leave the directories if Ctrl-C comes between.
+        Not done by the constructor: the store has this object first, so that it can leave the directories after a Ctrl-C.
 
         Args:
             weights: Weight of each directory, by absolute path.

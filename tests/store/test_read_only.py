@@ -139,5 +139,5 @@ def test_several_directories_are_found_in_any_order(drive, engine):
 def test_a_directory_that_nobody_may_write_to_is_read(persisted, interpreters):
     for path in (*persisted.iterdir(), persisted):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    body = "import os, deepnvme.store\nif os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n" + READER.format(path=str(persisted), then="")
-    assert interpreters.run(body).check() == "reads 49995000\n"
+    as_nobody = "import os, deepnvme.store\nif os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+    assert interpreters.run(as_nobody + READER.format(path=str(persisted), then="")).check() == "reads 49995000\n"
