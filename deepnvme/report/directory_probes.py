@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives import IN_MEMORY, Mount, block_device, mount_of
+from deepnvme.drives import IN_MEMORY, Drive, Kind, Mount, block_device, drive_of
 from deepnvme.memory.alignment import PAGE
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
@@ -25,6 +25,7 @@ from .facts import Fact, human_size
 
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
+_KINDS: dict[Kind, str] = {"nvme": "NVMe", "ssd": "SSD", "rotational": "rotational", "virtual": "virtual drive"}
 _GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; network filesystems that support GDS need software of their vendors
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_SIZE = 256
@@ -63,14 +64,18 @@ def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
     if not directory.is_dir():
         directory.stat()  # raises the reason if the directory does not exist or cannot be reached
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    mount = mount_of(directory)
+    from .profile_probe import profile_fact  # here, because it takes 0.1 s to import pydantic
+
+    drive = drive_of(directory)
+    mount = drive.mount
     block = block_device(directory)
     filesystem = mount.filesystem if mount else "unknown"
     direct = try_direct_io(directory, mount)
     return [
         Fact("path", str(directory.resolve())),
         Fact("filesystem", filesystem, f"{filesystem} on {mount.point} ({mount.options})" if mount else "unknown"),
-        Fact("device", mount.source if mount else None, _describe(mount, block)),
+        Fact("device", mount.source if mount else None, _describe(drive, block)),
+        profile_fact(directory, drive, tunable=filesystem not in _WITHOUT_FILES),
         Fact.checked("O_DIRECT", direct.works, direct.outcome, direct.problem, good="OKAY"),
         _alignment("memory alignment", direct.memory_alignment, direct.source),
         _alignment("offset alignment", direct.offset_alignment, direct.source),
@@ -203,14 +208,19 @@ def _alignment(name: str, size: int | None, source: str) -> Fact:
     return Fact(name, size, text, named=f"{name.replace(' ', '_')}_bytes")
 
 
-def _describe(mount: Mount | None, block: Path | None) -> str:
-    """Return the mount's source, and the disk's model and block sizes."""
-    source = mount.source if mount else "unknown"
+def _describe(drive: Drive, block: Path | None) -> str:
+    """Return the mount's source, and of what disks and kind it is, their models and the block sizes."""
+    source = drive.mount.source if drive.mount else "unknown"
     if block is None:
         return f"{source}, no block device"
     details = [block.name]
+    if drive.disks != (block,):  # RAID, LVM or encryption
+        details[0] += f" on {' + '.join(disk.name for disk in drive.disks)}"
+    if drive.kind in _KINDS:
+        details.append(_KINDS[drive.kind])
+    if drive.name != source:  # where the disks have no models
+        details.append(drive.name)
     for name, text in (
-        ("device/model", "{}"),
         ("queue/logical_block_size", "logical block {} bytes"),
         ("queue/physical_block_size", "physical block {} bytes"),
     ):
