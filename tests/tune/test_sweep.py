@@ -303,7 +303,8 @@ def test_the_logs_are_written(written: Written) -> None:
 
 
 def test_without_a_terminal_each_step_is_a_line(written: Written) -> None:
-    lines = written.err.splitlines()
+    *lines, hint = written.err.splitlines()
+    assert "--save_profile" in hint
     assert all(re.match(r" +\d+ % ", line) for line in lines)
     assert len(lines) == len(set(lines)) < 12
     assert "\x1b" not in written.err

@@ -1,11 +1,16 @@
-"""Output of ds_io and ds_nvme_tune: results to stdout or a file, progress and errors to stderr; and handling of interrupts."""
+"""What ds_io and ds_nvme_tune print, ask, and do about interrupts.
+
+Results go to stdout or a file; progress, errors and questions to stderr.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
+import termios
 import warnings
 from collections.abc import Iterator
 from types import FrameType
@@ -110,6 +115,40 @@ def show_result(text: str, document: dict[str, Any], json_path: str | None) -> N
     emit(as_json if json_path == "-" else text)
     if json_path is not None and json_path != "-":
         write_out(as_json, json_path)
+
+
+def can_ask() -> bool:
+    """Return whether somebody is there to answer a question.
+
+    That is, if all three streams are terminals, and the process is in the foreground: a background job that reads from its
+    terminal is stopped. Who has interrupted the program already is not asked: further interrupts are ignored.
+    """
+    if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return False
+    with contextlib.suppress(OSError):  # not the terminal that controls the process, which therefore has no background
+        if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+            return False
+    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def ask(question: str) -> bool:
+    """Ask a question on stderr, and return whether the answer is "y" or "yes". Blocks until there is one.
+
+    The end of the input and an interrupt mean no.
+
+    Args:
+        question: What is asked; how to answer is added.
+    """
+    try:
+        with contextlib.suppress(termios.error):
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # keys that were pressed before are no answer
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+    except (KeyboardInterrupt, OSError, UnicodeDecodeError):
+        answer = ""
+    if not answer.endswith("\n"):
+        print(file=sys.stderr)
+    return answer.strip().lower() in ("y", "yes")
 
 
 def write_out(text: str, path: str) -> None:

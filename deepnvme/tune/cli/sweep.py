@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
+from deepnvme import profiles
 from deepnvme.report.ds_report import emit
-from deepnvme.tune.render import deepspeed_logs, html_report, sweep_text
+from deepnvme.tune.render import deepspeed_logs, html_report, profile_text, sweep_text
+from deepnvme.tune.search.found_profiles import FoundProfile, found_profiles
+from deepnvme.tune.search.results import Tuning
 from deepnvme.tune.search.space import read_sweep
 from deepnvme.tune.search.successive_halving import SearchProgress
 from deepnvme.tune.search.tuner import Order, tune
 
 from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
-from .console import one_line_errors, progress_shown, show_result, write_out
+from .console import ask, can_ask, one_line_errors, progress_shown, show_result, write_out
+
+_PROGRAM = "ds_nvme_tune"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ``ds_nvme_tune`` command, and print or write what it found.
 
-    Exits with status 2 if the arguments are wrong, 1 if tuning fails, and 130 if it was interrupted, after printing the results
-    so far.
+    At the end it stores drive profiles, or asks on a terminal whether it should.
+
+    Exits with status 2 if the arguments are wrong, 1 if tuning fails or, after printing the results, a file cannot be written,
+    and 130 if it was interrupted, after printing the results so far.
 
     Args:
         arguments: Command line without the program's name; None for that of the process.
@@ -31,9 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--no_read and --no_write leave nothing to measure")
     if options.gds and not options.gpu:
         parser.error("--gds moves GPU memory: give --gpu, too")
+    if options.gds and options.save_profile:
+        parser.error("--save_profile stores settings of the engine, but --gds measures another op: give one of them")
     with one_line_errors(parser.prog):
         if options.output is not None:
             html_report.require_matplotlib()
+        if options.save_profile is not False:
+            profiles.enabled()  # raises ValueError for an unknown value before anything is measured
         settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
         given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds")}
         folders = tuple(dict.fromkeys(options.nvme_dir))
@@ -49,13 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.output is not None:
             write_out(html_report.render_html(tuning), options.output)
         if not tuning.complete:
-            print(f"{parser.prog}: interrupted; what is above was measured before, its files are removed", file=sys.stderr)
+            unsaved = ", no drive profile is stored" if options.save_profile else ""
+            _say(f"interrupted; what is above was measured before, its files are removed{unsaved}")
             sys.exit(130)
+        if not options.gds and options.save_profile is not False:
+            _offer_profiles(tuning, save=options.save_profile)
 
 
 def _parser() -> Parser:
     """Return the parser. Some of its results have the names of the fields of Order that they become."""
-    parser = Parser("ds_nvme_tune", "Find the best settings for a drive; about a minute for one folder.")
+    parser = Parser(_PROGRAM, "Find the best settings for a drive; about a minute for one folder.")
     add = parser.add_argument
     add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
@@ -70,9 +85,51 @@ def _parser() -> Parser:
     add("--seconds", type=positive, default=50, help="to aim for in each search (default: 50)")
     add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
+    profile = parser.add_mutually_exclusive_group().add_argument
+    use = "use the best settings for everything on the drive from now on, without asking"
+    profile("--save_profile", action="store_true", default=None, help=use)
+    profile("--no_save_profile", dest="save_profile", action="store_false", help="do not, and do not ask")
     add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")
     add("--verbose", action="store_true", help="all settings instead of the ten best")
     return parser
+
+
+def _offer_profiles(tuning: Tuning, save: bool | None) -> None:
+    """Store the profiles of the drives, if that is wanted, and say so.
+
+    Args:
+        tuning: Complete results.
+        save: Whether to store them; None to ask, or where nobody can be asked to say how.
+
+    Raises:
+        RuntimeError: If a profile cannot be stored; names the file.
+    """
+    found = found_profiles(tuning, datetime.now().astimezone())
+    if save is None and found.profiles:
+        if not can_ask():
+            _say(f"note: {profile_text.hint(found.profiles)}")
+            return
+        save = ask(profile_text.question(found.profiles))
+    if not save:
+        return
+    for reason in found.without:
+        _say(f"note: {reason}")
+    for each in found.profiles:
+        _say(_stored(each))
+
+
+def _stored(found: FoundProfile) -> str:
+    """Store a profile, and return what that means. Raises RuntimeError if it cannot be stored."""
+    try:
+        path = found.profile.save()
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"the drive profile cannot be stored: {error}") from error
+    return profile_text.stored(found.profile, path, used=profiles.enabled())
+
+
+def _say(line: str) -> None:
+    """Print a line to stderr, with the program's name before it."""
+    print(f"{_PROGRAM}: {line}", file=sys.stderr)
 
 
 def _each_step_once() -> SearchProgress:
