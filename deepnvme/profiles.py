@@ -59,11 +59,13 @@ class DriveProfile(BaseModel):
             measured: Values of the other fields.
 
         Raises:
-            ValueError: If the drive's mount is not known.
+            ValueError: If the drive's mount is not known, or its name is not UTF-8.
         """
         if drive.mount is None:
             raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
         mount = drive.mount
+        if not mount.point.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
+            raise ValueError(f"a profile cannot name the mount point {mount.point!r}: it is not printable UTF-8")
         return cls(mount=mount.point, filesystem=mount.filesystem, disks=drive.name, settings=settings, **measured)
 
     @property
@@ -129,7 +131,10 @@ def profile_of(drive: Drive) -> DriveProfile | None:
             return None
         raise
     except (UnfitFile, ValidationError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = ": ".join((*map(str, first["loc"]), first["msg"]))
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
 
 
@@ -144,7 +149,7 @@ def default_settings(drive: Drive, drives: int = 1) -> AioConfig:
         return AioConfig(block_size=4 << 20, queue_depth=4)
     # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
     # whatever uses the tensors.
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // drives)))
 
 

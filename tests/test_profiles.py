@@ -90,6 +90,13 @@ def test_a_drive_without_a_known_mount_has_no_profile() -> None:
         DriveProfile.of(unknown, TUNED)
 
 
+def test_a_mount_point_that_is_not_utf_8_has_no_profile() -> None:
+    drive = some_drive(point="/mnt/\udcff")
+    assert profile_of(drive) is None
+    with pytest.raises(ValueError, match="not printable UTF-8"):
+        DriveProfile.of(drive, TUNED)
+
+
 def test_a_directory_that_cannot_be_written_is_named(drive: Path, configuration: Path) -> None:
     configuration.write_text("a file where the directory should be")
     with pytest.raises(NotADirectoryError) as caught:
@@ -192,7 +199,7 @@ def test_a_profile_that_is_no_file_is_ignored_with_a_warning(drive: Path) -> Non
 def test_settings_out_of_range_are_damage(drive: Path) -> None:
     path = tuned(drive).path
     path.write_text(path.read_text().replace('"queue_depth": 16', '"queue_depth": 0'))
-    with pytest.warns(RuntimeWarning, match="damaged"):
+    with pytest.warns(RuntimeWarning, match=r"damaged \(settings: queue_depth: Input should be greater than or equal to 1\)"):
         settings_for([drive])
 
 
