@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from deepnvme.streaming.weights.model_blocks import REST, ties_of, weights_by_na
 from deepnvme.streaming.weights.weight_locations import weights_in_index
 from deepnvme.streaming.weights.weight_store import WeightStore
 
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+
 STORE = "deepnvme"
 """Name of the store's directory, within the offload folder that accelerate is given."""
 
@@ -46,6 +49,7 @@ class _StreamOptions(NamedTuple):
 
     memory_budget: int
     prefetch: int
+    config: AioConfig | None
 
 
 _enabled: _StreamOptions | None = None
@@ -53,7 +57,7 @@ _originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
 
-def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
+def enable(*, memory_budget: int = 0, prefetch: int = 2, config: AioConfig | None = None) -> None:
     """Stream models that accelerate offloads to the disk from now on.
 
     May be called before or after transformers is imported. Idempotent; the options of the last call count.
@@ -65,6 +69,7 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
         memory_budget: Bytes of weights to keep in memory: see :func:`deepnvme.streaming.stream`. If the weights that a device
             map leaves on the CPU take more, their size is used instead.
         prefetch: Number of extents to read ahead: see :func:`deepnvme.streaming.stream`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ImportError: If accelerate is not installed.
@@ -78,7 +83,7 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2) -> None:
     with _changing:
         if not _originals:
             _originals.update((name, getattr(accelerate.big_modeling, name)) for name in _OURS)
-        _enabled = _StreamOptions(memory_budget, prefetch)
+        _enabled = _StreamOptions(memory_budget, prefetch, config)
         _replace(_originals, _OURS)
 
 
@@ -238,9 +243,9 @@ class _Hook:
 
         def build(_: Path) -> WeightStore:
             source = {**weights_in_index(on_disk, self.folder), **there}
-            return WeightStore.build(source, where, model=model, origin=json.dumps(origin))
+            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), config=self.options.config)
 
-        store = opened_or_built(where, origin, build)
+        store = opened_or_built(where, origin, build, self.options.config)
         try:
             names = {ties.get(name, name) for name in self.on_cpu}
             extents = [extent for extent in store.extents.values() if extent.name != REST]

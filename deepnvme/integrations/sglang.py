@@ -7,13 +7,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepnvme._preallocation import preallocate
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 try:
     from sglang.srt.utils import offloader  # type: ignore[import-not-found]
@@ -38,11 +41,20 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         memory_budget: See :func:`deepnvme.streaming.stream`.
         reuse: Stream from the store that an earlier run built in ``path``. The weights SGLang loads are ignored, so
             ``--load-format dummy`` saves loading them. Only shapes and dtypes are compared with the model's.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: int = 0, reuse: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        prefetch: int = 2,
+        memory_budget: int = 0,
+        reuse: bool = False,
+        config: AioConfig | None = None,
+    ) -> None:
         self._path = Path(path)
-        self._prefetch, self._budget, self._reuse = prefetch, memory_budget, reuse
+        self._prefetch, self._budget, self._reuse, self._config = prefetch, memory_budget, reuse, config
         self._layers = nn.ModuleList()
         self._device = torch.device("cpu")
         self._store: WeightStore | None = None
@@ -97,7 +109,10 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         where = self._path / "weights"
         self._layers.requires_grad_(False).to("cpu")  # for tensors that were created after wrap_modules
         try:
-            self._store = WeightStore.open(where) if self._reuse else WeightStore.build(self._layers, where)
+            if self._reuse:
+                self._store = WeightStore.open(where, config=self._config)
+            else:
+                self._store = WeightStore.build(self._layers, where, config=self._config)
             self._streaming = stream(
                 self._layers, self._store, prefetch=self._prefetch, memory_budget=self._budget, device=self._device
             )
@@ -144,7 +159,14 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
             weight.data = parked
 
 
-def enable(path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: int = 0, reuse: bool = False) -> None:
+def enable(
+    path: str | os.PathLike[str],
+    *,
+    prefetch: int = 2,
+    memory_budget: int = 0,
+    reuse: bool = False,
+    config: AioConfig | None = None,
+) -> None:
     """Make SGLang use a :class:`StreamingOffloader`, in ``path``/rank-N, for each model that it creates in this process.
 
     Call it in the process that runs the model, before SGLang's ``ModelRunner`` is created: that is when SGLang chooses an
@@ -155,11 +177,13 @@ def enable(path: str | os.PathLike[str], *, prefetch: int = 2, memory_budget: in
         prefetch: See :class:`StreamingOffloader`.
         memory_budget: See :class:`StreamingOffloader`.
         reuse: See :class:`StreamingOffloader`.
+        config: See :class:`StreamingOffloader`.
     """
 
     def create_offloader() -> StreamingOffloader:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return StreamingOffloader(Path(path) / f"rank-{rank}", prefetch=prefetch, memory_budget=memory_budget, reuse=reuse)
+        where = Path(path) / f"rank-{rank}"
+        return StreamingOffloader(where, prefetch=prefetch, memory_budget=memory_budget, reuse=reuse, config=config)
 
     offloader.create_offloader = create_offloader
     runner = sys.modules.get("sglang.srt.model_executor.model_runner")

@@ -34,6 +34,8 @@ from .weights.weight_store import Directories, WeightStore
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from deepnvme.config import AioConfig
+
 _HUB: dict[str, Any] = {
     "cache_dir": None, "force_download": False, "local_files_only": False, "proxies": None, "revision": None, "subfolder": "",
     "token": None,
@@ -63,6 +65,7 @@ def from_pretrained(
     kv_offload: Literal["cpu", "nvme"] | None = None,
     model_class: Any = None,
     progress: Wanted = None,
+    aio_config: AioConfig | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Return a transformers model, ready for inference, whose weights are streamed from the drive. Blocks.
@@ -81,6 +84,8 @@ def from_pretrained(
             for the device on which the model computes.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: For building the store, as for :meth:`WeightStore.build`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            For building and reading the store, and for a KV cache on the drive.
         options: Further options of transformers' ``from_pretrained``, except those that place the weights or change the model.
 
     Returns:
@@ -110,16 +115,18 @@ def from_pretrained(
         """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
-            return WeightStore.build(source, where, model=model, quantize=quantize, progress=progress, origin=json.dumps(origin))
+            how: dict[str, Any] = {"quantize": quantize, "progress": progress, "config": aio_config}
+            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
 
-    store = opened_or_built(where, origin, build)
+    store = opened_or_built(where, origin, build, aio_config)
     model: PreTrainedModel | None = None
     try:
         model = _without_weights(kind, name, config, store, options)
         if kv_offload is not None:
             from .kv.cache import offload_kv
 
-            offload_kv(model, kv_offload, path=next(iter(where)) if kv_offload == "nvme" else None)
+            on_drive: dict[str, Any] = {"path": next(iter(where)), "aio_config": aio_config} if kv_offload == "nvme" else {}
+            offload_kv(model, kv_offload, **on_drive)
         # An ordinary attribute: it is neither a module nor a tensor.
         model.streaming = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
     except BaseException:

@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
@@ -18,6 +18,9 @@ from deepnvme.store.volumes import Directory
 from .drive import KVDrive
 from .layer import OffloadedLayer
 from .strip import Pair
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 Where = Literal["cpu", "nvme"]
 """Where keys and values are kept: in host memory or on a drive."""
@@ -70,10 +73,13 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
             one layer after another moves to the drive, chosen so that layers on the drive are spread among those in memory. On a
             CPU, attention uses layers in memory in place, and a step copies nothing.
         prefetch: Number of layers that are read ahead, 0 or more.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            Only with "nvme".
 
     Raises:
         ValueError: If an argument is out of range, or the model has layers of another kind.
-        OSError: If the files cannot be made.
+        TypeError: If ``aio_config`` is something else than an AioConfig.
+        OSError: If the files cannot be made, or the kernel refuses the backend that ``aio_config`` names.
     """
 
     def __init__(
@@ -84,14 +90,15 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         path: Directory | None = None,
         memory_budget: int = 0,
         prefetch: int = 1,
+        aio_config: AioConfig | None = None,
     ) -> None:
-        _check(where, path, memory_budget, prefetch)
+        _check(where, path, memory_budget, prefetch, aio_config)
         types, arguments = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         kinds = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
-        self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch)
+        self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
         self._budget = operator.index(memory_budget) if where == "nvme" else None
         layers: list[Any] = [
             kind(**given)
@@ -176,7 +183,13 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
 
 
 def offloaded_cache(
-    config: PreTrainedConfig, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
+    config: PreTrainedConfig,
+    where: Where = "nvme",
+    *,
+    path: Directory | None = None,
+    memory_budget: int = 0,
+    prefetch: int = 1,
+    aio_config: AioConfig | None = None,
 ) -> OffloadedCache | cache_utils.EncoderDecoderCache:
     """Return an offloaded cache for any kind of model. Close it by :func:`close_cache`.
 
@@ -186,15 +199,19 @@ def offloaded_cache(
         path: With "nvme", the directory in which each cache makes a directory of its own.
         memory_budget: With "nvme", bytes of host memory for whole layers; of two caches each has half.
         prefetch: Number of layers that each cache reads ahead.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            Only with "nvme".
 
     Raises:
         ValueError: If an argument is out of range, or the model has layers of another kind.
-        OSError: If the files cannot be made.
+        TypeError: If ``aio_config`` is something else than an AioConfig.
+        OSError: If the files cannot be made, or the kernel refuses the backend that ``aio_config`` names.
     """
+    made = functools.partial(OffloadedCache, config, where, path=path, prefetch=prefetch, aio_config=aio_config)
     if not config.is_encoder_decoder:
-        return OffloadedCache(config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
-    half = functools.partial(OffloadedCache, config, where, path=path, memory_budget=memory_budget // 2, prefetch=prefetch)
-    return cache_utils.EncoderDecoderCache(half(), half())
+        return made(memory_budget=memory_budget)
+    half = memory_budget // 2
+    return cache_utils.EncoderDecoderCache(made(memory_budget=half), made(memory_budget=half))
 
 
 def close_cache(cache: cache_utils.Cache) -> None:
@@ -207,7 +224,13 @@ def close_cache(cache: cache_utils.Cache) -> None:
 
 
 def offload_kv(
-    model: PreTrainedModel, where: Where = "nvme", *, path: Directory | None = None, memory_budget: int = 0, prefetch: int = 1
+    model: PreTrainedModel,
+    where: Where = "nvme",
+    *,
+    path: Directory | None = None,
+    memory_budget: int = 0,
+    prefetch: int = 1,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Make ``model.generate()`` use an offloaded KV cache in each call that is not given a cache or asked for another kind.
 
@@ -222,7 +245,7 @@ def offload_kv(
         ValueError: If an argument is out of range, or the model cannot generate. Raised at once; other errors of
             :class:`OffloadedCache` are raised by ``generate``.
     """
-    _check(where, path, memory_budget, prefetch)
+    _check(where, path, memory_budget, prefetch, aio_config)
     if not model.can_generate():
         raise ValueError(f"a {type(model).__name__} does not generate: it has no keys and values to offload")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -234,7 +257,9 @@ def offload_kv(
         """Generate with a cache made for this call, if the caller gives none and asks for no other kind."""
         if kwargs.get("past_key_values") is not None or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
-        cache = offloaded_cache(model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch)
+        cache = offloaded_cache(
+            model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch, aio_config=aio_config
+        )
         with contextlib.ExitStack() as ending:
             ending.callback(close_cache, cache)
             result = generate(*args, **{**kwargs, "past_key_values": cache})
@@ -264,7 +289,7 @@ _OFFLOADED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 _KEPT = (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)
 
 
-def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
+def _check(where: str, path: object, memory_budget: int, prefetch: int, aio_config: object) -> None:
     """Raise ValueError for an argument out of range."""
     if where not in ("cpu", "nvme"):
         raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
@@ -274,6 +299,8 @@ def _check(where: str, path: object, memory_budget: int, prefetch: int) -> None:
         raise ValueError(f'memory_budget must be 0 or more, and is for "nvme" only, got {memory_budget} for {where!r}')
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more layers, got {prefetch}")
+    if aio_config is not None and where == "cpu":
+        raise ValueError(f'aio_config is for "nvme" only, got it for {where!r}: nothing is read or written')
 
 
 def _distance(layer: int, streamed: list[int], layers: int) -> int:

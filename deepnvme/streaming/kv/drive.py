@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,6 +16,7 @@ from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
+from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
@@ -24,6 +25,9 @@ from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import OwnMemory
 
 from .strip import KVShape, Pair
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 CHUNK_BYTES = 2 << 20
 """Bytes of keys and values that are written together: enough for a drive's full speed, and little to keep back in memory."""
@@ -77,12 +81,17 @@ class KVDrive:
         path: Where a directory of the cache's own is made; None for a cache with all layers in memory.
         layers: Number of layers.
         prefetch: Number of layers whose chunks are read ahead.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            Not without a path.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None, layers: int, prefetch: int, config: AioConfig | None = None
+    ) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
-        self.engine = Engine()
+        self.engine = Engine() if path is None else engine_for([path], config)
+        """Without a path it only pins memory."""
         self._prefetch = prefetch
         self.pool = BufferPool(_WRITING)
         self._memory = _ChunkMemory(self.pool)

@@ -8,12 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepnvme.store.directory_lock import DirectoryLock, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
 
 from .weight_store import WeightStore
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 BUILDING = "building"
 """Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""
@@ -27,7 +30,12 @@ _LONGEST_SHOWN = 200
 _logger = logging.getLogger(__name__)
 
 
-def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build: Callable[[Path], WeightStore]) -> WeightStore:
+def opened_or_built(
+    where: Mapping[Any, float],
+    origin: Mapping[str, Any],
+    build: Callable[[Path], WeightStore],
+    config: AioConfig | None = None,
+) -> WeightStore:
     """Open the store in the directories, or build it there. Blocks.
 
     While another process or thread builds the store, waits for it, and logs a warning that names it.
@@ -37,6 +45,7 @@ def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build
         origin: The facts that the store's origin has to hold, encoded as JSON.
         build: Builds and opens the store. Its argument is a temporary directory inside the store's first one, which may contain
             files of a process that was killed.
+        config: Settings of the engine that opens the store; None for the profile of the drive.
 
     Raises:
         ValueError: If the directories have a store of another origin; the message names the differences.
@@ -46,14 +55,14 @@ def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build
     first: Path = next(iter(where))
     if (first / MANIFEST_NAME).exists():  # opening where nothing is would lock the directory against a process about to build
         try:
-            store = open_existing(where, origin)
+            store = open_existing(where, origin, config)
         except StoreLocked:
             store = None
         if store is not None:  # return at once: Ctrl-C in a call in between would leave the store open if the traceback is kept
             return store
     owner = _alone_in(first / BUILDING)
     try:
-        return open_existing(where, origin) or build(first / BUILDING)
+        return open_existing(where, origin, config) or build(first / BUILDING)
     finally:
         try:
             owner.release()
@@ -61,15 +70,15 @@ def opened_or_built(where: Mapping[Any, float], origin: Mapping[str, Any], build
             owner.release()  # again, in case Ctrl-C interrupted the first: a traceback that is kept would keep the lock
 
 
-def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any]) -> WeightStore | None:
-    """Open the store in the directories; return None if there is none.
+def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:
+    """Open the store in the directories; return None if there is none. The arguments are those of :func:`opened_or_built`.
 
     Raises:
         ValueError: If its origin differs from ``origin``; the message names the differences.
         Exception: What :meth:`WeightStore.open` raises otherwise.
     """
     try:
-        store = WeightStore.open(where)
+        store = WeightStore.open(where, config=config)
     except FileNotFoundError:
         return None
     try:

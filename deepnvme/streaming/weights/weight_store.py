@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.profiles import engine_for
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
@@ -31,15 +33,19 @@ from .model_blocks import StoreMismatch, described, differences
 from .quantization import SCHEMES, Scheme
 from .weight_locations import Location, OpenFiles, Source, source_of
 
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
 """What a store can be built from: see :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
-_QUEUE_DEPTH = 32
-"""I/O requests in flight for each drive: enough for its full speed, and few enough that extents arrive one after the other. With
-128, three extents of 45 MB shared the drive and all arrived late: a pass over int8 weights took a fourth longer."""
+_IN_FLIGHT_BYTES = 32 << 20
+"""Most bytes that each of a drive's workers reads at a time: enough for its full speed, and few enough that extents arrive one
+after the other. With 128 MiB, three extents of 45 MB shared the drive and all arrived late: a pass over int8 weights took a
+fourth longer."""
 
 
 class CorruptExtent(OSError):
@@ -100,6 +106,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         checksum: bool = True,
         progress: Wanted = None,
         origin: str = "",
+        config: AioConfig | None = None,
     ) -> WeightStore:
         """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
@@ -123,6 +130,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes
                 written so far and the bytes in all.
             origin: Text to keep in the store about where its weights are from.
+            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+                The drives are those of the directories and of the files that the weights are read from.
 
         Raises:
             StoreMismatch: If the checkpoint's weights are not those of ``model``.
@@ -132,7 +141,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             StoreLocked: If a directory is in use.
             ValueError: If an argument is out of range, a file is no checkpoint that can be read, or a value cannot be quantised.
             UnpicklingError: If a .pt file holds anything but tensors.
-            TypeError: If ``model_or_checkpoint`` has no weights.
+            TypeError: If ``model_or_checkpoint`` has no weights, or ``config`` is something else than an AioConfig.
             OSError: With ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
         """
         if quantize is not None and quantize not in SCHEMES:
@@ -142,8 +151,9 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
         where = directory_weights(path)
+        places = [*where, *_read_from(model_or_checkpoint)]
         # The files are closed twice, in case Ctrl-C interrupts the first: a traceback that is kept would keep them open.
-        with Engine() as engine, contextlib.closing(OpenFiles(engine)) as files, contextlib.closing(files):
+        with engine_for(places, config) as engine, contextlib.closing(OpenFiles(engine)) as files, contextlib.closing(files):
             source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
             structure, names = structure_for(source, tree, blocks)
@@ -152,15 +162,17 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
             with following(progress, f"building {next(iter(where))}") as told:
                 build(builders, source, manifest, where, engine, checksum, told)
-        return cls.open(path)
+        return cls.open(path, config=config)
 
     @classmethod
-    def open(cls, path: Directories, *, verify: bool = True) -> WeightStore:
+    def open(cls, path: Directories, *, verify: bool = True, config: AioConfig | None = None) -> WeightStore:
         """Open a store that was built before.
 
         Args:
             path: All directories of the store.
             verify: Whether to check the checksum of each extent when it is read for the first time.
+            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+                Without it, each worker has at most 32 MiB in flight, so that extents arrive one after the other.
 
         Raises:
             FileNotFoundError: If no store was built there, or not to its end.
@@ -168,9 +180,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             CorruptManifest: If the description of the weights is damaged.
             CorruptExtent: If an extent is missing or has the wrong size.
             StoreLocked: If the store is being built.
+            TypeError: If ``config`` is something else than an AioConfig.
+            OSError: If the kernel refuses the backend that ``config`` names, or a directory cannot be read.
         """
         directories = directory_weights(path)
-        engine = Engine(queue_depth=_QUEUE_DEPTH * len(directories))
+        engine = engine_for(list(directories), config, _IN_FLIGHT_BYTES)
         tensors = None
         try:
             tensors = TensorStore(path, read_only=True, engine=engine)
@@ -303,3 +317,12 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         names = listed(repr(weight.name) for weight in extent.weights)
         text = f"extent {extent.name!r} ({names}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
         raise CorruptExtent(errno.EBADMSG, f"{text}; build the store again", str(self._where))
+
+
+def _read_from(given: Given) -> list[str | os.PathLike[str]]:
+    """Return files, or the directories of files, that weights are read from: none for weights in memory, or of a Source."""
+    if isinstance(given, str | os.PathLike):
+        return [given]
+    if isinstance(given, Mapping):  # perhaps thousands of files, in few directories
+        return list({os.path.dirname(weight.path): None for weight in given.values() if isinstance(weight, Location)})
+    return []

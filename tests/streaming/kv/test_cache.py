@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme import AioConfig
 from tests.faults.torture.interruption import interrupted
 
 from ...support.disks import MIB, Disk
@@ -105,6 +106,7 @@ def same(cache: Any, reference: Any) -> bool:
         ({"where": "cpu", "memory_budget": 1}, "memory_budget"),
         ({"path": ".", "memory_budget": -1}, "-1"),
         ({"path": ".", "prefetch": -1}, "prefetch"),
+        ({"where": "cpu", "aio_config": AioConfig()}, "aio_config"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_anything_is_made(llama: Any, wrong: dict[str, Any], says: str) -> None:

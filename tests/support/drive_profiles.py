@@ -1,0 +1,51 @@
+"""Drive profiles of a test's own, and the settings that engines are made with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from deepnvme import AioConfig, Engine
+from deepnvme.drives import drive_of
+from deepnvme.profiles import DriveProfile, default_settings
+
+
+class EngineSettings(NamedTuple):
+    """What an engine says of itself."""
+
+    block_size: int
+    queue_depth: int
+    num_threads: int
+
+
+def engine_settings(config: AioConfig, in_flight_bytes: int | None = None) -> EngineSettings:
+    """Those of an engine that is made by these settings, each worker of which may have so many bytes under way."""
+    most = config.queue_depth if in_flight_bytes is None else in_flight_bytes // config.block_size
+    return EngineSettings(config.block_size, min(config.queue_depth, most), config.intra_op_parallelism)
+
+
+def default_for(directory: Path) -> AioConfig:
+    """The settings of the directory's drive if it has no profile."""
+    return default_settings(drive_of(directory))
+
+
+def store_profile(directory: Path, settings: AioConfig) -> None:
+    """Give the drive of a directory a profile."""
+    DriveProfile.of(drive_of(directory), settings).save()
+
+
+@contextlib.contextmanager
+def engines_made() -> Iterator[list[EngineSettings]]:
+    """The settings of each engine that is made meanwhile, in the order of time."""
+    made: list[EngineSettings] = []
+    original = Engine.__init__
+
+    def recording(engine: Engine, *arguments: Any, **named: Any) -> None:
+        original(engine, *arguments, **named)
+        made.append(EngineSettings(engine.block_size, engine.queue_depth, engine.num_threads))
+
+    with mock.patch.object(Engine, "__init__", recording):
+        yield made
