@@ -14,15 +14,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
-from .file_io import clear_frames, clearing_frames, shared_engine
+from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
 from .snapshot import Cancelled, Latch, Snapshot
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 
 class SaveFuture:
@@ -33,10 +38,11 @@ class SaveFuture:
     is written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
-    def __init__(self, destination: Destination, snapshot: Snapshot) -> None:
+    def __init__(self, destination: Destination, snapshot: Snapshot, engine: Engine) -> None:
         self._destination = destination
         self._path = Path(os.path.realpath(destination.path))
         self._snapshot = snapshot
+        self._engine: Engine | None = engine  # until the save has ended: a future may be kept for long
         self._process = os.getpid()
         self._ended = Latch()
         self._error: BaseException | None = None
@@ -108,8 +114,10 @@ class SaveFuture:
 
     def _run(self) -> None:
         """Write and publish the file, keeping the error for :meth:`exception`. Called by the saving thread."""
+        engine, self._engine = self._engine, None
+        assert engine is not None  # a save runs once
         try:
-            self._destination.publish(self.nbytes, lambda file: self._snapshot.write(file, shared_engine()))
+            self._destination.publish(engine, self.nbytes, lambda file: self._snapshot.write(file, engine))
         except BaseException as error:
             self._error = error
         finally:
@@ -254,9 +262,9 @@ def start(
         raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
     raise_unseen()
     image = make(None)
-    shared_engine()  # here, so that the caller gets the error if the engine cannot be created
+    engine = destination.engine()  # here, so that the caller gets the error if the engine cannot be created
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
-    save = SaveFuture(destination, snapshot)
+    save = SaveFuture(destination, snapshot, engine)
     try:
         snapshot.ensure_memory()
         _saves.add(save, max_in_flight)
@@ -283,6 +291,7 @@ def async_save(
     lazy: bool = False,
     max_in_flight: int = 2,
     group: None = None,
+    config: AioConfig | None = None,
 ) -> SaveFuture:
     """Save ``obj`` to ``path`` like :func:`save`, but in the background. Returns when its bytes, as they are now, are copied.
 
@@ -307,6 +316,7 @@ def async_save(
         lazy: Let the background thread copy everything, and return at once.
         max_in_flight: Most saves queued or running. If there are as many, this waits for one to end.
         group: Not supported. Only :func:`save` has it.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The future of the save. Errors not listed below are raised by its ``result``.
@@ -317,7 +327,8 @@ def async_save(
         OutOfBuffers: If the pool's budget is too small, or is held by this thread, so that the save would wait for it forever.
             (Leases that this thread takes later must be released before it waits for the future.)
         ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
+        TypeError: If ``config`` is something else than an AioConfig.
     """
-    destination = Destination(Path(path).absolute(), fsync)
+    destination = Destination(Path(path).absolute(), fsync, config=config)
     make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
     return start(destination, make, pool, lazy, max_in_flight, group)

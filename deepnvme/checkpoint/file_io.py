@@ -8,7 +8,7 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.profiles import engine_with, settings_for
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
@@ -26,24 +27,46 @@ from .formats.file_image import FileImage, Source
 from .formats.pt_records import CorruptCheckpoint
 from .formats.sharding import Span
 
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _PACKAGE = __name__.partition(".")[0]
 _GAP = 64 << 10
 """Most bytes between two pieces that are read along with them instead of being skipped."""
+_MOST_ENGINES = 4
+"""Engines that a process keeps. Most need one or two; each has threads, and memory for copies of what is not aligned."""
 Path = str | os.PathLike[str]
 Version = tuple[int, ...]
 """Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""
 
 
-def shared_engine() -> Engine:
-    """Return this process's engine, created on first use. A forked child gets an engine of its own."""
-    return _engine_of(os.getpid())
+def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
+    """Return this process's engine for a file or directory, created on first use. A forked child gets engines of its own.
+
+    Files that get the same settings share an engine. The last few used are kept. Any other ends when nobody uses it any more.
+    Looking up the drive takes 0.3 ms, so callers with many files in one directory call this once for the directory.
+
+    Args:
+        path: The file or directory that is to be read or written. It may not exist yet. A symbolic link is followed.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Raises:
+        TypeError: If ``config`` is something else than an AioConfig.
+        ValueError: If DEEPNVME_PROFILE has an unknown value.
+        OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
+        RuntimeError: If that backend was compiled out, or the op cannot be built.
+    """
+    with naming_file(path, instead=True):
+        settings = settings_for([os.path.realpath(path)], config)
+    return _engines_of(os.getpid())(settings, config is not None)
 
 
 @functools.lru_cache(maxsize=1)
-def _engine_of(process: int) -> Engine:
-    return Engine()
+def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
+    """Return a function that makes this process's engines or returns those that it has kept."""
+    return functools.lru_cache(maxsize=_MOST_ENGINES)(engine_with)
 
 
 # Errors.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import NoneType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme._progress import Progress, Wanted, following
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .file_io import Placed, memory_for, read, read_consistently, shared_engine
@@ -24,6 +26,9 @@ from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.zip_directory import Record
 from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
 from .verification import refuse_compressed, verify_records
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 
 def load(
@@ -37,6 +42,7 @@ def load(
     checksum: bool = False,
     pool: BufferPool | None = None,
     progress: Wanted = None,
+    config: AioConfig | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load a file that ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
@@ -67,12 +73,14 @@ def load(
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes read, bytes to
             read). No effect for what is left to ``torch.load``.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            No effect for what is left to ``torch.load``.
         **pickle_load_args: As for ``torch.load``.
 
     Raises:
         CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found.
         KeyError: If the file does not have one of ``keys``.
-        TypeError: If ``keys`` is given and the file holds no mapping.
+        TypeError: If ``keys`` is given and the file holds no mapping; or if ``config`` is something else than an AioConfig.
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
         ValueError: If ``checksum`` is combined with ``mmap`` or a file object; or if one of them is True for a safetensors file,
             which is not mapped and has no checksums.
@@ -97,13 +105,14 @@ def load(
 
     def whole() -> Any:
         with following(progress, f"loading {path}") as told:
-            return _load(path, chosen, mapped, checksum, safe, options, buffer_pool() if pool is None else pool, told)
+            memory = buffer_pool() if pool is None else pool
+            return _load(path, chosen, mapped, checksum, safe, options, memory, told, config)
 
     if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
-        return _load_safetensors(path, map_location, chosen, pool, progress)
+        return _load_safetensors(path, map_location, chosen, pool, progress, config)
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
@@ -142,8 +151,9 @@ def _mapped_by_default() -> bool:
 
 
 def _load_safetensors(
-    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: Wanted
-) -> dict[str, torch.Tensor]:
+    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: Wanted,
+    config: AioConfig | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load a safetensors file with the arguments of :func:`load`."""
     from .safetensors_files import load_entries
 
@@ -151,7 +161,7 @@ def _load_safetensors(
         raise RuntimeError(f"map_location must be a device for a safetensors file, got {type(map_location).__name__}")
     device = map_location.decode() if isinstance(map_location, bytes) else map_location
     choose = dict if keys is None else partial(_chosen, keys=keys)
-    loaded = load_entries(path, "cpu" if device is None else device, choose, pool, progress)
+    loaded = load_entries(path, "cpu" if device is None else device, choose, pool, progress, config)
     return loaded if keys is None else {key: loaded[key] for key in keys}
 
 
@@ -164,6 +174,7 @@ def _load(
     options: dict[str, Any],
     pool: BufferPool,
     progress: Progress | None,
+    config: AioConfig | None,
 ) -> Any:
     """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
     if os.path.getsize(path) == 0:
@@ -195,10 +206,15 @@ def _load(
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()
 
+    @functools.cache
+    def engine() -> Engine:
+        """Return the engine. Looks up the drive once: storages may be read one at a time."""
+        return shared_engine(path, config)
+
     def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
         """Read storages from the file, and verify them if their checksums are wanted."""
         records = [_record_of(path, found, each) for each in placed]
-        read(placed, path, shared_engine(), pool, progress)
+        read(placed, path, engine(), pool, progress)
         for each, record in zip(placed, records, strict=True) if checksum else ():
             if record.crc32 and (crc := crc32_of(each.memory)) != record.crc32:
                 raise WrongChecksum(path, record, each.offset, crc)

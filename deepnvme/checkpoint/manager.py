@@ -23,6 +23,8 @@ from .saving import save_to
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deepnvme.config import AioConfig
+
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.pt")
 _IN_FLIGHT = 2
 
@@ -46,16 +48,18 @@ class CheckpointManager:
     Args:
         directory: Created if it is missing.
         keep: How many checkpoints are kept, those of the highest steps. At least 1.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ValueError: If ``keep`` is less than 1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, config: AioConfig | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(os.path.abspath(directory))
         self.keep = keep
+        self.config = config
         missing = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
         self.directory.mkdir(parents=True, exist_ok=True)
         for made in missing:
@@ -124,7 +128,7 @@ class CheckpointManager:
         if lazy and not asynchronous:
             raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
         recycle, end = partial(self._given_up, step), partial(self._remove_surplus, step)
-        destination = Destination(self.path(step), fsync, recycle=recycle, end=end)
+        destination = Destination(self.path(step), fsync, recycle=recycle, end=end, config=self.config)
         make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
             return start(destination, make, pool, lazy, _IN_FLIGHT, group)
@@ -147,7 +151,7 @@ class CheckpointManager:
             there = ", ".join(map(str, self.steps())) or "none"
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise FileNotFoundError(errno.ENOENT, f"{wanted}; there are those of: {there}", str(self.directory))
-        return load(self.path(chosen), **options)
+        return load(self.path(chosen), **{"config": self.config, **options})
 
     # This is safe from other threads and processes that save into the directory. A save that lists the steps after another has
     # given one up finds fewer than keep, and gives none up. A save that listed them before finds that its choice is gone, and

@@ -13,7 +13,7 @@ from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
-from .file_io import shared_engine, write
+from .file_io import write
 from .formats.file_image import FileImage
 from .formats.sharding import Span, equal_share, taken
 from .publication import Destination, Publication, name_the_final_file
@@ -120,7 +120,7 @@ def save_together(
         """Make this rank's image, and return what the ranks compare of it."""
         raise_unseen()
         image = make()
-        mine.append((image, shared_engine(), buffer_pool() if pool is None else pool))
+        mine.append((image, destination.engine(), buffer_pool() if pool is None else pool))
         return Description(image.digest().hex(), image.nbytes, bytes_held(image))
 
     described = ranks.all(prepare)

@@ -14,12 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.engine import Engine, File
 
 from .file_io import shared_engine
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 SUFFIX = ".deepnvme-tmp"
 """Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""
@@ -48,18 +52,25 @@ class Destination:
     """
     end: Callable[[], object] = lambda: None
     """Called after publication. An error of it says that the file is saved."""
+    config: AioConfig | None = None
+    """Settings of the engine; None for the profile of the drive."""
 
-    def publish(self, nbytes: int, write: Callable[[File], None]) -> None:
+    def engine(self) -> Engine:
+        """Return the engine that writes the file. Looks up the drive; raises what :func:`shared_engine` raises."""
+        return shared_engine(self.path, self.config)
+
+    def publish(self, engine: Engine, nbytes: int, write: Callable[[File], None]) -> None:
         """Write a file and give it its name when it is whole. Blocks.
 
         Args:
+            engine: Engine that opens and flushes the file.
             nbytes: Size of the file in bytes.
             write: Writes the whole file.
 
         Raises:
             OSError: As for :class:`Publication`.
         """
-        with Publication(self, nbytes, shared_engine()) as new:
+        with Publication(self, nbytes, engine) as new:
             write(new.file)
             new.publish()
         self.end()

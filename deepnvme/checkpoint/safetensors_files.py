@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepnvme._progress import Progress, Wanted, following
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
@@ -21,6 +22,9 @@ from .formats.file_image import FileImage
 from .formats.safetensors_header import TensorEntry
 from .publication import Destination
 from .saving import save_to
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 Choice = Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]]
 """Returns the entries to load, by name, of all those of a file."""
@@ -35,6 +39,7 @@ def save_file(
     fsync: bool = True,
     pool: BufferPool | None = None,
     progress: Wanted = None,
+    config: AioConfig | None = None,
 ) -> None:
     """Save tensors to a safetensors file. Blocks.
 
@@ -49,6 +54,7 @@ def save_file(
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         Exception: First of all, the error of an earlier :func:`deepnvme.async_save` that nobody has seen.
@@ -70,7 +76,7 @@ def save_file(
         return image
 
     with following(progress, f"saving {filename}") as told:
-        save_to(Destination(Path(filename), fsync), make, pool, told)
+        save_to(Destination(Path(filename), fsync, config=config), make, pool, told)
 
 
 def load_file(
@@ -80,6 +86,7 @@ def load_file(
     backend: str = "mmap",
     pool: BufferPool | None = None,
     progress: Wanted = None,
+    config: AioConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a safetensors file, or all shards of a ``model.safetensors.index.json``. Blocks.
 
@@ -89,6 +96,7 @@ def load_file(
         backend: Accepted as by safetensors; has no effect.
         pool: As for :func:`deepnvme.load`.
         progress: As for :func:`deepnvme.load`, for each file.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The tensors by name, each in memory of its own.
@@ -98,12 +106,13 @@ def load_file(
         OSError: If a file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
-    return load_entries(filename, device, dict, pool, progress)
+    return load_entries(filename, device, dict, pool, progress, config)
 
 
 def load_entries(
-    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None, progress: Wanted
-) -> dict[str, torch.Tensor]:
+    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None, progress: Wanted,
+    config: AioConfig | None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
 
     The arguments and errors are those of :func:`load_file`, and besides:
@@ -114,9 +123,11 @@ def load_entries(
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
-    for shard, names in safetensors_header.shards_of(filename).items():
+    shards = safetensors_header.shards_of(filename)
+    engine = shared_engine(filename, config)
+    for shard, names in shards.items():
         with following(progress, f"loading {shard}") as told:
-            found = read_consistently(shard, partial(_load, shard, target, choose, pool, told))
+            found = read_consistently(shard, partial(_load, shard, target, choose, engine, pool, told))
         loaded.update(safetensors_header.indexed(filename, shard, names, found))
     return loaded
 
@@ -130,6 +141,7 @@ def save_model(
     fsync: bool = True,
     pool: BufferPool | None = None,
     progress: Wanted = None,
+    config: AioConfig | None = None,
 ) -> None:
     """Save the ``state_dict`` of a model to a safetensors file. Blocks.
 
@@ -144,6 +156,7 @@ def save_model(
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         RuntimeError: If tensors share parts of a larger storage that no name covers as a whole.
@@ -159,7 +172,7 @@ def save_model(
         safetensors_header.check_contiguous(tensors, "save with force_contiguous=True")
     if kept_for:
         metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
-    save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress)
+    save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress, config=config)
 
 
 def load_model(
@@ -171,6 +184,7 @@ def load_model(
     backend: str = "mmap",
     pool: BufferPool | None = None,
     progress: Wanted = None,
+    config: AioConfig | None = None,
 ) -> tuple[set[str], list[str]]:
     """Load a safetensors file, or shards by their index, into a model. Blocks.
 
@@ -182,6 +196,7 @@ def load_model(
         backend: As for :func:`load_file`.
         pool: As for :func:`load_file`.
         progress: As for :func:`load_file`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         (missing, unexpected): the names of the model that nothing was loaded for, and the names of the file that the model does
@@ -192,7 +207,7 @@ def load_model(
             then.
         Exception: Any error of :func:`load_file`.
     """
-    loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress)
+    loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress, config=config)
     kept_for = _left_out(model.state_dict(), preferred=loaded)
     result = model.load_state_dict(loaded, strict=False)
     missing = set(result.missing_keys).difference(kept_for)
@@ -205,14 +220,14 @@ def load_model(
 
 
 def _load(
-    path: str, device: torch.device, choose: Choice, pool: BufferPool, progress: Progress | None
+    path: str, device: torch.device, choose: Choice, engine: Engine, pool: BufferPool, progress: Progress | None
 ) -> dict[str, torch.Tensor]:
     """Load the chosen tensors of one file."""
     direct = device if device.type == "cuda" else torch.device("cpu")
     entries = choose({entry.name: entry for entry in safetensors_header.read_header(path)})
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([Placed(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
-         path, shared_engine(), pool, progress)  # fmt: skip
+         path, engine, pool, progress)  # fmt: skip
     loaded = {}
     for name, entry in sorted(entries.items()):
         tensor = torch.empty(0, dtype=entry.dtype, device=direct)
@@ -236,6 +251,7 @@ def save_sharded(
     name: str = "model",
     fsync: bool = True,
     pool: BufferPool | None = None,
+    config: AioConfig | None = None,
 ) -> list[Path]:
     """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.
 
@@ -251,6 +267,7 @@ def save_sharded(
         name: First part of the file names.
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The paths of the files.
@@ -268,7 +285,7 @@ def save_sharded(
     if count == 1:
         names = [f"{name}.safetensors"]
     for shard, file in zip(shards, names, strict=True):
-        save_file({each: tensors[each] for each in shard}, folder / file, metadata, fsync=fsync, pool=pool)
+        save_file({each: tensors[each] for each in shard}, folder / file, metadata, fsync=fsync, pool=pool, config=config)
     paths = [folder / file for file in names]
     if count > 1:
         weights = {each: file for shard, file in zip(shards, names, strict=True) for each in shard}
@@ -277,7 +294,7 @@ def save_sharded(
         paths.append(folder / f"{name}.safetensors{safetensors_header.INDEX_SUFFIX}")
         image = FileImage()
         image.add_text(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-        save_to(Destination(paths[-1], fsync), lambda across: image, pool)
+        save_to(Destination(paths[-1], fsync, config=config), lambda across: image, pool)
     return paths
 
 

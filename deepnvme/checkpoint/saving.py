@@ -16,7 +16,7 @@ from deepnvme._progress import Progress, Wanted, following
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
-from .file_io import shared_engine, write
+from .file_io import write
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .formats.sharding import Across
@@ -25,6 +25,8 @@ from .publication import Destination
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from deepnvme.config import AioConfig
 
 
 def save(
@@ -40,6 +42,7 @@ def save(
     pool: BufferPool | None = None,
     progress: Wanted = None,
     group: ProcessGroup | None = None,
+    config: AioConfig | None = None,
 ) -> None:
     """Save ``obj`` to the file ``f`` like ``torch.save``. Blocks.
 
@@ -48,7 +51,7 @@ def save(
 
     The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. Left to
     ``torch.save`` are file objects, the format before torch 1.6, and files without the byte order record. On these ``fsync``,
-    ``pool`` and ``progress`` have no effect.
+    ``pool``, ``progress`` and ``config`` have no effect.
 
     With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the rank's
     shard. The ranks write one ordinary file together, each the same number of bytes. It has the whole tensor for a DTensor, and
@@ -73,6 +76,7 @@ def save(
         progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes written, bytes of
             the file).
         group: Process group of ``torch.distributed`` whose ranks write the file together.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         Exception: Whatever pickling raises, before anything is created; or, first of all, the error of an earlier
@@ -82,6 +86,7 @@ def save(
         ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with DTensors;
             or if ``checksum`` or ``group`` is given for what is left to ``torch.save``.
         RuntimeError: If another rank failed.
+        TypeError: If ``config`` is something else than an AioConfig.
     """
     in_its_way = _use_new_zipfile_serialization and not _disable_byteorder_record
     if not (in_its_way and isinstance(f, (str, bytes, os.PathLike))):
@@ -93,7 +98,8 @@ def save(
     if progress is True and group is not None and group.rank() != 0:
         progress = None  # one progress bar for all ranks
     with following(progress, f"saving {f}") as told:
-        save_to(Destination(Path(f), fsync), partial(pt_image, obj, pickle_module, pickle_protocol, checksum), pool, told, group)
+        make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
+        save_to(Destination(Path(f), fsync, config=config), make, pool, told, group)
 
 
 def save_to(
@@ -119,4 +125,5 @@ def save_to(
     image = make(None)
     wait_for_saves(destination.path)
     memory = buffer_pool() if pool is None else pool
-    destination.publish(image.nbytes, lambda file: write(image, file, shared_engine(), memory, progress=progress))
+    engine = destination.engine()
+    destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, memory, progress=progress))

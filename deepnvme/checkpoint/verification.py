@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from .formats import pt_records, safetensors_header
 from .formats.pickle_scan import PickleScan, why_wasteful
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.zip_directory import Record
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 _TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
 
@@ -55,7 +59,7 @@ class Report:
         return not self.problems
 
 
-def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> Report:
+def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, config: AioConfig | None = None) -> Report:
     """Check a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
     Reads the pickle and every storage that has a checksum, at the speed of the drive or of CRC-32 on one core, whichever is
@@ -64,12 +68,14 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
     Args:
         path: The file.
         pool: Pool of the buffers. None is the process's pool.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The report. A damaged file is not an error: the report lists what is wrong.
 
     Raises:
         OSError: If the file cannot be read. Names the file.
+        TypeError: If ``config`` is something else than an AioConfig.
     """
     name = os.fspath(path)
     problems: list[str] = []
@@ -83,7 +89,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None) -> R
                 with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
                     pt_records.check_pickle(path, found)
                     problems = _pickle_problems(pt_records.scan_of(path, found), found)
-                problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool)
+                problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool, config)
             else:
                 problems = _compressed_problems(path, found)
     except _DAMAGED as error:
@@ -189,10 +195,12 @@ def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
 
 
 @clearing_frames
-def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool) -> list[str]:
+def _checksum_problems(
+    path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None
+) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     problems = []
-    engine = shared_engine()
+    engine = shared_engine(path, config)
     records = [found.pickle, *found.storages]
     parts = (
         (record, offset, at, min(CHUNK, record.nbytes - at))

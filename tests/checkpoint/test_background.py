@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import background
+from deepnvme.checkpoint import background, publication
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.safetensors import load_file, save_file, save_sharded
 from deepnvme.swap import BufferPool, Lease, OutOfBuffers
@@ -286,7 +286,7 @@ def test_writing_begins_while_the_rest_is_copied(
     drive: Path, pool: BufferPool, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, copy = faulty("threads"), FileImage.copy
-    monkeypatch.setattr(background, "shared_engine", lambda: engine)
+    monkeypatch.setattr(publication, "shared_engine", lambda path, config: engine)
 
     def patient(self: FileImage, begin: int, end: int, into: torch.Tensor) -> None:
         while begin and not engine.stats()["bytes_written"]:

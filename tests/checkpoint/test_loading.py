@@ -656,7 +656,7 @@ class TestKeys:
         obj = {"small": torch.arange(10), "wanted": torch.arange(1_000_000), "large": torch.arange(3_000_000)}
         deepnvme.save(obj, path)
         with deepnvme.Engine() as engine:
-            monkeypatch.setattr(loading, "shared_engine", lambda: engine)
+            monkeypatch.setattr(loading, "shared_engine", lambda path, config: engine)
             found = deepnvme.load(path, keys=["wanted"])
             assert engine.stats().bytes_read == 8_000_000
         assert_same(found, {"wanted": obj["wanted"]})
@@ -697,7 +697,7 @@ class TestKeys:
 def test_large_storages_are_read_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save([torch.arange(1_000_003), torch.arange(2_000_000)], path)  # at multiples of 64
     with deepnvme.Engine() as engine:
-        monkeypatch.setattr(loading, "shared_engine", lambda: engine)
+        monkeypatch.setattr(loading, "shared_engine", lambda path, config: engine)
         deepnvme.load(path)
         stats = engine.stats()
     if not stats.bytes_direct:

@@ -137,7 +137,7 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
             return fail
 
         for module, name, at, error in (
-            (parallel, "shared_engine", 1, OSError(errno.ENOMEM, "Cannot allocate memory")),
+            (publication, "shared_engine", 1, OSError(errno.ENOMEM, "Cannot allocate memory")),
             (parallel, "buffer_pool", 1, MemoryError("none")),
             (parallel, "write", 1, OSError(errno.EIO, "Input/output error", "a.pt")),
             (parallel, "write", 1, KeyboardInterrupt()),

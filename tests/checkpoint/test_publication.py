@@ -233,8 +233,7 @@ class TestFaults:
             raise OSError(errno.EIO, "broken", *(named[:1] or [None]))
 
         engine = faulty("threads", error_every=1) if call == "write" else Engine()
-        monkeypatch.setattr(publication, "shared_engine", lambda: engine)
-        monkeypatch.setattr(saving, "shared_engine", lambda: engine)
+        monkeypatch.setattr(publication, "shared_engine", lambda path, config: engine)
         if call == "fsync":
             failing = faulty("threads", error_every=1)
             monkeypatch.setattr(engine, "fsync", lambda file: failing.write(torch.ones(8), file))

@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -23,6 +23,7 @@ from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.checkpoint.loading import resolve_weights_only
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import DIRECT_FROM
@@ -31,6 +32,9 @@ from deepnvme.transfer.scatter import scatter
 from .metadata import load_metadata
 from .objects import CheckingPlanner, Damaged, check_archive
 from .writer import done
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 _COPIED = 64 << 20
 """Most bytes read at a time into separate memory, to be copied into tensors from there."""
@@ -80,6 +84,7 @@ class NVMeReader(FileSystemReader):
             lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the default) is True
             unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in
             any case.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         *args: As for ``FileSystemReader``.
         **kwargs: As for ``FileSystemReader``.
 
@@ -97,9 +102,13 @@ class NVMeReader(FileSystemReader):
     _metadata_read: tuple[Path, file_io.Version] | None = None
     """The metadata file that was read, and its version."""
 
-    def __init__(self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, config: AioConfig | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(path, *args, **kwargs)
         self._weights_only = resolve_weights_only(weights_only)
+        self._aio_config = config
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 passes rank= if the signature has "kwargs"
         """Read the checkpoint's metadata. Called by ``dcp.load``. Blocks.
@@ -159,10 +168,11 @@ class NVMeReader(FileSystemReader):
                 others.append(request)
             else:
                 by_file.setdefault(info.relative_path, []).append(request)
+        engine = file_io.shared_engine(self.path, self._aio_config)
         for name, requests in by_file.items():
             path = Path(self.path) / name
             with naming_file(path), open_item_file(path, requests[0]) as file:
-                others += self._read(file, path, requests, planner)
+                others += self._read(file, path, requests, planner, engine)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path
             checking.used = False
@@ -186,13 +196,15 @@ class NVMeReader(FileSystemReader):
                 check_archive(io.BytesIO(file.read(info.length)))
 
     @file_io.clearing_frames
-    def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
+    def _read(
+        self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine
+    ) -> list[ReadItem]:
         """Serve the requests for one file. Returns the requests that are left to torch."""
         others: list[ReadItem] = []
         wanted: list[Wanted] = []
         known = KnownArchives()
         tables: dict[int, dict[str, Elements]] = {}
-        engine, pool = file_io.shared_engine(), buffer_pool()
+        pool = buffer_pool()
         items = self._items(path, os.fstat(file.fileno()).st_size, requests)
         with engine.open(os.fspath(path), "r") as source:
             for run, chunk, begin in file_io.in_chunks([(item.offset, item.nbytes) for item in items], source, engine, pool):
@@ -218,7 +230,7 @@ class NVMeReader(FileSystemReader):
                     parts = [Wanted(each, part(elements, each)) for each in item.requests]
                     (inside if whole else wanted).extend(parts)
                 _place(inside, chunk, begin, planner)
-        fill(path, wanted, planner)
+        fill(path, wanted, planner, engine)
         return others
 
     def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
@@ -236,13 +248,14 @@ class NVMeReader(FileSystemReader):
 
 
 @file_io.clearing_frames
-def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
+def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
     Args:
         path: The file.
         wanted: The parts.
         planner: Provides the target of each part, and is told when it is filled.
+        engine: Engine that does the transfers.
 
     Raises:
         CorruptCheckpoint: If a part is not wholly in the file.
@@ -259,7 +272,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner) -> None:
     def end() -> None:
         """Read the pending parts, copy those that were read beside their tensors, and tell the planner."""
         memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
-        file_io.read([each for each in memory if each.nbytes], path, file_io.shared_engine(), buffer_pool())
+        file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:
             if buffer is not None:
                 _copy(buffer, elements, target)

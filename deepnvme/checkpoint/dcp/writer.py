@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -29,9 +30,13 @@ from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
 from deepnvme.checkpoint.publication import Destination, remove_leftovers
 from deepnvme.checkpoint.snapshot import Latch
+from deepnvme.engine import Engine
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
 
 Result = TypeVar("Result")
 
@@ -68,7 +73,18 @@ class NVMeWriter(FileSystemWriter):
 
     Errors are OSErrors naming the file; ENOSPC is raised before a byte of the file is written. ``dcp.save`` wraps them in a
     CheckpointException.
+
+    Args:
+        path: Directory of the checkpoint.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            The process that ``dcp.async_save`` may write in has these settings too.
+        *args: As for ``FileSystemWriter``.
+        **kwargs: As for ``FileSystemWriter``.
     """
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, config: AioConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._aio_config = config  # not the engine: a writer can be pickled, to go to another process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Called by ``dcp.save``. Blocks.
@@ -92,7 +108,7 @@ class NVMeWriter(FileSystemWriter):
         ending = f".{self.save_id[:_TAG]}{DEFAULT_SUFFIX}" if self._metadata_file().exists() else DEFAULT_SUFFIX
         prefix = plan.storage_data.prefix
         files = [PlannedFile(f"{prefix}{number}{ending}", items) for number, items in enumerate(buckets) if items]
-        return write_files(self, planner, files)
+        return write_files(self, planner, files, self._aio_config)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata file, then remove the files of an earlier checkpoint. Called by ``dcp.save``. Blocks.
@@ -116,7 +132,7 @@ class NVMeWriter(FileSystemWriter):
         # After the pickle, where unpickling does not look: if the process ends before these are removed, the next save finds
         # their names here.
         image.add_text("\n".join(sorted(needless)).encode())
-        _publish(image, file, fsync=self.sync_files, one_of_many=False)
+        _publish(image, file, shared_engine(file, self._aio_config), fsync=self.sync_files, one_of_many=False)
         for name in needless:
             with contextlib.suppress(OSError):  # no longer needed: the checkpoint is saved even if this cannot be removed
                 (Path(self.path) / name).unlink()
@@ -139,13 +155,16 @@ class NVMeWriter(FileSystemWriter):
         return tagged | _named_in(metadata_file, untagged)
 
 
-def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile]) -> Future[list[WriteResult]]:
+def write_files(
+    writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile], config: AioConfig | None
+) -> Future[list[WriteResult]]:
     """Write one rank's files into the writer's directory, publishing each when it is whole. Blocks.
 
     Args:
         writer: Provides the directory, the number of threads and ``sync_files``.
         planner: Provides the tensors and objects.
         files: What to write.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         A completed future with the results of the writes.
@@ -156,14 +175,16 @@ def write_files(writer: FileSystemWriter, planner: SavePlanner, files: Sequence[
     directory = Path(writer.path)
     safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # since torch 2.7
 
-    def write_one(file: PlannedFile) -> list[WriteResult]:
-        """Write one planned file under a temporary name, and publish it under its own."""
-        image, written = _image(file, planner, safetensors)
-        _publish(image, directory / file.name, fsync=writer.sync_files, one_of_many=True)
-        return written
-
     written: list[list[WriteResult]] = []
     if files:
+        engine = shared_engine(directory, config)
+
+        def write_one(file: PlannedFile) -> list[WriteResult]:
+            """Write one planned file under a temporary name, and publish it under its own."""
+            image, written = _image(file, planner, safetensors)
+            _publish(image, directory / file.name, engine, fsync=writer.sync_files, one_of_many=True)
+            return written
+
         remove_leftovers(directory)
         written = _in_threads(write_one, files, writer.thread_count)
         if writer.sync_files:
@@ -295,10 +316,10 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
     return begin, image.nbytes - begin
 
 
-def _publish(image: FileImage, path: Path, *, fsync: bool, one_of_many: bool) -> None:
+def _publish(image: FileImage, path: Path, engine: Engine, *, fsync: bool, one_of_many: bool) -> None:
     """Write an image to a file that appears whole."""
     destination = Destination(path, fsync, one_of_many)
-    destination.publish(image.nbytes, lambda file: write(image, file, shared_engine(), buffer_pool()))
+    destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 
 
 def _named_in(file: Path, names: set[str]) -> set[str]:

@@ -6,7 +6,7 @@ DeepSpeed is imported only by :func:`replacements`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,10 @@ from deepnvme._files import sync_directory
 from deepnvme.checkpoint.loading import load
 from deepnvme.checkpoint.saving import save
 from deepnvme.checkpoint.unpickling import MapLocation
+from deepnvme.config import AioConfig
 
 from .replacement import Replacement, around, module
+from .swap_tensor.aio_config import AIO, AIO_KEYS
 
 _PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optimize_dp_state")
 
@@ -34,17 +36,23 @@ class NVMeCheckpointEngine:
     Files have the names and the format of DeepSpeed's own ``TorchCheckpointEngine``, so either engine loads what the other saved.
     Each file appears whole or not at all. Methods are called by DeepSpeed's engine and raise what the two functions raise.
 
-    Contract: DeepSpeed 0.19, ``runtime/checkpoint_engine/checkpoint_engine.py``.
+    Contract: DeepSpeed 0.19, ``runtime/checkpoint_engine/checkpoint_engine.py``, and ``runtime/config.py`` for the JSON.
 
     Args:
-        config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines; ignored.
+        config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines. An ``aio`` block in its
+            JSON is used as ``config`` if that is not given.
         fsync: Whether to have the drive make files stable: see :func:`deepnvme.save`.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Raises:
+        ValueError: If the ``aio`` block has an invalid value.
     """
 
     name = "NVMeCheckpointEngine"
 
-    def __init__(self, config_params: Any = None, *, fsync: bool = True) -> None:
+    def __init__(self, config_params: Any = None, *, fsync: bool = True, config: AioConfig | None = None) -> None:
         self._fsync = fsync
+        self._config = _aio_block(config_params) if config is None else config
 
     def create(self, info: CommitInfo) -> None:
         """Do nothing. Called when saving a checkpoint begins."""
@@ -55,7 +63,7 @@ class NVMeCheckpointEngine:
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
         """Save a checkpoint file. Blocks until it is complete and, with ``fsync``, on stable storage."""
-        save(state_dict, path, fsync=self._fsync)
+        save(state_dict, path, fsync=self._fsync, config=self._config)
 
     def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
         """Load a checkpoint file, and return its object. Blocks.
@@ -63,7 +71,7 @@ class NVMeCheckpointEngine:
         Objects of any class are unpickled, because DeepSpeed's checkpoints have them, and that can run code: load only files
         that you trust.
         """
-        return load(path, map_location, weights_only=False)
+        return load(path, map_location, weights_only=False, config=self._config)
 
     def commit(self, info: CommitInfo) -> bool:
         """Make the names of the checkpoint's directories stable on the drive, and return True. Blocks.
@@ -99,6 +107,20 @@ class NVMeCheckpointEngine:
 
     def cleanup(self) -> None:
         """Do nothing: only decoupled engines have work left when DeepSpeed's engine is destroyed."""
+
+
+def _aio_block(config_params: Any) -> AioConfig | None:
+    """Return the settings of the ``aio`` block in the JSON of a DeepSpeedConfig; None if it has no such block.
+
+    DeepSpeed's ``aio_config`` has all keys and never an unknown one, with defaults where there is no block. Only the JSON as it
+    was read says whether there is one.
+    """
+    given = getattr(config_params, "_param_dict", None)
+    block = given.get(AIO) if isinstance(given, Mapping) else None
+    if block is None:
+        return None
+    backend = {"backend": block["backend"]} if "backend" in block else {}  # DeepSpeed leaves it out
+    return AioConfig(**{key: config_params.aio_config[key] for key in AIO_KEYS}, **backend)
 
 
 def replacements() -> Iterator[Replacement]:

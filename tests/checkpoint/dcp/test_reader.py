@@ -335,7 +335,7 @@ def test_large_parts_are_read_into_place(drive: Path) -> None:
     from deepnvme.checkpoint.file_io import shared_engine
 
     save({"t": torch.randn(2048, 1024)}, NVMeWriter(drive))
-    before = shared_engine().stats().bytes_read
+    before = shared_engine(drive).stats().bytes_read
     found = {"t": torch.zeros(2048, 1024)}
     load(found, drive)
-    assert shared_engine().stats().bytes_read - before < (8 << 20) + (64 << 10)
+    assert shared_engine(drive).stats().bytes_read - before < (8 << 20) + (64 << 10)

@@ -197,7 +197,7 @@ def test_metadata_are_torchs(drive: Path) -> None:
 def test_aligned_memory_is_written_from_where_it_is(drive: Path) -> None:
     from deepnvme.checkpoint.file_io import shared_engine
 
-    engine = shared_engine()
+    engine = shared_engine(drive)
     saved = {f"{n}": engine.empty_pinned(2 << 20, torch.uint8) for n in range(4)}
     before = engine.stats()
     save(saved, NVMeWriter(drive))

@@ -5,11 +5,17 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import deepnvme
+from deepnvme import AioConfig
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeCheckpointEngine
+from deepnvme.drives import drive_of
+from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT
+from deepnvme.profiles import default_settings
 
 from ...support.distributed_states import assert_equal
 
@@ -68,3 +74,43 @@ def test_the_first_data_parallel_rank_writes_and_nothing_is_left_behind() -> Non
     engine.set_commit_info(Info("a", "b"))
     engine.cleanup()
     assert engine.commit(Info("a", "/gone")) is True
+
+
+class DeepSpeedConfig:
+    """As DeepSpeed's: of its JSON, and of the ``aio`` block with all keys, whether or not the JSON has it."""
+
+    def __init__(self, **json: Any) -> None:
+        self._param_dict = json
+        self.aio_config = {**AIO_DEFAULT_DICT, **(json.get("aio") or {}), "thread_count": 1, "io_backend": "async_io"}
+        self.aio_config.pop("backend", None)
+
+
+@pytest.mark.parametrize(
+    ("json", "config", "expected"),
+    [
+        ({}, None, None),
+        ({"aio": None}, None, None),
+        ({"aio": {"block_size": 65536}}, None, AioConfig(block_size=65536)),
+        ({"aio": {"queue_depth": 3, "backend": "threads"}}, None, AioConfig(queue_depth=3, backend="threads")),
+        ({"aio": {"queue_depth": 3}}, AioConfig(queue_depth=9), AioConfig(queue_depth=9)),
+    ],
+)
+def test_an_aio_block_gives_the_settings_where_none_are_given(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, json: dict[str, Any], config: AioConfig | None, expected: AioConfig | None
+) -> None:
+    used: list[deepnvme.Engine] = []
+    opened = deepnvme.Engine.open
+    monkeypatch.setattr(deepnvme.Engine, "open", lambda self, *rest, **more: used.append(self) or opened(self, *rest, **more))
+    engine = NVMeCheckpointEngine(DeepSpeedConfig(**json), config=config)
+    engine.save({"t": torch.ones(3)}, drive / "file")
+    engine.load(drive / "file")
+    wanted = expected or default_settings(drive_of(drive))
+    for each in used:
+        assert (each.block_size, each.queue_depth) == (wanted.block_size, wanted.queue_depth)
+        assert wanted.backend in ("auto", each.backend)
+    assert len(used) == 2
+
+
+def test_an_invalid_aio_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="queue_depth"):
+        NVMeCheckpointEngine(DeepSpeedConfig(aio={"queue_depth": 0}))

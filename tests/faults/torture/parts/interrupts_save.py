@@ -196,7 +196,7 @@ def attack(random: Random, directory: Path) -> None:
             in_another_thread(lambda way=way: settled(way))
         # and each of the engine's workers has pinned what it copies memory through that is not aligned
         unaligned = torch.zeros((1 << 20) + 1, dtype=torch.uint8)[1:]
-        for future in [shared_engine().write(unaligned, directory / "unaligned", number << 20) for number in range(64)]:
+        for future in [shared_engine(directory).write(unaligned, directory / "unaligned", number << 20) for number in range(64)]:
             future.result()
         _warm = True
     (own := directory / "own").mkdir()

@@ -1,0 +1,360 @@
+"""Checkpoints are written and read with the settings of their drive's profile, or with those given."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import deepnvme
+import deepnvme.checkpoint
+from deepnvme import AioConfig, Engine, safetensors
+from deepnvme.checkpoint import file_io
+from deepnvme.drives import drive_of
+from deepnvme.profiles import DriveProfile, default_settings
+
+from ..support.interpreters import Interpreters
+from ..support.torch_versions import ALONE, VERSION
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+NBYTES = 4 << 20
+PROFILE = AioConfig(block_size=64 << 10, queue_depth=5, intra_op_parallelism=2)
+GIVEN = AioConfig(block_size=128 << 10, queue_depth=7, intra_op_parallelism=1)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"weight": torch.arange(NBYTES // 8).view(-1, 1024)}
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(1024, 1024, bias=False)
+
+
+def settings_of(engine: Engine) -> tuple[int, int, int]:
+    return engine.block_size, engine.queue_depth, engine.num_threads
+
+
+def settings_in(config: AioConfig) -> tuple[int, int, int]:
+    return config.block_size, config.queue_depth, config.intra_op_parallelism
+
+
+@pytest.fixture
+def profile(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriveProfile:
+    """The drive's profile, stored."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    made = DriveProfile.of(drive_of(drive), PROFILE)
+    made.save()
+    return made
+
+
+class Uses(NamedTuple):
+    """What engines have done meanwhile."""
+
+    settings: set[tuple[int, int, int]]
+    """Of the engines that have opened files."""
+    nbytes: int
+    """Transferred by them."""
+    lookups: int
+    """How often a drive was looked up."""
+
+
+@contextlib.contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Uses]]:
+    """Gives a function that returns the uses of engines so far."""
+    engines: dict[Engine, int] = {}
+    lookups: list[object] = []
+    whole_open, whole_look = Engine.open, file_io.settings_for
+
+    def transferred(engine: Engine) -> int:
+        return engine.stats().bytes_read + engine.stats().bytes_written
+
+    def opened(self: Engine, *arguments: Any, **more: Any) -> Any:
+        engines.setdefault(self, transferred(self))
+        return whole_open(self, *arguments, **more)
+
+    def looked_up(*arguments: Any) -> AioConfig:
+        lookups.append(arguments)
+        return whole_look(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "open", opened)
+        patched.setattr(file_io, "settings_for", looked_up)
+        yield lambda: Uses(
+            {settings_of(engine) for engine in engines},
+            sum(transferred(engine) - before for engine, before in engines.items()),
+            len(lookups),
+        )
+
+
+# -- entry points ------------------------------------------------------------------------------------------------------
+
+
+def nothing(directory: Path) -> None: ...
+
+
+def saved(directory: Path) -> None:
+    deepnvme.save(tensors(), directory / "file.pt", checksum=True)
+
+
+def saved_safetensors(directory: Path) -> None:
+    safetensors.save_file({"weight": model().weight.detach()}, directory / "file.safetensors")
+
+
+def saved_shards(directory: Path) -> None:
+    safetensors.save_sharded({name: torch.ones(NBYTES // 8) for name in "ab"}, directory, max_shard_size="2MB")
+
+
+def managed(directory: Path) -> None:
+    deepnvme.CheckpointManager(directory).save(1, tensors())
+
+
+def distributed(directory: Path) -> None:
+    dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(directory), **ALONE)
+
+
+def by_hugging_face(directory: Path) -> None:
+    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory)), **ALONE)
+
+
+def save_with_a_pickled_writer(directory: Path, **config: Any) -> None:
+    writer = pickle.loads(pickle.dumps(deepnvme.NVMeWriter(directory, **config)))
+    dcp.save(tensors(), storage_writer=writer, **ALONE)
+
+
+def save_with_hugging_face(directory: Path, **config: Any) -> None:
+    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory), **config), **ALONE)
+
+
+def load_with_hugging_face(directory: Path, **config: Any) -> None:
+    dcp.load(tensors(), storage_reader=deepnvme.checkpoint.NVMeHuggingFaceReader(str(directory), **config), **ALONE)
+
+
+def save_with_the_group(directory: Path, **config: Any) -> None:
+    import torch.distributed as dist
+
+    deepnvme.save(tensors(), directory / "file.pt", group=dist.group.WORLD, **config)
+
+
+USES: dict[str, tuple[Callable[[Path], None], Callable[..., Any]]] = {
+    "save": (nothing, lambda at, **config: deepnvme.save(tensors(), at / "file.pt", **config)),
+    "save of a group": (nothing, save_with_the_group),
+    "load": (saved, lambda at, **config: deepnvme.load(at / "file.pt", **config)),
+    "load, a function": (saved, lambda at, **config: deepnvme.load(at / "file.pt", lambda it, _: it, **config)),
+    "load of safetensors": (saved_safetensors, lambda at, **config: deepnvme.load(at / "file.safetensors", **config)),
+    "async_save": (nothing, lambda at, **config: deepnvme.async_save(tensors(), at / "file.pt", **config).result()),
+    "manager": (nothing, lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors())),
+    "manager, asynchronous": (
+        nothing,
+        lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors(), asynchronous=True).result(),
+    ),
+    "manager, load": (managed, lambda at, **config: deepnvme.CheckpointManager(at, **config).load()),
+    "manager, its load": (managed, lambda at, **config: deepnvme.CheckpointManager(at).load(1, **config)),
+    "verify": (saved, lambda at, **config: deepnvme.checkpoint.verify(at / "file.pt", **config)),
+    "save_file": (nothing, lambda at, **config: safetensors.save_file(tensors(), at / "file", **config)),
+    "load_file": (saved_safetensors, lambda at, **config: safetensors.load_file(at / "file.safetensors", **config)),
+    "save_model": (nothing, lambda at, **config: safetensors.save_model(model(), at / "file", **config)),
+    "load_model": (
+        saved_safetensors,
+        lambda at, **config: safetensors.load_model(model(), at / "file.safetensors", **config),
+    ),
+    "save_sharded": (nothing, lambda at, **config: safetensors.save_sharded(tensors(), at, **config)),
+    "load of shards": (saved_shards, lambda at, **config: safetensors.load_file(at / "model.safetensors.index.json", **config)),
+    "NVMeWriter": (
+        nothing,
+        lambda at, **config: dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(at, **config), **ALONE),
+    ),
+    "NVMeWriter that was pickled": (nothing, save_with_a_pickled_writer),
+    "NVMeReader": (
+        distributed,
+        lambda at, **config: dcp.load(tensors(), storage_reader=deepnvme.NVMeReader(at, **config), **ALONE),
+    ),
+    "NVMeHuggingFaceWriter": (nothing, save_with_hugging_face),
+    "NVMeHuggingFaceReader": (by_hugging_face, load_with_hugging_face),
+    "checkpoint engine, save": (
+        nothing,
+        lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).save(tensors(), at / "file.pt"),
+    ),
+    "checkpoint engine, load": (
+        saved,
+        lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).load(at / "file.pt"),
+    ),
+}
+
+
+@pytest.fixture(params=USES)
+def use(request: pytest.FixtureRequest, drive: Path) -> Callable[..., Any]:
+    """Each way to write or read a checkpoint of NBYTES in turn."""
+    if "HuggingFace" in request.param:
+        if VERSION < (2, 9):
+            pytest.skip("needs torch 2.9: the Hugging Face writer and reader")
+        if "Reader" in request.param:
+            pytest.importorskip("safetensors", reason="needs safetensors, for the metadata")
+    if "group" in request.param:
+        request.getfixturevalue("process_group")
+    prepare, act = USES[request.param]
+    prepare(drive)
+    return lambda **config: act(drive, **config)
+
+
+def test_the_profile_is_used(use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as uses:
+        use()
+        assert uses().settings == {settings_in(PROFILE)}
+        assert uses().nbytes >= NBYTES
+        assert uses().lookups <= 2
+
+
+def test_settings_given_win(use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as uses:
+        use(config=GIVEN)
+        assert uses().settings == {settings_in(GIVEN)}
+        assert uses().nbytes >= NBYTES
+
+
+def test_without_profiles_the_default_is_used(
+    use: Callable[..., Any], drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
+    with watched(monkeypatch) as uses:
+        use()
+        assert uses().settings == {settings_in(default_settings(drive_of(drive)))}
+        assert uses().nbytes >= NBYTES
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_drive_is_looked_up_once_for_many_files(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {str(number): torch.ones(3) for number in range(50)}
+    with watched(monkeypatch) as uses:
+        dcp.save(many, storage_writer=deepnvme.NVMeWriter(drive, single_file_per_rank=False), **ALONE)
+        assert len(list(drive.iterdir())) == 51
+        assert uses().lookups == 2  # before the files, and at the end for the metadata
+        dcp.load(many, storage_reader=deepnvme.NVMeReader(drive), **ALONE)
+        assert uses().lookups == 3
+
+
+def test_the_drive_is_looked_up_once_for_tensors_that_are_read_one_at_a_time(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"looked at": [torch.eye(9).to_sparse() for _ in range(9)], "others": torch.ones(9)}, drive / "file")
+    with watched(monkeypatch) as uses:
+        deepnvme.load(drive / "file")
+        assert uses().lookups == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*page cache:RuntimeWarning")  # in memory there is no direct I/O
+def test_a_link_is_looked_up_where_it_leads(drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or drive_of(memory) == drive_of(drive):
+        pytest.skip("needs /dev/shm, on another file system")
+    target = memory / f"deepnvme-test-{os.getpid()}"
+    (drive / "link").symlink_to(target)
+    DriveProfile.of(drive_of(memory), GIVEN).save()
+    try:
+        with watched(monkeypatch) as uses:
+            deepnvme.save(tensors(), drive / "link")
+            deepnvme.load(drive / "link")
+            assert uses().settings == {settings_in(GIVEN)}
+    finally:
+        target.unlink(missing_ok=True)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [deepnvme.save, deepnvme.async_save, safetensors.save_file])
+def test_anything_but_settings_is_refused_before_a_file_is_created(drive: Path, save: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="config must be an AioConfig, got dict"):
+        save(tensors(), drive / "file", config={"queue_depth": 3})
+    assert list(drive.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_reached_is_named_as_it_was_given(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drive)
+    name = "x" * 300
+    for use in (lambda: deepnvme.save(tensors(), name), lambda: deepnvme.load(name)):
+        with pytest.raises(OSError, match="too long") as caught:
+            use()
+        assert caught.value.filename == name
+
+
+# -- shared engines ----------------------------------------------------------------------------------------------------
+
+
+def others(used: AioConfig) -> Iterator[AioConfig]:
+    """Any number of other settings."""
+    return (used.model_copy(update={"block_size": used.block_size + 512 * number}) for number in itertools.count(1))
+
+
+def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: DriveProfile) -> None:
+    engine = file_io.shared_engine(drive / "one")
+    assert file_io.shared_engine(drive / "missing" / "another") is engine
+    assert file_io.shared_engine(drive, GIVEN) is not engine
+    assert file_io.shared_engine(drive, GIVEN) is file_io.shared_engine(drive / "one", AioConfig(**GIVEN.model_dump()))
+
+
+def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: DriveProfile) -> None:
+    before = file_io.shared_engine(drive)
+    DriveProfile.of(drive_of(drive), GIVEN).save()
+    assert settings_of(before) == settings_in(PROFILE)
+    assert settings_of(file_io.shared_engine(drive)) == settings_in(GIVEN)
+
+
+def test_few_engines_are_kept_and_one_in_use_goes_on(drive: Path) -> None:
+    engine = file_io.shared_engine(drive, GIVEN)
+    made = [weakref.ref(file_io.shared_engine(drive, other)) for other in itertools.islice(others(GIVEN), 20)]
+    gc.collect()
+    assert 0 < sum(each() is not None for each in made) < 10
+    with engine.open(drive / "file", "w") as file:
+        assert engine.write(torch.ones(1000), file).result() == 4000
+    assert file_io.shared_engine(drive, GIVEN) is not engine  # which was not kept
+
+
+def test_a_save_goes_on_though_its_engine_is_not_kept(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = file_io.Transfers.start
+
+    def slowly(self: Any, *arguments: Any) -> Any:
+        for other in itertools.islice(others(GIVEN), 9):
+            file_io.shared_engine(drive, other)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(file_io.Transfers, "start", slowly)
+    deepnvme.save(tensors(), drive / "file", config=GIVEN)
+    assert torch.equal(torch.load(drive / "file")["weight"], tensors()["weight"])
+
+
+def test_a_forked_child_has_engines_of_its_own(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(f"""
+import os
+import torch
+import deepnvme
+from deepnvme import AioConfig
+
+configs = [None, AioConfig(queue_depth=3), AioConfig(queue_depth=5)]
+for number, config in enumerate(configs):
+    deepnvme.save([torch.ones(9)], f"{drive}/parent{{number}}", config=config)
+child = os.fork()
+if child == 0:
+    for number, config in enumerate(configs):
+        deepnvme.save([torch.ones(9)], f"{drive}/child{{number}}", config=config)
+        deepnvme.load(f"{drive}/parent{{number}}", config=config)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+for number, config in enumerate(configs):
+    deepnvme.load(f"{drive}/child{{number}}", config=config)
+""")
