@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -62,12 +63,28 @@ class Drive:
 def drive_of(path: Path) -> Drive:
     """Return the drive that a file or directory is on. If it does not exist yet, the one that it would be made on.
 
+    Symbolic links are followed. A mount that was looked up before is remembered: it takes a fifth of a millisecond, or more where
+    there are many.
+
     Raises:
         OSError: If the path cannot be reached, for another reason than that it does not exist.
     """
-    place = path.absolute()
+    place = path.resolve()
     while not place.exists() and place != place.parent:
         place = place.parent
+    return _look_up(place, place.stat().st_dev, MOUNTS, BLOCK_DEVICES)
+
+
+@functools.lru_cache(maxsize=64)
+def _look_up(place: Path, device: int, mounts: Path, block_devices: Path) -> Drive:
+    """Return the drive of an existing path.
+
+    Args:
+        place: The path.
+        device: Its device number, which changes when something else is mounted there.
+        mounts: Where mounts are listed.
+        block_devices: Where disks are described.
+    """
     mount = mount_of(place)
     block = block_device(place)
     disks = () if block is None else tuple(sorted(set(_disks_below(block))))
@@ -98,15 +115,16 @@ def block_device(path: Path) -> Path | None:
 
     btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
     """
-    numbers = [path.stat().st_dev]
+    if disk := _disk(path.stat().st_dev):
+        return disk
     mount = mount_of(path)
-    if mount is not None and Path(mount.source).is_block_device():
-        numbers.append(os.stat(mount.source).st_rdev)
-    for number in numbers:
-        place = (BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve()
-        if place.exists():
-            return _whole(place)
-    return None
+    return _disk(os.stat(mount.source).st_rdev) if mount is not None and Path(mount.source).is_block_device() else None
+
+
+def _disk(number: int) -> Path | None:
+    """Return the /sys directory of the whole disk with a device number; None if it is no block device's."""
+    place = (BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve()
+    return _whole(place) if place.exists() else None
 
 
 def _whole(device: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from deepnvme import drives
 from deepnvme.drives import drive_of, mount_of
+
+from .support.disks import Disk
 
 
 @dataclass
@@ -127,6 +130,30 @@ def test_a_machine_that_shows_nothing_has_a_drive_of_unknown_kind(kernel: Kernel
 def test_what_does_not_exist_yet_is_on_the_drive_that_it_would_be_made_on(kernel: Kernel, tmp_path: Path) -> None:
     kernel.holds(tmp_path, kernel.disk("nvme0n1"))
     assert drive_of(tmp_path / "not" / "there" / "file.pt") == drive_of(tmp_path)
+
+
+def test_a_symbolic_link_is_on_the_drive_that_it_leads_to_even_to_what_does_not_exist_yet(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.holds(tmp_path, kernel.disk("nvme0n1"))
+    kernel.mount(tmp_path / "kernel", "ext4", "another")
+    link = tmp_path / "link.pt"
+    link.symlink_to(kernel.directory / "file.pt")
+    mount = drive_of(link).mount
+    assert mount is not None
+    assert mount.source == "another"
+
+
+def test_what_is_mounted_over_a_directory_is_noticed(small_disk: Disk, drive: Path) -> None:
+    place = drive / "mounted over"
+    place.mkdir()
+    before = drive_of(place)
+    subprocess.run(["mount", "--bind", str(small_disk.path), str(place)], check=True)
+    try:
+        over = drive_of(place)
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert over.mount is not None
+    assert over.mount.point == str(place.resolve())
+    assert drive_of(place) == before
 
 
 def test_a_relative_path_is_looked_up_from_the_current_directory(
