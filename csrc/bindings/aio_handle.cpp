@@ -169,7 +169,7 @@ int AioHandle::wait() {
         } catch (...) {  // IoError, or what torch says of a device
             if (!first) first = std::current_exception();
         }
-        pending->let_go();
+        pending->release_memory();
     }
     if (first) std::rethrow_exception(first);
     return static_cast<int>(transfers);

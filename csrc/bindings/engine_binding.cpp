@@ -31,7 +31,7 @@ std::optional<std::chrono::nanoseconds> time_limit(const py::object& timeout) {
 // What Future.result and its kin share: the request has ended when this returns.
 void await(Pending& pending, const py::object& timeout) {
     if (!pending.wait_for(time_limit(timeout))) throw_timeout(pending.describe() + " has not ended", timeout);
-    pending.let_go();
+    pending.release_memory();
 }
 
 struct Mode {

@@ -110,7 +110,7 @@ Pending::~Pending() {
     if (submitted() && memory_lost()) owner.release();
 }
 
-void Pending::let_go() {
+void Pending::release_memory() {
     if (memory_lost()) owner.release();
     else owner = py::none();
 }

@@ -58,7 +58,7 @@ struct Pending {
     // What is under way, as Engine::describe().
     std::string describe_unfinished();
     // Every request has ended. Where the system may still use the memory, it is kept for good.
-    void let_go();
+    void release_memory();
 
     // Wait with the GIL released and signals attended to. False if the time ran out; throws what a signal handler raised.
     bool wait_for(std::optional<std::chrono::nanoseconds> timeout);

@@ -52,7 +52,7 @@ void register_exit_hook() {
 
 // Called after each request's end, without the GIL: the main thread lets go of tensors as soon as it runs Python code, though no
 // engine is called any more. At most one such call is waiting in a process.
-void forget_soon() noexcept {
+void schedule_forget_ended() noexcept {
     static std::atomic<std::uint64_t> ended{0};    // requests of this process
     static std::atomic<std::uint64_t> waiting{0};  // the generation of the process, plus one: a forked child has none
     ended.fetch_add(1, std::memory_order_relaxed);
@@ -82,7 +82,7 @@ File& OpenFile::get() const {
 
 Session::Session(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {
     register_exit_hook();
-    engine_->tell_of_ends(&forget_soon);
+    engine_->on_request_end(&schedule_forget_ended);
     live_sessions().insert(this);
 }
 
@@ -130,9 +130,9 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
                                            bool validate) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
-    const SharedFile place = target_of(target);
-    return remember(std::make_shared<Pending>(memory.owner, place.path, validate), [&] {
-        const auto& [file, path, by_path] = place;
+    const SharedFile shared = target_of(target);
+    return remember(std::make_shared<Pending>(memory.owner, shared.path, validate), [&] {
+        const auto& [file, path, by_path] = shared;
         if (direction == Direction::read)
             return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
                         : engine_->read(memory.data, memory.nbytes, path, offset, memory.device);
@@ -150,9 +150,9 @@ std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, st
 
 std::shared_ptr<Pending> Session::sync(py::handle target) {
     engine_->check_usable();
-    const SharedFile place = target_of(target);
+    const SharedFile shared = target_of(target);
     return remember(std::make_shared<Pending>(py::none()),
-                    [&] { return place.file ? engine_->sync(place.file) : engine_->sync(place.path); });
+                    [&] { return shared.file ? engine_->sync(shared.file) : engine_->sync(shared.path); });
 }
 
 // Like remember(). What was begun before an error is cancelled and waited for.
@@ -172,7 +172,7 @@ std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
     if (error) {
         pending->cancel();
         pending->wait_for(std::nullopt);
-        pending->let_go();
+        pending->release_memory();
         std::rethrow_exception(error);
     }
     forget_ended();
@@ -197,15 +197,15 @@ void Session::forget_ended(std::uint64_t ended_so_far) {
         ended.push_back(std::move(pending_.front()));
         pending_.pop_front();
     }
-    if (ended_so_far > looked_at_all_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
-        looked_at_all_ = ended_so_far;
+    if (ended_so_far > ended_at_last_full_scan_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
+        ended_at_last_full_scan_ = ended_so_far;
         ended.reserve(ended.size() + pending_.size());  // nothing may be thrown while they are sorted out
         std::erase_if(pending_, [&](std::shared_ptr<Pending>& pending) {
             return has_ended(*pending) && (ended.push_back(std::move(pending)), true);
         });
     }
     for (auto& pending : ended)
-        if (!pending->validate) pending->let_go();
+        if (!pending->validate) pending->release_memory();
 }
 
 std::size_t Session::cancel() {

@@ -75,7 +75,7 @@ private:
     bool given_up_ = false;  // at exit: nothing is waited for any more
     // Submitted and not known to have ended, oldest first.
     std::deque<std::shared_ptr<Pending>> pending_;
-    std::uint64_t looked_at_all_ = 0;  // the number of ended requests at the last look at all of pending_
+    std::uint64_t ended_at_last_full_scan_ = 0;  // the number of ended requests at the last look at all of pending_
 };
 
 }  // namespace deepnvme::bindings

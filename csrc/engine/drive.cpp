@@ -27,9 +27,9 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
 
 }  // namespace
 
-Drive::Drive(const DriveOptions& options) : fell_back_(options.fell_back), queue_(options.workers) {
+Drive::Drive(const DriveOptions& options) : direct_refused_(options.direct_refused), queue_(options.workers) {
     const WorkerEvents events{[this](Request& request) { end(request); },
-                              [this](File& file, const std::string& reason) { fell_back_(file, reason); }};
+                              [this](File& file, const std::string& reason) { direct_refused_(file, reason); }};
     workers_.reserve(options.workers);
     try {
         for (std::size_t i = 0; i < options.workers; ++i)
@@ -92,7 +92,7 @@ void Drive::end(Request& request) noexcept {
 }
 
 void Drive::close_and_end(Request& request) noexcept {
-    const auto told = told_of_ends_;
+    const auto callback = end_callback_;
     const bool lost = request.memory_lost();
     // What the system may still use keeps its file too, and itself, for good.
     const auto self = lost ? request.self_ : std::move(request.self_);
@@ -108,14 +108,14 @@ void Drive::close_and_end(Request& request) noexcept {
                 request.fail(*error);
             }
         }
-        request.place_ = OpenFilePlace();
+        request.permit_ = OpenFilePermit();
     }
     if (request.failed()) failed_.fetch_add(1, std::memory_order_relaxed);
     if (request.kind == Request::Kind::write) write_ended(request);
     count_end();
     // Nothing of this drive from here on: who waited for its last request may take it down, unless this is one of its workers.
     request.finish();
-    if (told) told();
+    if (callback) callback();
 }
 
 void Drive::cancel(Request& request) noexcept {

@@ -27,7 +27,7 @@ struct DriveOptions {
     std::size_t workers;
     WorkerOptions worker;
     BackendFactory make_backend;
-    std::function<void(File&, const std::string& reason)> fell_back;  // direct I/O was turned down; called by workers
+    std::function<void(File&, const std::string& reason)> direct_refused;  // direct I/O was turned down; called by workers
 };
 
 // Thread-safe. A request belongs to one drive from admit() to its end.
@@ -55,7 +55,7 @@ public:
     void run_near(std::uint64_t device);
 
     // Called after each request's end, by the thread that ended it. To be set before the first request.
-    void tell_of_ends(void (*told)() noexcept) noexcept { told_of_ends_ = told; }
+    void on_request_end(void (*callback)() noexcept) noexcept { end_callback_ = callback; }
 
     // Wait until every admitted request has ended. False if the time came first.
     bool wait_until_idle(std::optional<std::chrono::steady_clock::time_point> end);
@@ -77,8 +77,8 @@ private:
     void count_out() noexcept;
     void tell_waiters() noexcept;
 
-    const std::function<void(File&, const std::string& reason)> fell_back_;
-    void (*told_of_ends_)() noexcept = nullptr;
+    const std::function<void(File&, const std::string& reason)> direct_refused_;
+    void (*end_callback_)() noexcept = nullptr;
 
     // On cache lines of their own: submitters write one, workers the other.
     alignas(64) std::atomic<std::uint64_t> admitted_{0};

@@ -76,11 +76,11 @@ void check_covered(File& file, std::uint64_t begin, std::uint64_t length) {
                        size);
 }
 
-// Its place is given back when it is closed.
-struct PlacedFile {
-    explicit PlacedFile(OpenFilePlace taken) : place(std::move(taken)) {}
+// Its permit is given back when it is closed.
+struct FileWithPermit {
+    explicit FileWithPermit(OpenFilePermit taken) : permit(std::move(taken)) {}
 
-    OpenFilePlace place;
+    OpenFilePermit permit;
     std::shared_ptr<File> file;
 };
 
@@ -152,7 +152,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     // Where there is less of it, half, so that reads are on their way while others are copied.
     worker.staged_reads = std::min(kStagedReadsPerWorker, std::uint64_t{worker.staging_size} * worker.staging_slots / 2);
     drive_options_ = {static_cast<std::size_t>(options_.num_threads), worker, make_backend,
-                      [this](File& file, const std::string& reason) { fell_back(file, reason); }};
+                      [this](File& file, const std::string& reason) { note_buffered(file, reason); }};
     drives_.push_back(std::make_unique<Drive>(drive_options_));
     backend_ = name;
 }
@@ -170,9 +170,9 @@ std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, c
     check_usable();
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::read, length, offset, device, path);
-    auto place = OpenFilePlace::take();
-    auto file = place.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
+    auto permit = OpenFilePermit::take();
+    auto file = permit.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
@@ -180,27 +180,27 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_usable();
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::write, length, offset, device, path);
-    auto place = OpenFilePlace::take();
-    auto file = place.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size),
+    auto permit = OpenFilePermit::take();
+    auto file = permit.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size),
                            {static_cast<std::uint64_t>(offset), length});
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
                                      std::optional<DeviceMemory> device) {
     check_usable();
     check_range(length, offset);
-    auto place = OpenFilePlace::take();
+    auto permit = OpenFilePermit::take();
     auto file = std::make_shared<File>(fd, Access::write);
     auto fence = fence_before(Request::Kind::write, length, offset, device, file->path());
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(place));
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
 }
 
 std::shared_ptr<Request> Engine::sync(const std::string& path) {
     check_usable();
-    auto place = OpenFilePlace::take();
-    auto file = place.open(path, Access::read, Creation::must_exist, false);
-    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, nullptr, std::move(place));
+    auto permit = OpenFilePermit::take();
+    auto file = permit.open(path, Access::read, Creation::must_exist, false);
+    return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, nullptr, std::move(permit));
 }
 
 std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
@@ -244,7 +244,7 @@ std::unique_ptr<const DeviceFence> Engine::fence_before(Request::Kind kind, std:
 
 std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                         std::int64_t offset, std::optional<DeviceMemory> device,
-                                        std::unique_ptr<const DeviceFence> fence, OpenFilePlace place) {
+                                        std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit) {
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
@@ -259,15 +259,15 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     const auto on_device = device ? std::optional(device->device) : std::nullopt;
     auto request = std::make_shared<Request>(kind, std::move(file), memory, begin, length, on_device);
     request->device_file = std::move(device_file);
-    request->place_ = std::move(place);
-    request->closes_file_ = static_cast<bool>(request->place_);
+    request->permit_ = std::move(permit);
+    request->closes_file_ = static_cast<bool>(request->permit_);
     if (kind != Request::Kind::sync) {
         const auto limits = request->file_->limits();
         request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
                                request->device_file != nullptr, request->file_->whole_pages()},
                               limits, limits_);
         request->cursor_ = begin;
-        if (!limits && length > 0) fell_back(*request->file_, request->file_->refusal());
+        if (!limits && length > 0) note_buffered(*request->file_, request->file_->refusal());
     }
     launch(drive, request, std::move(fence));
     return request;
@@ -285,9 +285,9 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
     const bool expect_direct = pieces->hold_a_page(limits_.page_size);
     auto fence = fence_before(kind, bytes, static_cast<std::int64_t>(first.offset), device, path);
     if (!shared.file) {
-        auto opened = std::make_shared<PlacedFile>(OpenFilePlace::take());
-        opened->file = read ? opened->place.open(path, Access::read, Creation::must_exist, expect_direct)
-                            : opened->place.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
+        auto opened = std::make_shared<FileWithPermit>(OpenFilePermit::take());
+        opened->file = read ? opened->permit.open(path, Access::read, Creation::must_exist, expect_direct)
+                            : opened->permit.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
         shared.file = std::shared_ptr<File>(opened, opened->file.get());
     }
     auto file = last ? std::move(shared.file) : shared.file;
@@ -298,7 +298,7 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
 
     Drive& drive = drive_of(*file);
     const auto limits = file->limits();
-    if (!limits && bytes > 0) fell_back(*file, file->refusal());
+    if (!limits && bytes > 0) note_buffered(*file, file->refusal());
     pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->whole_pages()});
     const auto on_device = device ? std::optional(device->device) : std::nullopt;
     auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, on_device);
@@ -348,7 +348,7 @@ Drive& Engine::add_drive(std::uint64_t device, const File& file) {
         try {
             drives_.reserve(drives_.size() + 1);
             drives_.push_back(std::make_unique<Drive>(drive_options_));
-            drives_.back()->tell_of_ends(told_of_ends_);
+            drives_.back()->on_request_end(end_callback_);
             entry->drive = drives_.back().get();
         } catch (const IoError& error) {
             why_not = error.what();
@@ -386,9 +386,9 @@ std::string Engine::describe(Request& request) {
     return text;
 }
 
-void Engine::tell_of_ends(void (*told)() noexcept) noexcept {
-    told_of_ends_ = told;
-    for (const auto& drive : drives_) drive->tell_of_ends(told);
+void Engine::on_request_end(void (*callback)() noexcept) noexcept {
+    end_callback_ = callback;
+    for (const auto& drive : drives_) drive->on_request_end(callback);
 }
 
 // The file as the DeviceIo knows it; null where it cannot take it, unless nothing else will do.
@@ -422,7 +422,7 @@ void Engine::fence_passed(Request& request, const std::optional<IoError>& error)
     if (request.release()) request.drive_->end(request);
 }
 
-void Engine::fell_back(File& file, const std::string& reason) {
+void Engine::note_buffered(File& file, const std::string& reason) {
     note_fallback(reason);
     Warnings& warnings = Warnings::get();
     std::lock_guard lock(warnings.mutex);

@@ -99,9 +99,9 @@ public:
     static std::string describe(Request& request);
 
     // Have this called after each request's end, by the thread that ended it. To be set before the first request.
-    void tell_of_ends(void (*told)() noexcept) noexcept;
+    void on_request_end(void (*callback)() noexcept) noexcept;
     // Instead of by st_dev. To be set before the first request.
-    void tell_drives_apart_by(DriveOf drive_of) { drive_of_ = std::move(drive_of); }
+    void set_drive_of(DriveOf drive_of) { drive_of_ = std::move(drive_of); }
 
     // Wait until nothing is under way. False if the time ran out first.
     bool wait_until_idle(std::chrono::nanoseconds time);
@@ -139,11 +139,11 @@ private:
                                                     const std::optional<DeviceMemory>& device, const std::string& path);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device,
-                                    std::unique_ptr<const DeviceFence> fence, OpenFilePlace place);
+                                    std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit);
     void launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence);
     std::shared_ptr<void> open_for_device(File& file);
     void fence_passed(Request& request, const std::optional<IoError>& error) noexcept;
-    void fell_back(File& file, const std::string& reason);
+    void note_buffered(File& file, const std::string& reason);
 
     EngineOptions options_;
     BlockLimits limits_;
@@ -153,7 +153,7 @@ private:
     const std::uint64_t generation_;
     DriveOf drive_of_ = [](const File& file) { return file.device(); };
     DriveOptions drive_options_;
-    void (*told_of_ends_)() noexcept = nullptr;
+    void (*end_callback_)() noexcept = nullptr;
 
     std::atomic<bool> closed_{false};
     std::atomic<const DriveEntry*> entries_{nullptr};  // newest first; each stays as long as the engine

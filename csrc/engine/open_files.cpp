@@ -15,10 +15,10 @@ namespace deepnvme {
 
 namespace {
 
-// Asked of the system before every so many places: the bound follows a lowered limit that closely, and most requests do not ask.
-constexpr std::uint64_t kPlacesBetweenLooks = 16;
+// Asked of the system before every so many permits: the bound follows a lowered limit that closely, and most requests do not ask.
+constexpr std::uint64_t kPermitsBetweenLooks = 16;
 
-std::uint64_t most_places() noexcept {
+std::uint64_t most_permits() noexcept {
     rlimit limit{};
     if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return 4096;
     return std::max<rlim_t>(limit.rlim_cur / 4, 1);  // a file may need two descriptors
@@ -28,7 +28,7 @@ std::uint64_t most_places() noexcept {
 
 // The atomics are changed with or without the mutex, which is for those who wait. They are sequentially consistent: who waits counts
 // itself before it looks at `taken_`, and who gives back lowers `taken_` before it looks for waiters, so that one sees the other.
-class OpenFilePlace::Counter {
+class OpenFilePermit::Counter {
 public:
     // A forked child starts with none taken, and never touches its parent's lock, which may have been held at the fork.
     static Counter& get() {
@@ -47,7 +47,7 @@ public:
         std::unique_lock lock(mutex_);
         const WaiterCount counted(waiters_);
         changed_.wait(lock, [this] {
-            most_ = most_places();
+            most_ = most_permits();
             return try_take();
         });
     }
@@ -62,8 +62,8 @@ public:
 
     std::uint64_t given_back() const noexcept { return given_back_.load(); }
 
-    // For somebody who has a place and found no descriptor for it: wait until a place is given back after `before` was. False if
-    // there is no use in waiting, because all who have a place wait here.
+    // For somebody who has a permit and found no descriptor for it: wait until a permit is given back after `before` was. False if
+    // there is no use in waiting, because all who have a permit wait here.
     bool wait_for_descriptors(std::uint64_t before) {
         std::unique_lock lock(mutex_);
         const WaiterCount counted(waiters_);
@@ -84,36 +84,36 @@ private:
     bool try_take() noexcept {
         std::uint64_t taken = taken_.load();
         while (true) {
-            if (taken % kPlacesBetweenLooks == kPlacesBetweenLooks - 1) most_ = most_places();
+            if (taken % kPermitsBetweenLooks == kPermitsBetweenLooks - 1) most_ = most_permits();
             if (taken >= most_.load(std::memory_order_relaxed)) return false;
             if (taken_.compare_exchange_weak(taken, taken + 1)) return true;
         }
     }
 
     const std::uint64_t generation_ = process_generation();
-    std::atomic<std::uint64_t> most_{most_places()};
+    std::atomic<std::uint64_t> most_{most_permits()};
     std::atomic<std::uint64_t> taken_{0};
     std::atomic<std::uint64_t> given_back_{0};  // so far
-    std::atomic<std::uint32_t> waiters_{0};     // for a place or for descriptors
+    std::atomic<std::uint32_t> waiters_{0};     // for a permit or for descriptors
 
     std::mutex mutex_;  // guards what follows
     std::condition_variable changed_;
-    std::uint64_t without_descriptor_ = 0;  // of the places taken
+    std::uint64_t without_descriptor_ = 0;  // of the permits taken
 };
 
-OpenFilePlace OpenFilePlace::take() {
-    OpenFilePlace place;
+OpenFilePermit OpenFilePermit::take() {
+    OpenFilePermit permit;
     Counter& counter = Counter::get();
     counter.take();
-    place.counter_ = &counter;
-    return place;
+    permit.counter_ = &counter;
+    return permit;
 }
 
-OpenFilePlace::~OpenFilePlace() {
+OpenFilePermit::~OpenFilePermit() {
     if (counter_) counter_->give_back();
 }
 
-std::shared_ptr<File> OpenFilePlace::open(const std::string& path, Access access, Creation creation, bool expect_direct,
+std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access access, Creation creation, bool expect_direct,
                                           ByteRange first_write) {
     while (true) {
         const std::uint64_t before = counter_->given_back();

@@ -12,22 +12,22 @@
 
 namespace deepnvme {
 
-// A place among the open files of the process; given back by the destructor. Costs an atomic operation each way, and a lock only
-// while somebody waits for a place.
-class OpenFilePlace {
+// Permission for one open file of the process; given back by the destructor. Costs an atomic operation each way, and a lock only
+// while somebody waits for a permit.
+class OpenFilePermit {
 public:
-    OpenFilePlace() noexcept = default;
+    OpenFilePermit() noexcept = default;
     // Blocks while the process's requests hold a quarter of the descriptors that RLIMIT_NOFILE allows. A limit that is lowered later
-    // is noticed within 16 places.
-    static OpenFilePlace take();
-    OpenFilePlace(OpenFilePlace&& other) noexcept : counter_(std::exchange(other.counter_, nullptr)) {}
-    OpenFilePlace& operator=(OpenFilePlace&& other) noexcept {
+    // is noticed within 16 permits.
+    static OpenFilePermit take();
+    OpenFilePermit(OpenFilePermit&& other) noexcept : counter_(std::exchange(other.counter_, nullptr)) {}
+    OpenFilePermit& operator=(OpenFilePermit&& other) noexcept {
         std::swap(counter_, other.counter_);
         return *this;
     }
-    ~OpenFilePlace();
+    ~OpenFilePermit();
 
-    // Open a file on this place, like File's constructor. When descriptors run out all the same, waits until a pending request has
+    // Open a file with this permit, like File's constructor. When descriptors run out all the same, waits until a pending request has
     // given some back, and throws EMFILE only if none holds any.
     std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct, ByteRange first_write = {});
 
@@ -35,7 +35,7 @@ public:
 
 private:
     class Counter;
-    Counter* counter_ = nullptr;  // of the process that took the place, never destroyed
+    Counter* counter_ = nullptr;  // of the process that took the permit, never destroyed
 };
 
 }  // namespace deepnvme

@@ -103,7 +103,7 @@ private:
 
     const std::uint64_t generation_;
     std::shared_ptr<File> file_;
-    OpenFilePlace place_;  // for a file that this request alone has open
+    OpenFilePermit permit_;  // for a file that this request alone has open
     bool closes_file_ = false;  // as a rule, or another request of the same call: the file is one by path
 
     // Cutting into blocks; guarded by the queue's mutex.

@@ -57,23 +57,23 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
         slots_[i].index = i;
         free_.push_back(&slots_[i]);
     }
-    std::promise<void> standing;
-    auto stands = standing.get_future();
-    auto serve = [this, make_backend, standing = std::move(standing)]() mutable {
+    std::promise<void> starting;
+    auto started = starting.get_future();
+    auto serve = [this, make_backend, starting = std::move(starting)]() mutable {
         ::pthread_setname_np(::pthread_self(), "deepnvme");
         id_ = static_cast<pid_t>(::syscall(SYS_gettid));
         try {
             backend_ = make_backend(options_.queue_depth);
         } catch (...) {
-            standing.set_exception(std::current_exception());
+            starting.set_exception(std::current_exception());
             return;
         }
-        standing.set_value();
+        starting.set_value();
         run();
     };
     thread_ = start_thread(std::move(serve));
     try {
-        stands.get();
+        started.get();
     } catch (...) {
         thread_.join();
         throw;
@@ -337,7 +337,7 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         try {
             const std::string reason = "a direct " + std::string(slot.kind == Operation::Kind::read ? "read" : "write") +
                                        " was refused: " + describe_errno(EINVAL);
-            if (request.file().refuse_direct(reason)) events_.fallback(request.file(), reason);
+            if (request.file().refuse_direct(reason)) events_.direct_refused(request.file(), reason);
         } catch (const std::bad_alloc&) {  // the next refusal says it
         }
         return go_buffered(slot);

@@ -42,12 +42,12 @@ struct WorkerOptions {
 // What a worker tells the engine, from its thread.
 struct WorkerEvents {
     std::function<void(Request&)> ended;                              // every block of the request has ended
-    std::function<void(File&, const std::string& reason)> fallback;  // direct I/O was turned down
+    std::function<void(File&, const std::string& reason)> direct_refused;  // direct I/O was turned down
 };
 
 class Worker {
 public:
-    // Returns once the backend stands; throws the IoError with which the kernel refused it.
+    // Returns once the backend is made; throws the IoError with which the kernel refused it.
     Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events);
     ~Worker();
 

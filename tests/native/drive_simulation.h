@@ -116,7 +116,7 @@ public:
             return std::make_unique<SimulatedBackend>(drives_.at(backends_++ / workers), capacity);
         };
         engine_ = std::make_unique<Engine>(EngineOptions{"simulated", block_size, depth, workers, false}, "simulated", make);
-        engine_->tell_drives_apart_by([this](const File& file) -> std::uint64_t {
+        engine_->set_drive_of([this](const File& file) -> std::uint64_t {
             return std::ranges::find(files_, &file, &std::shared_ptr<File>::get) - files_.begin();
         });
         const std::uint64_t length = single_blocks ? block_size : file_size;

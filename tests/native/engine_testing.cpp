@@ -89,7 +89,7 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
     };
     auto engine = std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make);
     if (drive_by_folder)
-        engine->tell_drives_apart_by([](const File& file) {
+        engine->set_drive_of([](const File& file) {
             return std::hash<std::string>()(std::filesystem::path(file.path()).parent_path());
         });
     return std::make_unique<Session>(std::move(engine));
