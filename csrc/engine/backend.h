@@ -54,8 +54,8 @@ public:
 
     // Ask for the end of an operation that was taken and not reaped. Does not block. Its completion is reaped as ever, with
     // -ECANCELED if it was given up, or else with its result, whenever that comes: most file systems finish what a drive has
-    // begun.
-    virtual void cancel(Operation& operation) noexcept = 0;
+    // begun. False if the system takes no such wish just now: then ask again later.
+    virtual bool cancel(Operation& operation) noexcept = 0;
 
     // Cancel what was submitted and block until none of it uses its memory or its file any more: as long as a drive that hangs
     // takes, since nothing else makes the memory safe. None of it is reaped, and only wake() may be called from then on. False if

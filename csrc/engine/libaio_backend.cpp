@@ -90,9 +90,10 @@ public:
     }
 
     // The kernel refuses it for reads and writes of files, up to now. Where it does not, the completion comes as ever.
-    void cancel(Operation& operation) noexcept override {
+    bool cancel(Operation& operation) noexcept override {
         io_event unused;
         ::io_cancel(context_.get(), &blocks_[operation.index], &unused);
+        return true;
     }
 
     bool stop() noexcept override { return context_.destroy(); }

@@ -66,15 +66,16 @@ public:
     }
 
     // Only what no thread has begun: a thread in a system call cannot be called back.
-    void cancel(Operation& operation) noexcept override {
+    bool cancel(Operation& operation) noexcept override {
         {
             std::lock_guard lock(mutex_);
             const auto found = std::find(queue_.begin() + begun_, queue_.end(), &operation);
-            if (found == queue_.end()) return;
+            if (found == queue_.end()) return true;
             queue_.erase(found);
             results_.push_back({&operation, -ECANCELED});
         }
         completed_.notify_one();
+        return true;
     }
 
     bool stop() noexcept override {

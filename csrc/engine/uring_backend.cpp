@@ -124,13 +124,15 @@ public:
         return 0;
     }
 
-    void cancel(Operation& operation) noexcept override {
+    bool cancel(Operation& operation) noexcept override {
         const UnderWay& found = under_way_by_index_[operation.index];
-        io_uring_sqe* sqe = found.operation == &operation ? entry() : nullptr;
-        if (!sqe) return;
+        if (found.operation != &operation) return true;
+        io_uring_sqe* sqe = entry();
+        if (!sqe) return false;
         ::io_uring_prep_rw(IORING_OP_ASYNC_CANCEL, sqe, -1, nullptr, 0, 0);
         sqe->addr = found.tag;
         sqe->user_data = kCancel;
+        return true;
     }
 
     bool stop() noexcept override {

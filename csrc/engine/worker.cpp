@@ -23,7 +23,7 @@ namespace {
 // that the first is on its way while the last is prepared, and that other workers get their share.
 constexpr std::size_t kBatch = 16;
 
-// EAGAIN and EINTR pass; a file that says so for this long never will.
+// EAGAIN and EINTR pass, and so does what a backend without room or memory says; but not if it is said for this long.
 constexpr std::uint32_t kMostAttempts = 1000;
 constexpr std::uint32_t kEagerAttempts = 8;
 constexpr auto kPause = std::chrono::milliseconds(1);
@@ -52,6 +52,7 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
     // So that nothing below allocates once operations are under way.
     free_.reserve(options.queue_depth);
     ready_.reserve(options.queue_depth);
+    paused_.reserve(options.queue_depth);
     backlog_.reserve(std::max<std::size_t>(kBatch, 1));
     for (std::uint32_t i = options.queue_depth; i-- > 0;) {
         slots_[i].index = i;
@@ -105,8 +106,9 @@ void Worker::run() noexcept {
 
 void Worker::serve() {
     while (true) {
+        end_pauses();
         fill();
-        if (under_way_ + copying_ == 0) {
+        if (free_.size() == slots_.size()) {
             if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
             if (queue_.stopped()) return;
         }
@@ -140,23 +142,32 @@ void Worker::flush() {
 }
 
 std::size_t Worker::submit(std::span<Operation* const> operations) {
+    refusal_ = EAGAIN;
     try {
         return backend_->submit(operations);
     } catch (const std::bad_alloc&) {
+        refusal_ = ENOMEM;
         return 0;
     }
 }
 
 void Worker::cancel_blocks() noexcept {
     cancels_.exchange(false);  // sees the marks that were made before it was set
-    for (Slot& slot : slots_)
-        if (slot.under_way && slot.request->cancelled()) backend_->cancel(slot);
-    std::erase_if(ready_, [this](Operation* operation) {
+    for (Slot& slot : slots_) {
+        if (!slot.under_way || slot.cancel_asked || !slot.request->cancelled()) continue;
+        slot.cancel_asked = backend_->cancel(slot);
+        if (slot.cancel_asked) continue;
+        cancels_.store(true);
+        alarm_.set(Clock::now() + kPause);
+    }
+    const auto end_cancelled = [this](Operation* operation) {
         Slot& slot = static_cast<Slot&>(*operation);
         if (!slot.request->cancelled()) return false;
         end_slot(slot);
         return true;
-    });
+    };
+    std::erase_if(ready_, end_cancelled);
+    std::erase_if(paused_, end_cancelled);
 }
 
 void Worker::fill() {
@@ -291,13 +302,16 @@ void Worker::finish_copies() {
 
 void Worker::offer() {
     std::size_t taken = 0;
-    std::uint32_t attempts = 0;
-    while (taken < ready_.size()) {
+    bool full = false;
+    while (taken < ready_.size() && !full) {
         const std::size_t count = options_.single_submit ? 1 : ready_.size() - taken;
         const auto offered = std::span(ready_).subspan(taken, count);
         const auto now = Clock::now();
         // Before they are taken: a backend that breaks meanwhile may have begun any of them.
-        for (Operation* operation : offered) static_cast<Slot&>(*operation).under_way = true;
+        for (Operation* operation : offered) {
+            static_cast<Slot&>(*operation).under_way = true;
+            static_cast<Slot&>(*operation).cancel_asked = false;
+        }
         const std::size_t accepted = submit(offered);
         for (Operation* operation : offered.subspan(accepted)) static_cast<Slot&>(*operation).under_way = false;
         for (Operation* operation : offered.first(accepted)) {
@@ -306,18 +320,13 @@ void Worker::offer() {
         }
         taken += accepted;
         under_way_ += accepted;
-        if (accepted == count) continue;
-        // Full. What is under way makes room when it is reaped; if nothing is, others hold what is short, and time must pass.
-        if (under_way_ > 0 || ++attempts > kMostAttempts) break;
-        std::this_thread::sleep_for(kPause);
+        full = accepted < count;
     }
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
-    if (attempts <= kMostAttempts) return;
-    for (Operation* operation : ready_) {
-        Slot& slot = static_cast<Slot&>(*operation);
-        fail(block_of(slot), EAGAIN, {": the system takes no more operations"});
-        end_slot(slot);
-    }
+    // What is under way makes room when it is reaped. If nothing is, others hold what is short, and time must pass.
+    if (!full || under_way_ > 0) return;
+    const auto why = refusal_ == ENOMEM ? ": no memory to start it" : ": the system takes no more operations";
+    for (Operation* operation : ready_) retry_later(static_cast<Slot&>(*operation), refusal_, {why});
     ready_.clear();
 }
 
@@ -325,11 +334,8 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
     Request& request = *slot.request;
     if (result == -EINTR || result == -EAGAIN) {
         counters_.retries.add(1);
-        if (++slot.attempts > kMostAttempts) {
-            fail(block_of(slot), static_cast<int>(-result));
-            return end_slot(slot);
-        }
-        if (slot.attempts > kEagerAttempts) std::this_thread::sleep_for(kPause);
+        if (slot.attempts >= kEagerAttempts) return retry_later(slot, static_cast<int>(-result));
+        ++slot.attempts;
         return retry(slot);
     }
     if (result == -EINVAL && slot.route != Route::buffered && slot.route != Route::gds) {
@@ -411,6 +417,24 @@ void Worker::resume(Slot& slot, std::uint32_t moved) {
 void Worker::retry(Slot& slot) {
     if (slot.request->cancelled()) end_slot(slot);
     else ready_.push_back(&slot);
+}
+
+// The same, after a pause. With `error`, if that has been of no use often enough.
+void Worker::retry_later(Slot& slot, int error, std::initializer_list<std::string_view> detail) {
+    if (++slot.attempts > kMostAttempts) fail(block_of(slot), error, detail);
+    if (slot.attempts > kMostAttempts || slot.request->cancelled()) return end_slot(slot);
+    slot.paused_until = Clock::now() + kPause;
+    paused_.push_back(&slot);
+    alarm_.set(slot.paused_until);
+}
+
+void Worker::end_pauses() {
+    if (paused_.empty()) return;
+    const auto now = Clock::now();
+    const auto paused = std::find_if(paused_.begin(), paused_.end(), [now](const Slot* slot) { return slot->paused_until > now; });
+    ready_.insert(ready_.end(), paused_.begin(), paused);
+    paused_.erase(paused_.begin(), paused);
+    if (!paused_.empty()) alarm_.set(paused_.front()->paused_until);
 }
 
 void Worker::go_buffered(Slot& slot) {

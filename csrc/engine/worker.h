@@ -1,9 +1,10 @@
 // A thread that owns one backend and keeps it full.
 //
-// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all in
-// use, or the queue is empty. In the first case what completes wakes it, or what has been copied from or to a device; in the second
-// the queue knows that it sleeps, and the next request wakes it. Everything but the queue, the requests and the counters belongs to
-// the one thread, with the exception of cancel_marked().
+// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all
+// in use, or the queue is empty. Then what completes wakes it, or what has been copied from or to a device; the next request, as
+// the queue knows that it sleeps; and its alarm, when a pause ends before a block is tried again. (Without memory to go on, it
+// sleeps for a millisecond.) Everything but the queue, the requests and the counters belongs to the one thread, with the
+// exception of cancel_marked().
 //
 // No exception ends the thread. A backend that breaks is stopped, which cancels what is under way and waits for it; if even that
 // fails, the system may go on using memory, so the requests concerned keep theirs for good, and so does the worker (lost()).
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "core/numa.h"
+#include "engine/alarm.h"
 #include "engine/backend.h"
 #include "engine/device_copier.h"
 #include "engine/device_io.h"
@@ -74,12 +76,14 @@ private:
         Route route;
         std::uint32_t attempts;       // in a row that moved nothing
         bool under_way = false;       // taken by the backend and not reaped
+        bool cancel_asked;            // of the backend, since it was taken
         std::byte* staging;           // null when the transfer is in place
         std::byte* caller_memory;     // of the whole block
         std::uint32_t block_length;
         std::size_t piece;            // as in the block
         std::uint32_t padding;        // of `length`: bytes behind the block up to the end of its page; 0 unless Route::padded
         Clock::time_point taken;      // by the backend, for the first time; the epoch until then
+        Clock::time_point paused_until;
     };
 
     void run() noexcept;
@@ -98,6 +102,8 @@ private:
     static std::uint32_t aligned_progress(const Slot& slot, std::int64_t moved);
     void resume(Slot& slot, std::uint32_t moved);
     void retry(Slot& slot);
+    void retry_later(Slot& slot, int error, std::initializer_list<std::string_view> detail = {});
+    void end_pauses();
     void go_buffered(Slot& slot);
     static Block block_of(const Slot& slot) noexcept;
     void fail(const Block& block, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
@@ -113,6 +119,7 @@ private:
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::vector<Operation*> ready_;  // prepared, not yet taken by the backend
+    std::vector<Slot*> paused_;      // to be ready later, the first of them first
     std::vector<Block> backlog_;     // taken from the queue, last one first, not yet prepared
     std::vector<Completion> completions_;
     StagingRing staging_;
@@ -120,13 +127,15 @@ private:
     std::uint64_t staged_reads_ = 0;  // bytes of them between lease and copy
     std::size_t copying_ = 0;         // slots that the copier has
     std::size_t under_way_ = 0;  // taken by the backend and not reaped
+    int refusal_ = 0;            // errno: why the backend took no more when last offered something
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
     bool lost_ = false;
     pid_t id_ = 0;  // of the thread
-    std::atomic<bool> cancels_{false};  // cancel_marked() was called, and nobody has looked since
+    std::atomic<bool> cancels_{false};  // marked requests may have blocks that nobody has asked the backend to cancel
 
     std::unique_ptr<Backend> backend_;  // made by the thread, which io_uring serves fastest then; outlives it, for late wakes
     std::unique_ptr<DeviceCopier> copier_;  // made when first needed
+    Alarm alarm_{[this] { backend_->wake(); }};
     std::thread thread_;
 };
 

@@ -68,6 +68,22 @@ def test_what_the_system_puts_off_for_ever_is_an_error_in_the_end(faulty: Faulty
     assert caught.value.errno == error
 
 
+@pytest.mark.timeout(60)
+def test_others_go_on_while_transfers_wait_to_be_tried_again(faulty: Faulty, backend: Any, drive: Path) -> None:
+    """100 at a time, at most 1000 times, with a pause of 1 ms before each."""
+    engine = faulty(backend, queue_depth=128, error_every=1, error=errno.EAGAIN, error_from=1 << 20)
+    with engine.open(drive / "file", "rw") as file:
+        engine.write(page_aligned(bytes(4096)), file).result()
+        futures = [engine.write(page_aligned(bytes(4096)), file, (1 << 20) + 4096 * index) for index in range(100)]
+        while engine.stats()["retries"] < 2000:
+            time.sleep(0.001)
+        begin = time.monotonic()
+        for _ in range(200):
+            engine.read(page_aligned(bytes(4096)), file).result()
+        assert time.monotonic() - begin < 10
+        assert {future.exception(30).errno for future in futures} == {errno.EAGAIN}
+
+
 @pytest.mark.parametrize("refuse_every", [2, 3])
 def test_a_full_backend_is_offered_the_rest_later(faulty: Faulty, backend: Any, drive: Path, refuse_every: int) -> None:
     engine = faulty(backend, queue_depth=4, refuse_every=refuse_every)

@@ -216,13 +216,15 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("error_every", &Faults::error_every)
         .def_readwrite("error", &Faults::error)
         .def_readwrite("error_limit", &Faults::error_limit)
+        .def_readwrite("error_from", &Faults::error_from)
         .def_readwrite("refuse_every", &Faults::refuse_every)
         .def_readwrite("refuse_direct", &Faults::refuse_direct)
         .def_readwrite("break_after", &Faults::break_after)
         .def_readwrite("break_submit_after", &Faults::break_submit_after)
         .def_readwrite("out_of_memory_every", &Faults::out_of_memory_every)
         .def_readwrite("most_backends", &Faults::most_backends)
-        .def_readwrite("stop_fails", &Faults::stop_fails);
+        .def_readwrite("stop_fails", &Faults::stop_fails)
+        .def_readwrite("refuse_cancels", &Faults::refuse_cancels);
     py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
     py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
         .def(py::init<>())

@@ -27,6 +27,7 @@ struct Faults {
     unsigned error_every = 0;       // completes with `error` without being tried
     int error = EIO;
     unsigned error_limit = 0;       // how many errors in all; zero means no limit
+    unsigned long error_from = 0;   // only operations that begin at this byte of their file, or behind it
     unsigned refuse_every = 0;      // submit takes none of what it is given (EAGAIN)
     bool refuse_direct = false;     // EINVAL for descriptors with O_DIRECT
     unsigned break_after = 0;       // reap throws once this many operations have been submitted
@@ -34,6 +35,7 @@ struct Faults {
     unsigned out_of_memory_every = 0;  // of the calls of submit and reap: throws std::bad_alloc, before anything has begun
     unsigned most_backends = 0;     // making another fails; zero means no limit
     bool stop_fails = false;        // stop says so, though it has waited
+    unsigned refuse_cancels = 0;    // how many cancels it turns away, the first ones
 };
 
 // What a backend was asked and what it answered, in order.
@@ -125,9 +127,10 @@ public:
     }
 
     // What is held back ends with -ECANCELED, whether or not it has been done.
-    void cancel(Operation& operation) noexcept override {
+    bool cancel(Operation& operation) noexcept override {
+        if (cancels_++ < faults_.refuse_cancels) return false;
         if (held()) cancelled_.push_back(&operation);
-        inner_->cancel(operation);
+        return inner_->cancel(operation);
     }
 
     bool stop() noexcept override { return inner_->stop() && !faults_.stop_fails; }
@@ -165,7 +168,7 @@ private:
 
     int error_for(const Operation& operation) {
         if (faults_.refuse_direct && (::fcntl(operation.fd, F_GETFL) & O_DIRECT)) return EINVAL;
-        if (!faults_.error_every || count_ % faults_.error_every != 0) return 0;
+        if (!faults_.error_every || count_ % faults_.error_every != 0 || operation.offset < faults_.error_from) return 0;
         if (faults_.error_limit && errors_ >= faults_.error_limit) return 0;
         ++errors_;
         return faults_.error;
@@ -206,6 +209,7 @@ private:
     unsigned long offers_ = 0;
     unsigned long allocations_ = 0;
     unsigned long errors_ = 0;
+    unsigned long cancels_ = 0;
     std::vector<Completion> made_up_;
     std::vector<Completion> withheld_;      // ended, not yet reported
     std::vector<Operation*> cancelled_;     // while held back, and not yet reported
@@ -241,7 +245,7 @@ public:
         return count;
     }
 
-    void cancel(Operation&) noexcept override {}  // all has ended
+    bool cancel(Operation&) noexcept override { return true; }  // all has ended
 
     bool stop() noexcept override { return true; }
 

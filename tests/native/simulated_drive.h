@@ -165,11 +165,12 @@ public:
     }
 
     // Also of a drive that hangs.
-    void cancel(Operation& operation) noexcept override {
+    bool cancel(Operation& operation) noexcept override {
         const auto found = std::ranges::find(under_way_, &operation, &UnderWay::operation);
-        if (found == under_way_.end()) return;
+        if (found == under_way_.end()) return true;
         under_way_.erase(found);
         cancelled_.push_back(&operation);
+        return true;
     }
 
     bool stop() noexcept override { return true; }  // nothing uses memory
