@@ -166,11 +166,13 @@ def faulty(testing: ModuleType) -> Iterator[Callable[..., Any]]:
 
     def make(backend: str, *, block_size: int = 4096, queue_depth: int = 32, num_threads: int = 1, **more: Any) -> Any:
         gate, journal = more.pop("gate", None), more.pop("journal", None)
-        by_folder = more.pop("drive_by_folder", False)
+        by_folder, single_submit = more.pop("drive_by_folder", False), more.pop("single_submit", False)
         faults = testing.Faults()
         for name, value in more.items():
             setattr(faults, name, value)
-        made.append(testing.faulty_engine(backend, block_size, queue_depth, num_threads, False, faults, gate, journal, by_folder))
+        made.append(
+            testing.faulty_engine(backend, block_size, queue_depth, num_threads, single_submit, faults, gate, journal, by_folder)
+        )
         return made[-1]
 
     yield make

@@ -1,5 +1,7 @@
 #include "engine/queue.h"
 
+#include <new>
+
 namespace deepnvme {
 
 namespace {
@@ -43,6 +45,7 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
     std::lock_guard lock(mutex_);
     std::erase(sleepers_, &sleeper);
     std::size_t count = 0;
+    for (; !given_back_.empty() && count < blocks.size(); given_back_.pop_back()) blocks[count++] = given_back_.back();
     while (first_ && count < blocks.size()) {
         Request& request = *first_;
         if (request.kind == Request::Kind::sync) {
@@ -77,6 +80,17 @@ bool Queue::remove(Request& request) noexcept {
     std::lock_guard lock(mutex_);
     if (!request.queued_) return false;
     unlink(request);
+    return true;
+}
+
+bool Queue::give_back(const Block& block) noexcept {
+    std::lock_guard lock(mutex_);
+    if (workers_ == 1) return false;
+    try {
+        given_back_.push_back(block);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
     return true;
 }
 

@@ -488,7 +488,7 @@ void Worker::end_block(Request& request) {
     if (request.release()) events_.ended(request);
 }
 
-// The backend is broken. Its other requests go to the drive's other workers; without any, they fail as well.
+// The backend is broken, and what it has begun has failed. The rest goes to the drive's other workers; without any, it fails as well.
 void Worker::give_up(const IoError& error) noexcept {
     // Backend and copier may still use memory that ends with the requests.
     const bool safe = backend_->stop();
@@ -503,9 +503,10 @@ void Worker::give_up(const IoError& error) noexcept {
         if (slot.under_way && !safe) slot.request->lose_memory();
         const Block block = block_of(slot);
         slot.request = nullptr;
-        end_with_error(block);
+        if (slot.under_way || !queue_.give_back(block)) end_with_error(block);
     }
-    for (const Block& block : backlog_) end_with_error(block);
+    for (const Block& block : backlog_)
+        if (!queue_.give_back(block)) end_with_error(block);
     if (!queue_.leave()) return;
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);

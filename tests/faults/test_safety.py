@@ -80,6 +80,27 @@ def test_what_was_not_begun_when_a_backend_broke_is_let_go(faulty: Faulty, drive
     assert alive() is None
 
 
+@pytest.mark.parametrize("break_after", [1, 5, 16])
+def test_other_workers_go_on_with_what_a_broken_backend_had_not_begun(
+    faulty: Faulty, testing: Any, gate: Any, drive: Path, break_after: int
+) -> None:
+    """A worker takes 16 blocks at a time; the other one's backend breaks after some of them."""
+    journal = testing.Journal()
+    engine = faulty("threads", queue_depth=16, num_threads=2, break_first=1, break_submit_after=break_after, single_submit=True,
+                    gate=gate, journal=journal)  # fmt: skip
+    tensors = [page_aligned(pattern(BLOCK, index)) for index in range(64)]
+    future = engine.write_many(tensors, drive / "file", [index * BLOCK for index in range(64)])
+    until(lambda: len(journal.entries()) >= 16 + break_after)  # as much as the other can hold, and what the broken one has begun
+    gate.release()
+    error = future.exception(30)
+    assert error.errno == errno.EBADF
+    assert len(error.indices) <= break_after + 1  # one more may have been begun
+    content = (drive / "file").read_bytes()
+    whole = set(range(64)) - set(error.indices)
+    assert all(content[index * BLOCK : (index + 1) * BLOCK] == pattern(BLOCK, index) for index in whole)
+    assert engine.write(tensors[0], drive / "file").result(30) == BLOCK
+
+
 def test_an_engine_with_a_broken_backend_fails_what_comes(faulty: Faulty, drive: Path) -> None:
     engine = faulty("threads", break_after=1)
     for _ in range(3):

@@ -84,8 +84,11 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
                                        const std::shared_ptr<Journal>& journal, bool drive_by_folder) {
     const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(), journal,
                        made = std::make_shared<std::atomic<unsigned>>(0)](unsigned capacity) -> std::unique_ptr<Backend> {
-        if (++*made > faults.most_backends && faults.most_backends) throw IoError(EAGAIN, "one backend too many", "");
-        return std::make_unique<FaultyBackend>(inner(capacity), faults, held, journal);
+        const unsigned count = ++*made;
+        if (count > faults.most_backends && faults.most_backends) throw IoError(EAGAIN, "one backend too many", "");
+        Faults own = faults;
+        if (count > faults.break_first && faults.break_first) own.break_after = own.break_submit_after = 0;
+        return std::make_unique<FaultyBackend>(inner(capacity), own, held, journal);
     };
     auto engine = std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make);
     if (drive_by_folder)
@@ -222,6 +225,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("break_after", &Faults::break_after)
         .def_readwrite("break_submit_after", &Faults::break_submit_after)
         .def_readwrite("out_of_memory_every", &Faults::out_of_memory_every)
+        .def_readwrite("break_first", &Faults::break_first)
         .def_readwrite("most_backends", &Faults::most_backends)
         .def_readwrite("stop_fails", &Faults::stop_fails)
         .def_readwrite("refuse_cancels", &Faults::refuse_cancels);

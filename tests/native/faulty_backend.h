@@ -33,6 +33,7 @@ struct Faults {
     unsigned break_after = 0;       // reap throws once this many operations have been submitted
     unsigned break_submit_after = 0;   // so does submit, the last of them having been taken
     unsigned out_of_memory_every = 0;  // of the calls of submit and reap: throws std::bad_alloc, before anything has begun
+    unsigned break_first = 0;       // how many backends break, of those made first; zero means all
     unsigned most_backends = 0;     // making another fails; zero means no limit
     bool stop_fails = false;        // stop says so, though it has waited
     unsigned refuse_cancels = 0;    // how many cancels it turns away, the first ones
