@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <limits>
-#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -86,8 +85,8 @@ struct FileWithPermit {
 
 // Warnings queued until the GIL is next held; one per file system.
 struct Warnings {
-    std::mutex mutex;
-    std::set<std::uint64_t> devices;
+    GrowOnlyList<std::uint64_t> devices;  // warned of
+    std::mutex mutex;                     // held to add a device, and for
     std::vector<std::string> pending;
     std::atomic<bool> any{false};
 
@@ -113,7 +112,7 @@ Engine::Engine(EngineOptions options)
             return;
         } catch (const IoError& error) {
             if (options_.backend != "auto") throw;
-            ++fallbacks_["backend " + choice.name + ": " + error.what()];
+            fallbacks_.add("backend " + choice.name + ": " + error.what());
             tried += (tried.empty() ? "" : "; ") + choice.name + ": " + error.what();
         }
     }
@@ -326,41 +325,37 @@ void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::
     if (!fenced) drive.start(*request);
 }
 
-// Reads a list that only ever grows at its front: no lock on the way of a transfer.
+// No lock on the way of a transfer.
 Drive& Engine::drive_of(const File& file) {
     const std::uint64_t device = drive_of_(file);
-    for (const DriveEntry* entry = entries_.load(std::memory_order_acquire); entry; entry = entry->next)
-        if (entry->device == device) return *entry->drive;
-    return add_drive(device, file);
+    const DriveEntry* entry = entries_.find([device](const DriveEntry& each) { return each.device == device; });
+    return entry ? *entry->drive : add_drive(device, file);
 }
 
 Drive& Engine::add_drive(std::uint64_t device, const File& file) {
     std::lock_guard lock(mutex_);
-    for (const DriveEntry* entry = entries_.load(std::memory_order_relaxed); entry; entry = entry->next)
-        if (entry->device == device) return *entry->drive;
+    if (const auto* entry = entries_.find([device](const DriveEntry& each) { return each.device == device; })) return *entry->drive;
     if (closed()) throw std::invalid_argument("the engine is closed");
-    owned_entries_.reserve(owned_entries_.size() + 1);
-    auto entry = std::make_unique<DriveEntry>(DriveEntry{device, drives_.front().get(), entries_.load(std::memory_order_relaxed)});
-    // The workers that the engine started with serve the first drive.
+    std::unique_ptr<Drive> added;
     std::string why_not;
-    const bool shared = entry->next && drives_.size() >= kMostDrives;
-    if (entry->next && !shared) {
+    // The workers that the engine started with serve the first drive.
+    if (!entries_.empty() && drives_.size() >= kMostDrives) {
+        why_not = "there are " + std::to_string(kMostDrives) + " already";
+    } else if (!entries_.empty()) {
         try {
-            drives_.reserve(drives_.size() + 1);
-            drives_.push_back(std::make_unique<Drive>(drive_options_));
-            drives_.back()->on_request_end(end_callback_);
-            entry->drive = drives_.back().get();
+            added = std::make_unique<Drive>(drive_options_);
+            added->on_request_end(end_callback_);
         } catch (const IoError& error) {
             why_not = error.what();
         }
-    } else if (shared) {
-        why_not = "there are " + std::to_string(kMostDrives) + " already";
     }
-    if (why_not.empty()) entry->drive->run_near(file.device());
-    else ++fallbacks_["no workers of its own for the drive of '" + file.path() + "': " + why_not];
-    owned_entries_.push_back(std::move(entry));
-    entries_.store(owned_entries_.back().get(), std::memory_order_release);
-    return *owned_entries_.back()->drive;
+    drives_.reserve(drives_.size() + 1);
+    Drive& drive = added ? *added : *drives_.front();
+    if (why_not.empty()) drive.run_near(file.device());
+    else fallbacks_.add("no workers of its own for the drive of '" + file.path() + "': " + why_not);
+    entries_.add(device, &drive);
+    if (added) drives_.push_back(std::move(added));
+    return drive;
 }
 
 bool Engine::cancel(Request& request) {
@@ -406,11 +401,6 @@ std::shared_ptr<void> Engine::open_for_device(File& file) {
     return nullptr;
 }
 
-void Engine::note_fallback(const std::string& reason) {
-    std::lock_guard lock(mutex_);
-    ++fallbacks_[reason];
-}
-
 void Engine::fence_passed(Request& request, const std::optional<IoError>& error) noexcept {
     if (!error) return request.drive_->start(request);
     try {
@@ -425,8 +415,11 @@ void Engine::fence_passed(Request& request, const std::optional<IoError>& error)
 void Engine::note_buffered(File& file, const std::string& reason) {
     note_fallback(reason);
     Warnings& warnings = Warnings::get();
+    const auto warned = [&] { return warnings.devices.find([&](std::uint64_t device) { return device == file.device(); }); };
+    if (warned()) return;
     std::lock_guard lock(warnings.mutex);
-    if (!warnings.devices.insert(file.device()).second) return;
+    if (warned()) return;
+    warnings.devices.add(file.device());
     warnings.pending.push_back("transfers of '" + file.path() + "' go through the page cache, without direct I/O: " + reason);
     warnings.any.store(true, std::memory_order_release);
 }
@@ -467,7 +460,7 @@ bool Engine::wait_until_idle(std::chrono::nanoseconds time) {
 Statistics Engine::statistics() const {
     std::lock_guard lock(mutex_);
     Statistics sum;
-    sum.fallbacks = fallbacks_;
+    sum.fallbacks = fallbacks_.get();
     for (const auto& drive : drives_) drive->add_to(sum);
     return sum;
 }

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "core/file.h"
+#include "core/grow_only_list.h"
 #include "engine/backend.h"
 #include "engine/device_fence.h"
 #include "engine/device_io.h"
@@ -119,7 +119,7 @@ public:
     Statistics statistics() const;
 
     // Count in the statistics that something slower is used, and why.
-    void note_fallback(const std::string& reason);
+    void note_fallback(const std::string& reason) { fallbacks_.add(reason); }
 
     // Of all engines of this process: why direct I/O could not be used, once for each file system.
     static std::vector<std::string> take_warnings();
@@ -129,7 +129,6 @@ private:
     struct DriveEntry {
         std::uint64_t device;
         Drive* drive;
-        const DriveEntry* next;
     };
 
     void start(const std::string& name, const BackendFactory& make_backend);
@@ -156,14 +155,13 @@ private:
     void (*end_callback_)() noexcept = nullptr;
 
     std::atomic<bool> closed_{false};
-    std::atomic<const DriveEntry*> entries_{nullptr};  // newest first; each stays as long as the engine
+    GrowOnlyList<DriveEntry> entries_;  // added to with mutex_ held
+    FallbackCounts fallbacks_;
 
     std::mutex stopping_;  // one close() at a time ends the workers
 
     mutable std::mutex mutex_;  // guards everything below
     std::vector<std::unique_ptr<Drive>> drives_;
-    std::vector<std::unique_ptr<DriveEntry>> owned_entries_;
-    std::map<std::string, std::uint64_t> fallbacks_;
     std::unique_ptr<DeviceFenceWatch> fences_;  // made when first needed
 };
 

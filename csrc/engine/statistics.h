@@ -5,8 +5,10 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <string>
 
+#include "core/grow_only_list.h"
 #include "engine/latency.h"
 
 namespace deepnvme {
@@ -42,6 +44,37 @@ struct WorkerCounters {
             (this->*counter).add((other.*counter).get());
         for (std::size_t bin = 0; bin < kLatencyBins; ++bin) block_latency[bin].add(other.block_latency[bin].get());
     }
+};
+
+// How often something slower was used instead, by reason. Thread-safe. On a file system without direct I/O each request counts one, so
+// that drives share no lock here: it is for a reason that is new.
+class FallbackCounts {
+public:
+    void add(const std::string& reason) {
+        const auto matches = [&](const Fallback& fallback) { return fallback.reason == reason; };
+        Fallback* found = fallbacks_.find(matches);
+        if (!found) {
+            std::lock_guard lock(mutex_);
+            found = fallbacks_.find(matches);
+            if (!found) found = &fallbacks_.add(reason);
+        }
+        found->count.fetch_add(1, std::memory_order_relaxed);
+    }
+
+    std::map<std::string, std::uint64_t> get() const {
+        std::map<std::string, std::uint64_t> counts;
+        fallbacks_.for_each([&](const Fallback& fallback) { counts[fallback.reason] = fallback.count.load(); });
+        return counts;
+    }
+
+private:
+    struct Fallback {
+        std::string reason;
+        std::atomic<std::uint64_t> count{0};
+    };
+
+    std::mutex mutex_;  // held to add
+    GrowOnlyList<Fallback> fallbacks_;
 };
 
 struct Statistics {
