@@ -101,8 +101,8 @@ class File(Protocol):
 
         Raises:
             OSError: Naming the file, if this call closes the descriptors after a write and the system reports only now that it
-                could not write, as network file systems do. If a transfer is still under way, its future raises the error. If the
-                file is dropped without closing it, the error is lost.
+                could not write, as network file systems do. If transfers are still under way, the future of the last that ends raises
+                the error, unless that is a read. If the file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...

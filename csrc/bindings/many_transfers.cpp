@@ -145,7 +145,7 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
         while (end < memory.size() && together(end)) ++end;
         if (std::exchange(current_, file) != file) started_ = 0;
         // In the list before anything is started, so that nothing started can be missing there.
-        many.parts.push_back({nullptr, begin + i, {}});
+        many.parts.push_back({nullptr, begin + i, {}, file});
         try {
             Part& part = many.parts.back();
             for (std::size_t j = i; j < end && !order_.empty(); ++j) part.indices.push_back(order_[begin + j]);

@@ -1,6 +1,7 @@
 #include "bindings/pending.h"
 
 #include <algorithm>
+#include <set>
 
 namespace deepnvme::bindings {
 
@@ -15,13 +16,16 @@ void give_warnings() {
         if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
 }
 
-// The transfers of a part that have failed are added to `indices`.
-void collect_failed(const Part& part, std::vector<std::uint64_t>& indices) {
+// The transfers of a part that have failed, or `all`, are added to `indices`.
+void collect_failed(const Part& part, bool all, std::vector<std::uint64_t>& indices) {
     const auto number = [&](std::size_t piece) { return part.indices.empty() ? part.first + piece : part.indices[piece]; };
     const Pieces* pieces = part.request->pieces();
-    if (!pieces) return indices.push_back(number(0));
+    if (!pieces) {
+        if (all || part.request->error()) indices.push_back(number(0));
+        return;
+    }
     for (std::size_t i = 0; i < pieces->count(); ++i)
-        if (pieces->failed(i)) indices.push_back(number(i));
+        if (all || pieces->failed(i)) indices.push_back(number(i));
 }
 
 }  // namespace
@@ -74,14 +78,14 @@ py::object Pending::error() const {
         return error ? to_python(*error) : py::none();
     }
     std::optional<IoError> first;
-    std::vector<std::uint64_t> indices;
+    std::set<std::uint32_t> lost_files;  // that could not be closed: their parts that ended before have failed as well
     for (const Part& part : many->parts) {
-        const auto error = part.request->error();
-        if (!error) continue;
-        if (!first) first = error;
-        collect_failed(part, indices);
+        if (!first) first = part.request->error();
+        if (part.request->close_failed()) lost_files.insert(part.file);
     }
     if (!first) return py::none();
+    std::vector<std::uint64_t> indices;
+    for (const Part& part : many->parts) collect_failed(part, lost_files.contains(part.file), indices);
     std::sort(indices.begin(), indices.end());
     const auto failed = " (" + std::to_string(indices.size()) + " of " + std::to_string(many->transfers) + " transfers failed)";
     const py::object error = to_python(*first, failed);

@@ -19,6 +19,7 @@ struct Part {
     std::shared_ptr<Request> request;
     std::size_t first;                   // the transfer that its first piece is; the others follow it,
     std::vector<std::uint32_t> indices;  // unless they are listed here
+    std::uint32_t file = 0;              // the same number for all parts of a file
 };
 
 struct ManyParts {

@@ -46,8 +46,11 @@ public:
     void dismiss(Request& request) noexcept;
     // Hand an admitted request to the workers; an fsync once the writes before it have ended.
     void start(Request& request) noexcept;
-    // End a request whose last outstanding count the caller has given up.
+    // End a request whose last outstanding count the caller has given up. May close its file here, which can block.
     void end(Request& request) noexcept;
+    // The same for threads that serve other drives as well, or must not wait for this one. Its file is closed by the drive's own
+    // thread for that; only if there is none to be had, here.
+    void end_without_blocking(Request& request) noexcept;
     // Have a request end as soon as may be: what has not begun never does, what has is cancelled. The caller holds an outstanding count.
     void cancel(Request& request) noexcept;
 

@@ -366,7 +366,7 @@ bool Engine::cancel(Request& request) {
         request.fail(IoError::out_of_memory());
     }
     request.drive_->cancel(request);
-    if (request.release()) request.drive_->end(request);
+    if (request.release()) request.drive_->end_without_blocking(request);
     return true;
 }
 
@@ -377,7 +377,7 @@ std::string Engine::describe(Request& request) {
         text = request.describe() + " '" + request.file().path() + "'";
     } catch (const std::bad_alloc&) {
     }
-    if (request.release()) request.drive_->end(request);
+    if (request.release()) request.drive_->end_without_blocking(request);
     return text;
 }
 
@@ -409,7 +409,7 @@ void Engine::fence_passed(Request& request, const std::optional<IoError>& error)
     } catch (const std::bad_alloc&) {
         request.fail(*error);
     }
-    if (request.release()) request.drive_->end(request);
+    if (request.release()) request.drive_->end_without_blocking(request);
 }
 
 void Engine::note_buffered(File& file, const std::string& reason) {

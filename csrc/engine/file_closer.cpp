@@ -1,10 +1,10 @@
 #include "engine/file_closer.h"
 
-#include <algorithm>
 #include <exception>
 #include <utility>
 
 #include "core/threads.h"
+#include "engine/request.h"
 
 namespace deepnvme {
 
@@ -12,7 +12,7 @@ FileCloser::FileCloser(std::function<void(Request&)> end) : end_(std::move(end))
 
 bool FileCloser::take(Request& request) noexcept {
     std::lock_guard lock(mutex_);
-    if (no_thread_ || stopping_ || count_ == kCapacity) return false;
+    if (no_thread_ || stopping_) return false;
     if (!thread_.joinable()) {
         try {
             thread_ = start_thread([this] { serve(); });
@@ -21,7 +21,10 @@ bool FileCloser::take(Request& request) noexcept {
             return false;
         }
     }
-    taken_[count_++] = &request;
+    request.next_ = nullptr;
+    (first_ ? last_->next_ : first_) = &request;
+    last_ = &request;
+    count_.fetch_add(1, std::memory_order_relaxed);
     // Under the lock: once the thread has the request, it may end, and the engine with it.
     if (std::exchange(asleep_, false)) changed_.notify_one();
     return true;
@@ -42,18 +45,17 @@ void FileCloser::stop() noexcept {
 }
 
 void FileCloser::serve() noexcept {
-    Batch batch;
     std::unique_lock lock(mutex_);
     while (true) {
-        while (count_ == 0 && !stopping_) {
+        while (!first_ && !stopping_) {
             asleep_ = true;
             changed_.wait(lock);
         }
-        if (count_ == 0) return;
-        const std::size_t count = std::exchange(count_, 0);
-        std::copy_n(taken_.begin(), count, batch.begin());
+        if (!first_) return;
+        Request* next = std::exchange(first_, nullptr);
+        count_.store(0, std::memory_order_relaxed);
         lock.unlock();
-        for (std::size_t i = 0; i < count; ++i) end_(*batch[i]);
+        while (next) end_(*std::exchange(next, next->next_));
         lock.lock();
     }
 }

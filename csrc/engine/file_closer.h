@@ -2,7 +2,7 @@
 // NFS and FUSE it sends what the page cache holds.
 #pragma once
 
-#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -20,24 +20,26 @@ public:
     explicit FileCloser(std::function<void(Request&)> end);
     ~FileCloser() { stop(); }
 
-    // Have the thread end the request, in the order taken. False, and nothing is done, if it is behind already or there is none: then
-    // the caller has to.
+    // Have the thread end the request, in the order taken. False, and nothing is done, if there is none to be had: then the caller
+    // has to.
     bool take(Request& request) noexcept;
+    // Whether it has so many requests to end that others should rather end theirs themselves, if they can.
+    bool behind() const noexcept { return count_.load(std::memory_order_relaxed) >= kEnough; }
 
     // Wait until every request taken has been ended, then end the thread. Another is started if there is need again.
     void stop() noexcept;
 
 private:
-    static constexpr std::size_t kCapacity = 64;
-    using Batch = std::array<Request*, kCapacity>;
+    static constexpr std::size_t kEnough = 64;
 
     void serve() noexcept;
 
     const std::function<void(Request&)> end_;
     std::mutex mutex_;  // guards everything below
     std::condition_variable changed_;
-    Batch taken_{};
-    std::size_t count_ = 0;
+    Request* first_ = nullptr;  // taken, linked by next_
+    Request* last_ = nullptr;
+    std::atomic<std::size_t> count_{0};
     bool asleep_ = false;
     bool stopping_ = false;
     bool no_thread_ = false;  // to be had: not asked for again

@@ -64,6 +64,10 @@ public:
     // memory must never be freed or used again then. To be asked when the request is done.
     bool memory_lost() const noexcept { return memory_lost_.load(std::memory_order_relaxed); }
 
+    // Whether its file could not be closed: then no byte that was written to it, by whatever request, need be there. To be asked when
+    // the request is done.
+    bool close_failed() const noexcept { return close_failed_; }
+
     // Of a request of many; else null. Which of them have failed is known once the request is done.
     const Pieces* pieces() const noexcept { return pieces_.get(); }
 
@@ -76,6 +80,7 @@ public:
 private:
     friend class Drive;
     friend class Engine;
+    friend class FileCloser;
     friend class Queue;
     friend class Worker;
 
@@ -104,6 +109,7 @@ private:
     const std::uint64_t generation_;
     std::shared_ptr<File> file_;
     OpenFilePermit permit_;  // for a file that this request alone has open
+    bool close_failed_ = false;
     bool closes_file_ = false;  // as a rule, or another request of the same call: the file is one by path
 
     // Cutting into blocks; guarded by the queue's mutex.
@@ -112,7 +118,7 @@ private:
     std::uint32_t span_ = 0;
     bool queued_ = false;
     std::uint64_t cursor_ = 0;
-    Request* next_ = nullptr;
+    Request* next_ = nullptr;  // of the queue; behind its end, of those whose files are to be closed
     Request* previous_ = nullptr;
 
     // Blocks handed out and not ended, plus one while there are blocks to hand out. Zero ends the request.

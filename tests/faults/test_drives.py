@@ -46,6 +46,18 @@ def test_a_drive_that_hangs_does_not_hold_up_another(hanging: FaultyFilesystem, 
         assert [future.result() for future in stuck] == [BLOCK] * 3
 
 
+def test_a_file_that_cannot_be_closed_does_not_hold_up_another_drive(faulty_disk: FaultyFilesystem, drive: Path) -> None:
+    """A worker with little to do closes files itself."""
+    with deepnvme.Engine("threads", queue_depth=1) as engine:
+        faulty_disk.fail("flush", effect="hang", times=-1)
+        closing = engine.write(page_aligned(b"x" * BLOCK), faulty_disk / "file")
+        for index in range(100):
+            assert engine.write(page_aligned(b"x" * BLOCK), drive / str(index)).result(30) == BLOCK
+        assert not closing.done()
+        faulty_disk.resume()
+        assert closing.result(30) == BLOCK
+
+
 def test_a_flush_waits_for_writes_of_its_own_drive_only(hanging: FaultyFilesystem, drive: Path) -> None:
     with deepnvme.Engine("threads") as engine:
         stuck = engine.write(page_aligned(b"x" * BLOCK), hanging / "file")

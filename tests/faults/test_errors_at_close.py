@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,37 @@ def test_a_write_whose_file_cannot_be_closed_has_failed(faulty_disk: FaultyFiles
     assert (caught.value.errno, caught.value.filename) == (errno.EDQUOT, str(faulty_disk / "file"))
     assert engine.stats().failed_requests == 1
     engine.write(page_aligned(CONTENT), faulty_disk / "file").result()
+
+
+def test_every_transfer_of_a_call_to_a_file_that_cannot_be_closed_has_failed(
+    direct_disk: FaultyFilesystem, engine: deepnvme.Engine
+) -> None:
+    """Also those of the first part of the call (256 tensors), whose request had ended well."""
+    count = 600
+    direct_disk.fail("flush", errno.EDQUOT, name="file")
+    paths = [direct_disk / ("other" if index == 300 else "file") for index in range(count)]
+    future = engine.write_many([page_aligned(bytes(4096))] * count, paths, [4096 * index for index in range(count)])
+    error = future.exception(30)
+    direct_disk.heal()
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (errno.EDQUOT, str(direct_disk / "file"))
+    assert error.indices == [index for index in range(count) if index != 300]
+
+
+def test_a_cancel_waits_for_no_close(faulty_disk: FaultyFilesystem, faulty: Any, gate: Any) -> None:
+    engine = faulty("threads", queue_depth=1, gate=gate)
+    first, second = (engine.write(page_aligned(CONTENT), faulty_disk / str(index)) for index in range(2))
+    faulty_disk.fail("flush", effect="hang", times=-1)
+    cancelling = threading.Thread(target=second.cancel)
+    cancelling.start()
+    cancelling.join(10)
+    waits = cancelling.is_alive()
+    assert not second.done()
+    faulty_disk.resume()
+    gate.release()
+    assert not waits
+    assert second.exception(30).errno == errno.ECANCELED
+    assert first.result(30) == len(CONTENT)
 
 
 def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(
