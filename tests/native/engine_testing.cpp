@@ -15,6 +15,7 @@
 #include "core/copy.h"
 #include "core/numa.h"
 #include "drive_simulation.h"
+#include "failing_allocations.h"
 #include "faulty_backend.h"
 
 using namespace deepnvme;
@@ -120,6 +121,47 @@ unsigned told_of_a_failed_close(const std::string& path, unsigned rounds) {
     return told;
 }
 
+std::shared_ptr<Pending> start(Session& session, const std::string& call, py::handle first, py::handle second, py::handle third) {
+    if (call == "read") return session.transfer(Direction::read, first, second, 0);
+    if (call == "write") return session.transfer(Direction::write, first, second, 0);
+    if (call == "read_many") return session.transfer_many(Direction::read, first, second, third);
+    if (call == "write_many") return session.transfer_many(Direction::write, first, second, third);
+    if (call == "gather") return session.gather(first, second, third, py::none(), 0);
+    if (call == "fsync") return session.sync(first);
+    throw py::value_error(call);
+}
+
+// Makes a call of an engine, with up to three arguments, and waits for its end if it is to, while an allocation fails: see
+// FailingAllocations::arm. Returns its future, or None if the call has raised; how many allocations have failed; and whether the call or
+// the wait has raised an OSError or MemoryError. Not done in Python, since pybind11 does not survive it everywhere: what it wraps in an
+// object for which there is no memory it frees twice.
+py::tuple with_failing_allocation(Session& session, long others, bool all_after, bool wait, const std::string& call,
+                                  const py::object& first, const py::object& second, const py::object& third) {
+    std::shared_ptr<Pending> pending;
+    bool raised = true;
+    FailingAllocations::arm(others, all_after);
+    long failed = 0;
+    try {
+        pending = start(session, call, first, second, third);
+        if (wait) pending->wait_for(std::nullopt);
+        if (wait) pending->check();
+        raised = false;
+        failed = FailingAllocations::disarm();
+    } catch (const std::bad_alloc&) {
+        failed = FailingAllocations::disarm();
+        PyErr_Clear();
+    } catch (const IoError&) {
+        failed = FailingAllocations::disarm();
+    } catch (py::error_already_set& error) {
+        failed = FailingAllocations::disarm();
+        if (!error.matches(PyExc_OSError) && !error.matches(PyExc_MemoryError)) throw;
+    } catch (...) {
+        FailingAllocations::disarm();
+        throw;
+    }
+    return py::make_tuple(pending, failed, raised);
+}
+
 py::list list_of(const std::vector<int>& numbers) {
     py::list list;
     for (const int number : numbers) list.append(number);
@@ -139,7 +181,9 @@ py::tuple bound_to(const py::list& wanted) {
 }
 
 std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
-    const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
+    const auto make = [held = gate.held](unsigned capacity) -> std::unique_ptr<Backend> {
+        return std::make_unique<InstantBackend>(held, capacity);
+    };
     return std::make_unique<Session>(
         std::make_unique<Engine>(EngineOptions{"instant", block_size, queue_depth, num_threads, false}, "instant", make));
 }
@@ -148,7 +192,9 @@ std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_siz
 // Returns the seconds from there until the last has ended, and the CPU seconds of the process meanwhile. No Python is involved.
 std::pair<double, double> drain_requests(const std::string& path, std::uint32_t block_size, std::size_t count) {
     Gate gate;
-    const auto make = [held = gate.held](unsigned) -> std::unique_ptr<Backend> { return std::make_unique<InstantBackend>(held); };
+    const auto make = [held = gate.held](unsigned capacity) -> std::unique_ptr<Backend> {
+        return std::make_unique<InstantBackend>(held, capacity);
+    };
     Engine engine(EngineOptions{"instant", block_size, 128, 1, false}, "instant", make);
     const auto file = std::make_shared<File>(path, Access::read, Creation::must_exist);
     const ReservedMemory memory(block_size);
@@ -248,6 +294,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
                "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false);
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
+
+    module.def("with_failing_allocation", &with_failing_allocation, "engine"_a, "others"_a, "all_after"_a, "wait"_a, "call"_a,
+               "first"_a, "second"_a = py::none(), "third"_a = py::none());
 
     bind_simulation(module);
     module.def("drain_requests", &drain_requests, "path"_a, "block_size"_a, "count"_a, py::call_guard<py::gil_scoped_release>());

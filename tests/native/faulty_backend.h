@@ -222,7 +222,7 @@ private:
 // released, so that requests pile up.
 class InstantBackend final : public Backend {
 public:
-    explicit InstantBackend(Hold held) : held_(std::move(held)) {}
+    InstantBackend(Hold held, unsigned capacity) : held_(std::move(held)) { done_.reserve(capacity); }
 
     std::string_view name() const noexcept override { return "instant"; }
 
