@@ -101,8 +101,8 @@ class File(Protocol):
 
         Raises:
             OSError: Naming the file, if this call closes the descriptors after a write and the system reports only now that it
-                could not write, as network file systems do. If transfers are still under way, the future of the last that ends raises
-                the error, unless that is a read. If the file is dropped without closing it, the error is lost.
+                could not write, as network file systems do. If transfers are still under way, the future of the last that ends
+                raises the error, unless that is a read. If the file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...
@@ -412,7 +412,7 @@ class Engine:
 
         Leaving a ``with`` block, dropping the last reference, and the interpreter's exit do the same. Errors of transfers are
         raised by their futures only. Ctrl-C interrupts the waiting of this method, and leaves the engine open. At the
-        interpreter's exit, a message says after 3 s what is waited for, and Ctrl-C then ends the process without it.
+        interpreter's exit, a message says after 3 s what is waited for, and Ctrl-C then ends the process without it, by SIGINT.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes, which on a file system that hangs may be for ever.

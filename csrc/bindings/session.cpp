@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
+#include <cstdio>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -32,6 +34,13 @@ void warn_at_exit(const std::string& message) {
     } catch (py::error_already_set& error) {
         if (error.matches(PyExc_KeyboardInterrupt)) throw;
     }
+}
+
+// The last that Python calls as it ends, which would exit with status 0 otherwise: it ignores what exit handlers raise.
+void end_by_interrupt() noexcept {
+    std::fflush(nullptr);
+    std::signal(SIGINT, SIG_DFL);
+    std::raise(SIGINT);
 }
 
 void register_exit_hook() {
@@ -253,6 +262,7 @@ void Session::close_at_exit() {
     } catch (py::error_already_set& error) {
         if (!error.matches(PyExc_KeyboardInterrupt)) throw;
         given_up_ = true;
+        Py_AtExit(&end_by_interrupt);
     }
 }
 

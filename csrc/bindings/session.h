@@ -55,7 +55,7 @@ public:
     bool close(std::optional<std::chrono::nanoseconds> timeout);
 
     // The same, but for an engine of another process nothing. Says on stderr what it waits for after some seconds; Ctrl-C then gives the
-    // engine up, with all that its requests use, so that the process can end.
+    // engine up, with all that its requests use, so that the process can end: by SIGINT, once everybody else has been asked.
     void close_at_exit();
 
     py::dict stats() const;

@@ -270,16 +270,21 @@ def test_a_timeout_is_a_number_of_seconds(engine: deepnvme.Engine, timeout: Any,
 @pytest.mark.slow
 def test_an_interpreter_that_waits_at_exit_says_so_and_leaves_on_ctrl_c(interpreters: Any, drive: Path) -> None:
     child = interpreters.start(f"""
+        import atexit
+        atexit.register(print, "called later")
         gate = testing.Gate()
         gate.hold()
         engine = testing.faulty_engine("threads", {BLOCK}, 8, 1, False, testing.Faults(), gate)
         future = engine.write(torch.zeros({BLOCK}, dtype=torch.uint8), {str(drive / "file")!r})
+        print("kept in a buffer")
     """)
     says = interpreters.stdout().with_name("stderr")
     until(lambda: says.exists() and "Ctrl-C ends the process" in says.read_text())
     assert f"deepnvme: waiting at exit for 1 transfer: write of {BLOCK} bytes at offset 0" in says.read_text()
     os.kill(child, signal.SIGINT)
-    assert interpreters.wait(child).returncode == 0
+    ended = interpreters.wait(child)
+    assert ended.returncode == -signal.SIGINT  # as of any program that Ctrl-C ends
+    assert ended.stdout.split("\n") == ["kept in a buffer", "called later", ""]
 
 
 def test_an_interpreter_whose_transfers_end_soon_says_nothing(interpreters: Any, drive: Path) -> None:
