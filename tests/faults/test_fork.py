@@ -45,7 +45,9 @@ ENGINE_CALLS = {
     "open": "engine.open(path)",
     "stats": "engine.stats()",
     "closed": "engine.closed",
+    "cancel": "engine.cancel()",
     "close": "engine.close()",
+    "close with a timeout": "engine.close(1)",
     "with": "engine.__exit__(None, None, None)",
 }
 
@@ -116,8 +118,10 @@ assert handle.wait() == 1
 
 
 @pytest.mark.parametrize("write", ["engine.write(tensor, path)", "engine.write_many([tensor], path, [0])"])
-@pytest.mark.parametrize("call", ["future.result()", "future.exception()", "future.result(3600)"])
-def test_waiting_for_an_inherited_future_raises(interpreters: Any, harness: str, write: str, call: str) -> None:
+@pytest.mark.parametrize(
+    "call", ["future.result()", "future.exception()", "future.result(3600)", "future.cancel()", "future.done()"]
+)
+def test_what_is_asked_of_an_inherited_future_raises(interpreters: Any, harness: str, write: str, call: str) -> None:
     """It would never end: the thread that would end it is in the parent."""
     interpreters.run(harness + f"""
 gate = testing.Gate()

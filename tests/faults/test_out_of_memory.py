@@ -76,8 +76,9 @@ def test_a_tensor_whose_transfer_has_begun_lives_though_the_call_has_raised(
         alive = weakref.ref(tensor)
         before = engine.stats()["requests"]
         gate.hold()
-        future, failed, raised = testing.with_failing_allocation(engine, failing, all_after, False, "write", tensor, drive / "file")
-        del tensor, future
+        given = (tensor, drive / "file")
+        future, failed, _ = testing.with_failing_allocation(engine, failing, all_after, False, "write", *given)
+        del tensor, given, future
         gc.collect()
         lives = alive() is not None
         gate.release()
