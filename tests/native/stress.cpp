@@ -1,8 +1,9 @@
 // The engine, copy_many, lay_out, walk_pickle and quantisation under load, without Python, for AddressSanitizer and
 // ThreadSanitizer: several submitters, of one transfer or many pieces at a time, of host memory and of devices' (those of
 // tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
-// against a copy in memory. Then backends that fail, break and hang, under requests that are waited for, waited for a while,
-// or forgotten, and an engine that is closed meanwhile. Exit status 0 when all was well.
+// against a copy in memory. Then backends of two drives that fail, break, hang and run out of memory, under requests that are
+// waited for, waited for a while, cancelled or forgotten, and an engine that is closed meanwhile. Then each allocation of a
+// request fails. Exit status 0 when all was well.
 //
 // usage: stress DIRECTORY [ROUNDS]
 #include <unistd.h>
@@ -25,6 +26,7 @@
 #include "checkpoint/pickle_walk.h"
 #include "checkpoint/zip_layout.h"
 #include "engine/engine.h"
+#include "failing_allocations.h"
 #include "faulty_backend.h"
 #include "quantization/quantization.h"
 
@@ -41,6 +43,8 @@ void standin_enqueue(void* stream, std::uint64_t address, const void* host, std:
 std::uint64_t standin_live_streams();
 std::uint64_t standin_live_events();
 std::uint64_t standin_registered_bytes();
+// Of LeakSanitizer; null without it.
+[[gnu::weak]] void __lsan_do_leak_check();
 }
 
 namespace {
@@ -88,6 +92,11 @@ private:
     std::byte* reachable_;
     std::vector<std::byte> on_host_;
 };
+
+void expect_nothing_left_with_the_driver() {
+    if (standin_live_streams() + standin_live_events() + standin_registered_bytes() > 0)
+        complain("the driver did not get everything back");
+}
 
 void expect_success(Request& request) {
     request.wait();
@@ -142,7 +151,8 @@ void submit_at_random(Engine& engine, const std::string& path, std::shared_ptr<F
         // In two halves, both under way at a time.
         const std::size_t half = count / 2;
         const auto first = engine.read(back.address, half, file, static_cast<std::int64_t>(base + from), back.where);
-        const auto second = engine.read(back.address + half, count - half, path, static_cast<std::int64_t>(base + from + half), back.where);
+        const auto middle = static_cast<std::int64_t>(base + from + half);
+        const auto second = engine.read(back.address + half, count - half, path, middle, back.where);
         expect_success(*second);
         expect_success(*first);
         if (std::memcmp(back.content(), truth.data() + from, count) != 0) complain("contents differ in " + path);
@@ -184,7 +194,7 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
             engine.write(memory.address, kRegion, path, i * static_cast<std::int64_t>(kRegion), memory.where);
         }
     }
-    if (standin_live_streams() + standin_live_events() + standin_registered_bytes() > 0) complain("the driver did not get everything back");
+    expect_nothing_left_with_the_driver();
     if (std::filesystem::file_size(path) < 16 * kRegion) complain("a write under way when the engine went was lost");
     std::filesystem::remove(path);
 }
@@ -194,12 +204,15 @@ struct Trouble {
     Faults faults;
     std::vector<int> errors;
     bool hangs = false;  // no completion is reported until the engine has been asked to close, and for a while after
+    bool one = false;    // of each drive's two backends has the faults, the other none
+    bool cancels = false;
 };
 
 // Requests of one thread, until there are enough or the engine is closed. Each has a part of the file and, to read into, of the
 // memory of its own, since nobody waits for many of them.
-void submit_in_trouble(Engine& engine, const std::string& path, std::shared_ptr<File> file, const Memory& source, const Memory& out,
-                       const std::vector<int>& errors, unsigned seed) {
+void submit_in_trouble(Engine& engine, std::shared_ptr<File> file, const Memory& source, const Memory& out,
+                       const Trouble& trouble, unsigned seed) {
+    const std::string path = file->path();
     constexpr std::size_t kSlots = 32, kSlot = kRegion / kSlots;
     std::mt19937 random(seed);
     std::vector<std::shared_ptr<Request>> kept;
@@ -224,6 +237,7 @@ void submit_in_trouble(Engine& engine, const std::string& path, std::shared_ptr<
         } catch (const std::invalid_argument&) {
             break;  // closed
         }
+        if (trouble.cancels && random() % 2) Engine::cancel(*request);
         switch (random() % 4) {
             case 0: request->wait_for(std::chrono::microseconds(random() % 500)); break;
             case 1: kept.push_back(std::move(request)); break;
@@ -234,12 +248,14 @@ void submit_in_trouble(Engine& engine, const std::string& path, std::shared_ptr<
     for (const auto& request : kept) {
         request->wait();
         const auto error = request->error();
-        if (error && std::find(errors.begin(), errors.end(), error->error()) == errors.end()) complain(error->what());
+        const auto& expected = trouble.errors;
+        if (!error || (trouble.cancels && error->error() == ECANCELED)) continue;
+        if (std::find(expected.begin(), expected.end(), error->error()) == expected.end()) complain(error->what());
     }
 }
 
 void trouble(const std::string& directory, const BackendChoice& choice, const Trouble& trouble, unsigned seed) {
-    const std::string path = directory + "/trouble-" + choice.name;
+    const std::string paths[] = {directory + "/trouble-" + choice.name, directory + "/other-" + choice.name};
     EngineOptions options;
     options.block_size = 16 << 10;
     options.queue_depth = 8;
@@ -250,15 +266,22 @@ void trouble(const std::string& directory, const BackendChoice& choice, const Tr
         outs.push_back(std::make_unique<Memory>(kRegion, i % 2 ? std::optional<CudaDevice>(i / 2) : std::nullopt));
     const Hold held = std::make_shared<std::atomic<bool>>(trouble.hangs);
     {
-        std::ofstream(path) << std::string(kSubmitters * kRegion, 'x');
+        std::atomic<unsigned> made{0};
         Engine engine(options, choice.name, [&](unsigned capacity) -> std::unique_ptr<Backend> {
-            return std::make_unique<FaultyBackend>(choice.make(capacity), trouble.faults, held, nullptr);
+            const Faults faults = trouble.one && made++ % 2 ? Faults() : trouble.faults;
+            return std::make_unique<FaultyBackend>(choice.make(capacity), faults, held, nullptr);
         });
-        auto file = std::make_shared<File>(path, Access::read_write, Creation::must_exist);
+        engine.set_drive_of([&](const File& file) { return file.path() == paths[0]; });
+        std::vector<std::shared_ptr<File>> files;
+        for (const std::string& path : paths) {
+            std::ofstream(path) << std::string(kSubmitters * kRegion, 'x');
+            files.push_back(std::make_shared<File>(path, Access::read_write, Creation::must_exist));
+        }
         std::vector<std::thread> threads;
         for (unsigned i = 0; i < kSubmitters; ++i)
             threads.emplace_back([&, i] {
-                submit_in_trouble(engine, path, file, i % 2 ? source_on_device : source, *outs[i], trouble.errors, seed * kSubmitters + i);
+                const Memory& from = i % 2 ? source_on_device : source;
+                submit_in_trouble(engine, files[i / 2], from, *outs[i], trouble, seed * kSubmitters + i);
             });
         if (trouble.hangs) {
             std::this_thread::sleep_for(std::chrono::milliseconds(seed % 2 ? 1 : 20));
@@ -269,28 +292,96 @@ void trouble(const std::string& directory, const BackendChoice& choice, const Tr
         }
         for (auto& thread : threads) thread.join();
         if (!trouble.hangs)  // left under way for the destructor to wait for
-            for (int i = 0; i < 16; ++i) engine.write(source.address, kRegion, file, 0);
+            for (int i = 0; i < 16; ++i) engine.write(source.address, kRegion, files[static_cast<std::size_t>(i) % 2], 0);
     }
-    if (standin_live_streams() + standin_live_events() + standin_registered_bytes() > 0) complain("the driver did not get everything back");
-    std::filesystem::remove(path);
+    if (!trouble.faults.stop_fails) expect_nothing_left_with_the_driver();
+    for (const std::string& path : paths) std::filesystem::remove(path);
 }
 
 std::vector<Trouble> troubles() {
-    Trouble failing, mixed, breaking, hanging, hanging_and_failing, hanging_and_breaking;
+    Trouble failing, mixed, breaking, hanging, starving;
     failing.faults.error_every = 5;
     failing.errors = {EIO};
+    failing.cancels = true;
     mixed.faults.error_every = 7;
     mixed.faults.short_every = 3;
     mixed.faults.refuse_every = 4;
+    mixed.faults.refuse_cancels = 5;
     mixed.errors = {EIO};
     breaking.faults.break_after = 60;
     breaking.errors = {EBADF};
     hanging.hangs = true;
-    hanging_and_failing = mixed;
-    hanging_and_failing.hangs = true;
-    hanging_and_breaking = breaking;
-    hanging_and_breaking.hangs = true;
-    return {failing, mixed, breaking, hanging, hanging_and_failing, hanging_and_breaking};
+    starving.faults.out_of_memory_every = 3;
+    starving.cancels = true;
+    Trouble hanging_and_failing = mixed, hanging_and_breaking = breaking, hanging_and_cancelled = mixed;
+    hanging_and_failing.hangs = hanging_and_breaking.hangs = hanging_and_cancelled.hangs = true;
+    hanging_and_cancelled.cancels = true;
+    Trouble one_breaking = breaking;
+    one_breaking.one = one_breaking.cancels = true;
+    one_breaking.faults.break_after = 0;
+    one_breaking.faults.break_submit_after = 20;
+    return {failing,      mixed,   breaking, hanging, hanging_and_failing, hanging_and_breaking, hanging_and_cancelled,
+            one_breaking, starving};
+}
+
+// The system may use what was under way for ever, as far as the engine knows, so that some of it is never freed.
+std::vector<Trouble> lasting_troubles() {
+    Trouble all, one;
+    all.faults.break_after = 40;
+    all.faults.stop_fails = true;
+    all.errors = {EBADF};
+    all.cancels = true;
+    one = all;
+    one.one = true;
+    return {all, one};
+}
+
+// Each allocation from the submission of some requests to their end fails, alone and together with all after it. Of host memory
+// only: the stand-in for CUDA's driver allocates like the rest of the program, which its callers need not expect.
+void run_out_of_memory(const std::string& directory, const BackendChoice& choice) {
+    constexpr std::size_t kLength = 20'000;
+    const std::string path = directory + "/memory-" + choice.name;
+    EngineOptions options;
+    options.block_size = 4096;
+    options.queue_depth = 4;
+    {
+        std::vector<std::byte> memory(kRegion);
+        Engine engine(options, choice.name, choice.make);
+        auto file = std::make_shared<File>(path, Access::read_write, Creation::if_missing);
+        const auto start = [&](unsigned which) {
+            switch (which) {
+                case 0: return engine.write(memory.data() + 1, kLength, path, 0);
+                case 1: return engine.write(memory.data(), kLength, file, 0);
+                case 2: return engine.read(memory.data() + 1, kLength, path, 0);
+                case 3: return engine.sync(path);
+                default: {
+                    constexpr std::size_t kHalf = kLength / 2;
+                    std::vector<Piece> pieces{{memory.data(), 0, kHalf}, {memory.data() + kLength, kHalf, kHalf}};
+                    auto cut = std::make_unique<Pieces>(std::move(pieces));
+                    return transfer(engine, Request::Kind::write, std::move(cut), nullptr, path, {});
+                }
+            }
+        };
+        expect_success(*engine.write(memory.data(), kLength, file, 0));
+        for (unsigned which = 0; which < 10; ++which) {
+            const bool all_after = which >= 5;
+            for (long others = 0, failed = 1; failed > 0; ++others) {
+                std::shared_ptr<Request> request;
+                FailingAllocations::arm(others, all_after);
+                try {
+                    request = start(which % 5);
+                    request->wait();
+                } catch (const std::bad_alloc&) {
+                } catch (const IoError&) {
+                }
+                failed = FailingAllocations::disarm();
+                const auto error = request ? request->error() : std::nullopt;
+                if (error && (error->error() != ENOMEM || !failed)) complain(error->what());
+                if (others % 4 == 0) expect_success(*engine.write(memory.data(), kLength, path, 0));
+            }
+        }
+    }
+    std::filesystem::remove(path);
 }
 
 // Ranges of any size at any address, enough for two threads, there and back.
@@ -318,7 +409,8 @@ void copy_at_random(unsigned seed) {
     copy_many(to, from, sizes);
     copy_many(returned, to, sizes);
     for (std::size_t i = 0; i < sizes.size(); ++i)
-        if (std::memcmp(reinterpret_cast<const void*>(returned[i]), reinterpret_cast<const void*>(from[i]), sizes[i]) != 0) complain("a copy differs");
+        if (std::memcmp(reinterpret_cast<const void*>(returned[i]), reinterpret_cast<const void*>(from[i]), sizes[i]) != 0)
+            complain("a copy differs");
 }
 
 // Archives of records of any size: each begins where it should, and the directory is as long as it says.
@@ -327,7 +419,8 @@ void lay_out_at_random(unsigned seed) {
     std::vector<std::string> names;
     std::vector<ZipRecord> records;
     for (unsigned i = 0; i < 3000; ++i) names.push_back("data/" + std::to_string(random() >> random() % 64));
-    for (const auto& name : names) records.push_back({name, random() >> (30 + random() % 34), static_cast<std::uint32_t>(random())});
+    for (const auto& name : names)
+        records.push_back({name, random() >> (30 + random() % 34), static_cast<std::uint32_t>(random())});
     for (const std::uint64_t alignment : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{4096}}) {
         const ZipLayout layout = lay_out(records, alignment);
         std::uint64_t position = 0, text = 0;
@@ -337,7 +430,8 @@ void lay_out_at_random(unsigned seed) {
             if (position % alignment != 0 || layout.padding_sizes[i] >= alignment) complain("a record is not aligned");
             position += records[i].size;
         }
-        if (layout.text.compare(layout.text.size() - 22, 4, "PK\5\6") != 0 || text + 22 > layout.text.size()) complain("no end of the archive");
+        if (layout.text.compare(layout.text.size() - 22, 4, "PK\5\6") != 0 || text + 22 > layout.text.size())
+            complain("no end of the archive");
     }
 }
 
@@ -351,8 +445,10 @@ void quantize_at_random(unsigned seed) {
         std::vector<Parts> parts;
         std::vector<Matrix> matrices;
         for (const FloatType type : {FloatType::float32, FloatType::float16, FloatType::bfloat16}) {
-            const std::uint64_t rows = 600 + random() % 200, columns = 1 + random() % 2000, size = type == FloatType::float32 ? 4 : 2;
-            Parts made{std::vector<std::byte>(rows * columns * size), std::vector<std::byte>(rows * row_of_scales(scheme, columns)),
+            const std::uint64_t rows = 600 + random() % 200, columns = 1 + random() % 2000;
+            const std::uint64_t size = type == FloatType::float32 ? 4 : 2;
+            Parts made{std::vector<std::byte>(rows * columns * size),
+                       std::vector<std::byte>(rows * row_of_scales(scheme, columns)),
                        std::vector<std::byte>(rows * row_of_codes(scheme, columns))};
             // Any bits but those of what is not finite: the exponent's highest is 0.
             for (std::size_t i = 0; i < made.values.size(); ++i)
@@ -377,7 +473,8 @@ void walk_pickles_at_random(unsigned seed) {
     std::mt19937_64 random(seed);
     constexpr unsigned kMostNested = 6;
     constexpr std::string_view kOperations =
-        "(((((tttteulod10]}R0N2qqqrrrphhjgabsQ)KKMJGUCTBXILFSVPci.\x80\x81\x82\x83\x84\x85\x85\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8f\x90\x91\x92"
+        "(((((tttteulod10]}R0N2qqqrrrphhjgabsQ)KKMJGUCTBXILFSVPci."
+        "\x80\x81\x82\x83\x84\x85\x85\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8f\x90\x91\x92"
         "\x93\x94\x94\x94\x95\x96\x97\x98";
     const auto number = [&](std::string& stream, unsigned width, std::uint64_t most) {
         const std::uint64_t value = random() % 50 ? random() % most : random();
@@ -415,7 +512,8 @@ void walk_pickles_at_random(unsigned seed) {
         const PickleWalk found = walk_pickle({exact.get(), stream.size()}, kMostNested);
         if (found.nesting > kMostNested + 1) complain("a pickle was walked deeper than was asked for");
         for (const std::string_view name : found.names)
-            if (stream.find(name) == std::string::npos || name.find('\n') == std::string_view::npos) complain("no name of a pickle");
+            if (stream.find(name) == std::string::npos || name.find('\n') == std::string_view::npos)
+                complain("no name of a pickle");
         const bool numbered = !stream.empty() && found.largest_memo_index >= stream.size();
         if (found.complete && (found.nesting > kMostNested || numbered)) complain("a pickle was not walked to its end");
         complete += found.complete;
@@ -450,5 +548,12 @@ int main(int argc, char** argv) {
     for (auto& thread : copying) thread.join();
     for (unsigned seed = 0; seed < 3; ++seed) lay_out_at_random(seed);
     for (unsigned seed = 0; seed < 3; ++seed) walk_pickles_at_random(seed);
+    for (const auto& choice : backend_choices())
+        if (choice.make) run_out_of_memory(argv[1], choice);
+    if (__lsan_do_leak_check) __lsan_do_leak_check();  // not at the exit
+    for (unsigned seed = 0; seed < 2 * rounds; ++seed)
+        for (const auto& choice : backend_choices())
+            for (const Trouble& made : lasting_troubles())
+                if (choice.make) trouble(argv[1], choice, made, seed);
     std::printf("stress: %u rounds, all contents as expected\n", rounds);
 }
