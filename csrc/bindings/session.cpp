@@ -72,7 +72,8 @@ void schedule_forget_ended() noexcept {
         try {
             const std::vector<Session*> sessions(live_sessions().begin(), live_sessions().end());
             for (Session* session : sessions)  // letting go may run Python code that ends one
-                if (live_sessions().contains(session) && session->usable_here()) session->forget_ended(ended.load(std::memory_order_relaxed));
+                if (live_sessions().contains(session) && session->usable_here())
+                    session->forget_ended(ended.load(std::memory_order_relaxed));
         } catch (const std::bad_alloc&) {  // they stay until another call
         }
         return 0;
@@ -206,7 +207,8 @@ void Session::forget_ended(std::uint64_t ended_so_far) {
         ended.push_back(std::move(pending_.front()));
         pending_.pop_front();
     }
-    if (ended_so_far > ended_at_last_full_scan_ + pending_.size() / 8) {  // seldom: a look at many pending requests takes milliseconds
+    // Seldom: a look at many pending requests takes milliseconds.
+    if (ended_so_far > ended_at_last_full_scan_ + pending_.size() / 8) {
         ended_at_last_full_scan_ = ended_so_far;
         ended.reserve(ended.size() + pending_.size());  // nothing may be thrown while they are sorted out
         std::erase_if(pending_, [&](std::shared_ptr<Pending>& pending) {

@@ -37,7 +37,8 @@ public:
     Engine& engine() const;
 
     // `target`: a path or an OpenFile; for write_descriptor, an open file descriptor.
-    std::shared_ptr<Pending> transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset, bool validate = false);
+    std::shared_ptr<Pending> transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset,
+                                      bool validate = false);
     std::shared_ptr<Pending> write_descriptor(py::handle tensor, int fd, std::int64_t offset);
     std::shared_ptr<Pending> sync(py::handle target);
     // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a
@@ -54,8 +55,9 @@ public:
     // Wait for all requests, then close the engine. False if the time ran out first: the engine stays open then.
     bool close(std::optional<std::chrono::nanoseconds> timeout);
 
-    // The same, but for an engine of another process nothing. Says on stderr what it waits for after some seconds; Ctrl-C then gives the
-    // engine up, with all that its requests use, so that the process can end: by SIGINT, once everybody else has been asked.
+    // The same, but for an engine of another process nothing. Says on stderr what it waits for after some seconds; Ctrl-C then
+    // gives the engine up, with all that its requests use, so that the process can end: by SIGINT, once everybody else has been
+    // asked.
     void close_at_exit();
 
     py::dict stats() const;

@@ -1,5 +1,5 @@
-// Calls a function at a time asked for: a worker that is to try something again must not sleep until then, and its backend, in which
-// it blocks, knows no time.
+// Calls a function at a time asked for: a worker that is to try something again must not sleep until then, and its backend, in
+// which it blocks, knows no time.
 #pragma once
 
 #include <chrono>

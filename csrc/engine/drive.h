@@ -1,6 +1,8 @@
-// One drive's share of an engine: a queue, the workers that serve it, what was counted of it, and the order of its writes and flushes.
+// One drive's share of an engine: a queue, the workers that serve it, what was counted of it, and the order of its writes and
+// flushes.
 //
-// Drives share no lock and no queue on the way of a transfer, so that one that is slow, full or broken stands in the way of no other.
+// Drives share no lock and no queue on the way of a transfer, so that one that is slow, full or broken stands in the way of no
+// other.
 #pragma once
 
 #include <atomic>
@@ -39,8 +41,8 @@ public:
     Drive(const Drive&) = delete;
     Drive& operator=(const Drive&) = delete;
 
-    // Count a request in, unless `closed`: false then. From then on close waits for its end, so nothing may throw before start() or
-    // dismiss(). Throws std::bad_alloc, and then nothing was counted.
+    // Count a request in, unless `closed`: false then. From then on close waits for its end, so nothing may throw before start()
+    // or dismiss(). Throws std::bad_alloc, and then nothing was counted.
     bool admit(Request& request, const std::atomic<bool>& closed);
     // Undo admit() of a request that cannot begin.
     void dismiss(Request& request) noexcept;
@@ -51,7 +53,8 @@ public:
     // The same for threads that serve other drives as well, or must not wait for this one. Its file is closed by the drive's own
     // thread for that; only if there is none to be had, here.
     void end_without_blocking(Request& request) noexcept;
-    // Have a request end as soon as may be: what has not begun never does, what has is cancelled. The caller holds an outstanding count.
+    // Have a request end as soon as may be: what has not begun never does, what has is cancelled. The caller holds an outstanding
+    // count.
     void cancel(Request& request) noexcept;
 
     // Let the workers run near the drive, where a machine has several NUMA nodes. `device`: st_dev of its files.

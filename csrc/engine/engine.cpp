@@ -29,14 +29,14 @@ constexpr std::uint64_t kStagedReadsPerWorker = 8ull << 20;
 // For device memory: a slot is also in use while the device copies.
 constexpr std::uint64_t kDeviceStagingPerWorker = 16ull << 20;
 
-// Drives that get workers of their own, each engine: more than a server has, fewer threads than containers with many small mounts would
-// make.
+// Drives that get workers of their own, each engine: more than a server has, fewer threads than containers with many small mounts
+// would make.
 constexpr std::size_t kMostDrives = 32;
 
 void require(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
     if (value >= least && value <= most) return;
-    throw std::invalid_argument(std::string(name) + " must be in [" + std::to_string(least) + ", " + std::to_string(most) + "], got " +
-                                std::to_string(value));
+    throw std::invalid_argument(std::string(name) + " must be in [" + std::to_string(least) + ", " + std::to_string(most) +
+                                "], got " + std::to_string(value));
 }
 
 EngineOptions checked(EngineOptions options) {
@@ -50,7 +50,8 @@ BlockLimits block_limits(const EngineOptions& options) {
     const auto page = static_cast<std::uint32_t>(::sysconf(_SC_PAGESIZE));
     const auto block = static_cast<std::uint64_t>(options.block_size);
     const std::uint64_t share = kStagingPerDrive / static_cast<std::uint64_t>(options.num_threads);
-    const std::uint64_t slot = std::max<std::uint64_t>(std::bit_floor(std::clamp(block, kSmallestSlot, std::min(kStagingSlot, share))), page);
+    const std::uint64_t wanted = std::bit_floor(std::clamp(block, kSmallestSlot, std::min(kStagingSlot, share)));
+    const std::uint64_t slot = std::max<std::uint64_t>(wanted, page);
     return {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(slot), page};
 }
 
@@ -122,7 +123,8 @@ Engine::Engine(EngineOptions options)
     throw std::invalid_argument("backend must be one of " + names + ", got '" + options_.backend + "'");
 }
 
-Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io, bool strict)
+Engine::Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io,
+               bool strict)
     : options_(checked(std::move(options))),
       limits_(block_limits(options_)),
       device_io_(std::move(device_io)),
@@ -160,7 +162,8 @@ bool Engine::usable_here() const noexcept { return generation_ == process_genera
 
 void Engine::check_usable() const {
     if (!usable_here())
-        throw std::runtime_error("this engine belongs to the parent process: its threads do not survive a fork; make a new one in the child");
+        throw std::runtime_error(
+            "this engine belongs to the parent process: its threads do not survive a fork; make a new one in the child");
     if (closed()) throw std::invalid_argument("the engine is closed");
 }
 
@@ -220,8 +223,8 @@ std::shared_ptr<Request> Engine::sync(std::shared_ptr<File> file) {
     return submit(Request::Kind::sync, nullptr, 0, std::move(file), 0, {}, nullptr, {});
 }
 
-// What the caller's stream has to do before the request may begin; null if nothing. Asked for before its file is created, and before
-// space is reserved: what CUDA turns down leaves no trace.
+// What the caller's stream has to do before the request may begin; null if nothing. Asked for before its file is created, and
+// before space is reserved: what CUDA turns down leaves no trace.
 std::unique_ptr<const DeviceFence> Engine::fence_before(Request::Kind kind, std::uint64_t length, std::int64_t offset,
                                                         const std::optional<DeviceMemory>& device, const std::string& path) {
     if (!device || length == 0) return nullptr;
@@ -285,8 +288,9 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
     auto fence = fence_before(kind, bytes, static_cast<std::int64_t>(first.offset), device, path);
     if (!shared.file) {
         auto opened = std::make_shared<FileWithPermit>(OpenFilePermit::take());
-        opened->file = read ? opened->permit.open(path, Access::read, Creation::must_exist, expect_direct)
-                            : opened->permit.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
+        OpenFilePermit& permit = opened->permit;
+        opened->file = read ? permit.open(path, Access::read, Creation::must_exist, expect_direct)
+                            : permit.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
         shared.file = std::shared_ptr<File>(opened, opened->file.get());
     }
     auto file = last ? std::move(shared.file) : shared.file;
@@ -328,13 +332,18 @@ void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::
 // No lock on the way of a transfer.
 Drive& Engine::drive_of(const File& file) {
     const std::uint64_t device = drive_of_(file);
+    Drive* known = find_drive(device);
+    return known ? *known : add_drive(device, file);
+}
+
+Drive* Engine::find_drive(std::uint64_t device) const {
     const DriveEntry* entry = entries_.find([device](const DriveEntry& each) { return each.device == device; });
-    return entry ? *entry->drive : add_drive(device, file);
+    return entry ? entry->drive : nullptr;
 }
 
 Drive& Engine::add_drive(std::uint64_t device, const File& file) {
     std::lock_guard lock(mutex_);
-    if (const auto* entry = entries_.find([device](const DriveEntry& each) { return each.device == device; })) return *entry->drive;
+    if (Drive* known = find_drive(device)) return *known;
     if (closed()) throw std::invalid_argument("the engine is closed");
     std::unique_ptr<Drive> added;
     std::string why_not;

@@ -52,16 +52,16 @@ struct SharedFile {
 // Which drive a file lies on. Files with the same number share a queue.
 using DriveOf = std::function<std::uint64_t(const File&)>;
 
-// Each drive (by st_dev) has a queue and workers of its own: the first to be used those that the engine starts with, others from their
-// first transfer on.
+// Each drive (by st_dev) has a queue and workers of its own: the first to be used those that the engine starts with, others from
+// their first transfer on.
 //
 // Thread-safe. Every method but close() returns without waiting for a transfer, though opening a file can take its time.
 class Engine {
 public:
     // Throws std::invalid_argument for an option out of range, IoError when the kernel refuses the backend asked for.
     explicit Engine(EngineOptions options);
-    // For a backend that is not one of backend_choices(). `device_io`: the way that device memory goes, with a backend that knows it;
-    // `strict`: never another.
+    // For a backend that is not one of backend_choices(). `device_io`: the way that device memory goes, with a backend that knows
+    // it; `strict`: never another.
     Engine(EngineOptions options, std::string name, BackendFactory make_backend, std::shared_ptr<DeviceIo> device_io = nullptr,
            bool strict = false);
     // Like close(). After a fork the child must not call it: see usable_here().
@@ -71,8 +71,8 @@ public:
     // sees what the stream had been given before, and what is read is there when the request is done.
     //
     // All throw std::invalid_argument for a range that cannot be (negative, past 2^63; PastEndError on a read past the end of the
-    // file) and a closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing has been
-    // transferred then. std::runtime_error also where there is no CUDA for device memory.
+    // file) and a closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing
+    // has been transferred then. std::runtime_error also where there is no CUDA for device memory.
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
@@ -92,8 +92,8 @@ public:
     std::shared_ptr<Request> sync(const std::string& path);
     std::shared_ptr<Request> sync(std::shared_ptr<File> file);
 
-    // Have a request end as soon as may be, with IoError(ECANCELED). False if it has ended already. Does not wait: blocks that a drive
-    // or file system has begun may go on, and the request's end with them. What was transferred before stays so.
+    // Have a request end as soon as may be, with IoError(ECANCELED). False if it has ended already. Does not wait: blocks that a
+    // drive or file system has begun may go on, and the request's end with them. What was transferred before stays so.
     static bool cancel(Request& request);
     // "write of 4096 bytes at offset 0 'file'"; empty if it has ended.
     static std::string describe(Request& request);
@@ -133,6 +133,7 @@ private:
 
     void start(const std::string& name, const BackendFactory& make_backend);
     Drive& drive_of(const File& file);
+    Drive* find_drive(std::uint64_t device) const;
     Drive& add_drive(std::uint64_t device, const File& file);
     std::unique_ptr<const DeviceFence> fence_before(Request::Kind kind, std::uint64_t length, std::int64_t offset,
                                                     const std::optional<DeviceMemory>& device, const std::string& path);

@@ -1,5 +1,5 @@
-// Closes the files of ended requests away from the threads that keep drives busy: close() takes as long as a small transfer, and on
-// NFS and FUSE it sends what the page cache holds.
+// Closes the files of ended requests away from the threads that keep drives busy: close() takes as long as a small transfer, and
+// on NFS and FUSE it sends what the page cache holds.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ public:
     explicit FileCloser(std::function<void(Request&)> end);
     ~FileCloser() { stop(); }
 
-    // Have the thread end the request, in the order taken. False, and nothing is done, if there is none to be had: then the caller
-    // has to.
+    // Have the thread end the request, in the order taken. False, and nothing is done, if there is none to be had: then the
+    // caller has to.
     bool take(Request& request) noexcept;
     // Whether it has so many requests to end that others should rather end theirs themselves, if they can.
     bool behind() const noexcept { return count_.load(std::memory_order_relaxed) >= kEnough; }

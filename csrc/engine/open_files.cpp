@@ -26,8 +26,9 @@ std::uint64_t most_permits() noexcept {
 
 }  // namespace
 
-// The atomics are changed with or without the mutex, which is for those who wait. They are sequentially consistent: who waits counts
-// itself before it looks at `taken_`, and who gives back lowers `taken_` before it looks for waiters, so that one sees the other.
+// The atomics are changed with or without the mutex, which is for those who wait. They are sequentially consistent: who waits
+// counts itself before it looks at `taken_`, and who gives back lowers `taken_` before it looks for waiters, so that one sees the
+// other.
 class OpenFilePermit::Counter {
 public:
     // A forked child starts with none taken, and never touches its parent's lock, which may have been held at the fork.
@@ -53,7 +54,7 @@ public:
     }
 
     void give_back() noexcept {
-        given_back_.fetch_add(1);  // first: who counts those without a descriptor must not find one less to wait for and nothing new
+        given_back_.fetch_add(1);  // first: who counts those without one must not find one less to wait for and nothing new
         taken_.fetch_sub(1);
         if (waiters_.load() == 0 || generation_ != process_generation()) return;
         std::lock_guard lock(mutex_);
@@ -62,8 +63,8 @@ public:
 
     std::uint64_t given_back() const noexcept { return given_back_.load(); }
 
-    // For somebody who has a permit and found no descriptor for it: wait until a permit is given back after `before` was. False if
-    // there is no use in waiting, because all who have a permit wait here.
+    // For somebody who has a permit and found no descriptor for it: wait until a permit is given back after `before` was. False
+    // if there is no use in waiting, because all who have a permit wait here.
     bool wait_for_descriptors(std::uint64_t before) {
         std::unique_lock lock(mutex_);
         const WaiterCount counted(waiters_);

@@ -17,8 +17,8 @@ namespace deepnvme {
 class OpenFilePermit {
 public:
     OpenFilePermit() noexcept = default;
-    // Blocks while the process's requests hold a quarter of the descriptors that RLIMIT_NOFILE allows. A limit that is lowered later
-    // is noticed within 16 permits.
+    // Blocks while the process's requests hold a quarter of the descriptors that RLIMIT_NOFILE allows. A limit that is lowered
+    // later is noticed within 16 permits.
     static OpenFilePermit take();
     OpenFilePermit(OpenFilePermit&& other) noexcept : counter_(std::exchange(other.counter_, nullptr)) {}
     OpenFilePermit& operator=(OpenFilePermit&& other) noexcept {
@@ -27,9 +27,10 @@ public:
     }
     ~OpenFilePermit();
 
-    // Open a file with this permit, like File's constructor. When descriptors run out all the same, waits until a pending request has
-    // given some back, and throws EMFILE only if none holds any.
-    std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct, ByteRange first_write = {});
+    // Open a file with this permit, like File's constructor. When descriptors run out all the same, waits until a pending request
+    // has given some back, and throws EMFILE only if none holds any.
+    std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct,
+                               ByteRange first_write = {});
 
     explicit operator bool() const noexcept { return counter_ != nullptr; }
 

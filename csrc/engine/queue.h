@@ -41,8 +41,8 @@ public:
     // Hand out no more of a request. True if it still had blocks to hand out; their outstanding count is the caller's then.
     bool remove(Request& request) noexcept;
 
-    // Have another worker take a block, which this one has not begun and is about to leave() behind. False, and nothing is done, if
-    // there is no other, or no memory.
+    // Have another worker take a block, which this one has not begun and is about to leave() behind. False, and nothing is done,
+    // if there is no other, or no memory.
     bool give_back(const Block& block) noexcept;
     // A worker takes no more. True for the last: it has to end what is left and what comes.
     bool leave() noexcept;

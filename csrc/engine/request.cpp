@@ -44,9 +44,9 @@ void Request::note(const IoError& error) noexcept {
 
 bool Request::hold() noexcept {
     auto count = outstanding_.load(std::memory_order_relaxed);
-    while (count > 0)
-        if (outstanding_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel, std::memory_order_relaxed)) return true;
-    return false;
+    while (count > 0 &&
+           !outstanding_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel, std::memory_order_relaxed)) {}
+    return count > 0;
 }
 
 void Request::finish() noexcept {

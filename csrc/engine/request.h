@@ -1,8 +1,8 @@
 // One read, write or fsync under way, and how its submitter learns of its end.
 //
-// Its life: made by the engine, counted in and queued by its drive, handed out to workers block by block, and ended when no block of it
-// is under way or left. Who holds one of its `outstanding_` counts (a worker for each block, the queue for the blocks that are left,
-// a fence or barrier before that, whoever cancels it) keeps it from ending.
+// Its life: made by the engine, counted in and queued by its drive, handed out to workers block by block, and ended when no block
+// of it is under way or left. Who holds one of its `outstanding_` counts (a worker for each block, the queue for the blocks that
+// are left, a fence or barrier before that, whoever cancels it) keeps it from ending.
 #pragma once
 
 #include <atomic>
@@ -60,12 +60,12 @@ public:
     void check_process() const;
     // Empty while under way and after success.
     std::optional<IoError> error() const;
-    // Whether the system may use the memory for ever, though the request has ended: its backend broke, and could not be stopped. The
-    // memory must never be freed or used again then. To be asked when the request is done.
+    // Whether the system may use the memory for ever, though the request has ended: its backend broke, and could not be stopped.
+    // The memory must never be freed or used again then. To be asked when the request is done.
     bool memory_lost() const noexcept { return memory_lost_.load(std::memory_order_relaxed); }
 
-    // Whether its file could not be closed: then no byte that was written to it, by whatever request, need be there. To be asked when
-    // the request is done.
+    // Whether its file could not be closed: then no byte that was written to it, by whatever request, need be there. To be asked
+    // when the request is done.
     bool close_failed() const noexcept { return close_failed_; }
 
     // Of a request of many; else null. Which of them have failed is known once the request is done.

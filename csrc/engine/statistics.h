@@ -46,8 +46,8 @@ struct WorkerCounters {
     }
 };
 
-// How often something slower was used instead, by reason. Thread-safe. On a file system without direct I/O each request counts one, so
-// that drives share no lock here: it is for a reason that is new.
+// How often something slower was used instead, by reason. Thread-safe. On a file system without direct I/O each request counts
+// one, so that drives share no lock here: it is for a reason that is new.
 class FallbackCounts {
 public:
     void add(const std::string& reason) {

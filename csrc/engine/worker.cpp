@@ -431,7 +431,8 @@ void Worker::retry_later(Slot& slot, int error, std::initializer_list<std::strin
 void Worker::end_pauses() {
     if (paused_.empty()) return;
     const auto now = Clock::now();
-    const auto paused = std::find_if(paused_.begin(), paused_.end(), [now](const Slot* slot) { return slot->paused_until > now; });
+    const auto still_paused = [now](const Slot* slot) { return slot->paused_until > now; };
+    const auto paused = std::find_if(paused_.begin(), paused_.end(), still_paused);
     ready_.insert(ready_.end(), paused_.begin(), paused);
     paused_.erase(paused_.begin(), paused);
     if (!paused_.empty()) alarm_.set(paused_.front()->paused_until);
@@ -488,7 +489,8 @@ void Worker::end_block(Request& request) {
     if (request.release()) events_.ended(request);
 }
 
-// The backend is broken, and what it has begun has failed. The rest goes to the drive's other workers; without any, it fails as well.
+// The backend is broken, and what it has begun has failed. The rest goes to the drive's other workers; without any, it fails as
+// well.
 void Worker::give_up(const IoError& error) noexcept {
     // Backend and copier may still use memory that ends with the requests.
     const bool safe = backend_->stop();

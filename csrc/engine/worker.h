@@ -53,8 +53,8 @@ public:
     Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions options, WorkerEvents events);
     ~Worker();
 
-    // Wait for the thread to end. The queue has been stopped and is empty. Every worker is joined before any is destroyed, since one
-    // that is still running may be waking another. Idempotent.
+    // Wait for the thread to end. The queue has been stopped and is empty. Every worker is joined before any is destroyed, since
+    // one that is still running may be waking another. Idempotent.
     void join() noexcept;
 
     // Let it run only on these processors, as far as the system allows it. Any thread.

@@ -35,14 +35,16 @@ const char* name_of(Route route) {
 }
 
 // [(begin, end, stride, route)] of a plan, and the blocks [(offset, length, route)] that it is cut into.
-py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, py::object alignment, std::uint32_t block_size,
-                  std::uint32_t staging_size, std::uint32_t page_size, bool on_device, bool whole_pages, std::uint32_t granule) {
+py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, py::object alignment,
+                  std::uint32_t block_size, std::uint32_t staging_size, std::uint32_t page_size, bool on_device,
+                  bool whole_pages, std::uint32_t granule) {
     std::optional<DirectLimits> direct;
     if (!alignment.is_none()) {
         const auto pair = alignment.cast<py::tuple>();
         direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>(), std::max(granule, page_size)};
     }
-    const Plan made = plan({offset, length, address, on_device, false, whole_pages}, direct, {block_size, staging_size, page_size});
+    const Transfer transfer{offset, length, address, on_device, false, whole_pages};
+    const Plan made = plan(transfer, direct, {block_size, staging_size, page_size});
     py::list spans, blocks;
     for (std::uint32_t i = 0; i < made.count; ++i) {
         const Span& span = made.spans[i];
@@ -91,7 +93,8 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
         if (count > faults.break_first && faults.break_first) own.break_after = own.break_submit_after = 0;
         return std::make_unique<FaultyBackend>(inner(capacity), own, held, journal);
     };
-    auto engine = std::make_unique<Engine>(EngineOptions{backend, block_size, queue_depth, num_threads, single_submit}, backend, make);
+    const EngineOptions options{backend, block_size, queue_depth, num_threads, single_submit};
+    auto engine = std::make_unique<Engine>(options, backend, make);
     if (drive_by_folder)
         engine->set_drive_of([](const File& file) {
             return std::hash<std::string>()(std::filesystem::path(file.path()).parent_path());
@@ -99,8 +102,8 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
     return std::make_unique<Session>(std::move(engine));
 }
 
-// Has the last two requests of a file end together, on a thread each, `rounds` times. The file's close fails, its descriptor having
-// been closed behind its back. Returns the rounds in which one of both requests was told.
+// Has the last two requests of a file end together, on a thread each, `rounds` times. The file's close fails, its descriptor
+// having been closed behind its back. Returns the rounds in which one of both requests was told.
 unsigned told_of_a_failed_close(const std::string& path, unsigned rounds) {
     Engine engine({});
     unsigned told = 0;
@@ -132,9 +135,9 @@ std::shared_ptr<Pending> start(Session& session, const std::string& call, py::ha
 }
 
 // Makes a call of an engine, with up to three arguments, and waits for its end if it is to, while an allocation fails: see
-// FailingAllocations::arm. Returns its future, or None if the call has raised; how many allocations have failed; and whether the call or
-// the wait has raised an OSError or MemoryError. Not done in Python, since pybind11 does not survive it everywhere: what it wraps in an
-// object for which there is no memory it frees twice.
+// FailingAllocations::arm. Returns its future, or None if the call has raised; how many allocations have failed; and whether the
+// call or the wait has raised an OSError or MemoryError. Not done in Python, since pybind11 does not survive it everywhere: what
+// it wraps in an object for which there is no memory it frees twice.
 py::tuple with_failing_allocation(Session& session, long others, bool all_after, bool wait, const std::string& call,
                                   const py::object& first, const py::object& second, const py::object& third) {
     std::shared_ptr<Pending> pending;
@@ -180,7 +183,8 @@ py::tuple bound_to(const py::list& wanted) {
     return py::make_tuple(bound, list_of(allowed));
 }
 
-std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth, std::int64_t num_threads) {
+std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth,
+                                        std::int64_t num_threads) {
     const auto make = [held = gate.held](unsigned capacity) -> std::unique_ptr<Backend> {
         return std::make_unique<InstantBackend>(held, capacity);
     };
@@ -275,20 +279,24 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def_readwrite("most_backends", &Faults::most_backends)
         .def_readwrite("stop_fails", &Faults::stop_fails)
         .def_readwrite("refuse_cancels", &Faults::refuse_cancels);
-    py::class_<Gate>(module, "Gate", py::module_local()).def(py::init<>()).def("hold", &Gate::hold).def("release", &Gate::release);
+    py::class_<Gate>(module, "Gate", py::module_local())
+        .def(py::init<>())
+        .def("hold", &Gate::hold)
+        .def("release", &Gate::release);
     py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
         .def(py::init<>())
         .def("entries", &entries_of);
     const py::call_guard<py::gil_scoped_release> unlocked;
     py::class_<BareBackend>(module, "BareBackend", py::module_local())
         .def(py::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
-        .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage, "offset"_a = 0)
+        .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage,
+             "offset"_a = 0)
         .def("flush", &BareBackend::flush)
         .def("reap", &BareBackend::reap, unlocked)
         .def("cancel", &BareBackend::cancel, "index"_a)
         .def("stop", &BareBackend::stop, unlocked)
         .def("wake", &BareBackend::wake)
-        .def("memory", [](const BareBackend& backend, std::uint32_t index) { return py::bytes(backend.memory(index)); }, "index"_a)
+        .def("memory", [](const BareBackend& self, std::uint32_t index) { return py::bytes(self.memory(index)); }, "index"_a)
         .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
         .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
@@ -314,6 +322,6 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.attr("latency_bins") = kLatencyBins;
     module.def("latency_bin", &latency_bin, "nanoseconds"_a);
     module.def("longest_in_bin", &longest_in_bin, "bin"_a);
-    module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a, "page_size"_a,
-               "on_device"_a = false, "whole_pages"_a = false, "granule"_a = 0);
+    module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a,
+               "page_size"_a, "on_device"_a = false, "whole_pages"_a = false, "granule"_a = 0);
 }
