@@ -40,7 +40,8 @@ private:
 class LibaioBackend final : public Backend {
 public:
     // One more than operations: the poll that listens for wake().
-    explicit LibaioBackend(unsigned capacity) : blocks_(capacity), batch_(capacity), events_(capacity + 1), context_(capacity + 1) {
+    explicit LibaioBackend(unsigned capacity)
+        : blocks_(capacity), batch_(capacity), events_(capacity + 1), context_(capacity + 1) {
         refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
         listen();
     }
@@ -103,12 +104,13 @@ public:
 private:
     iocb* prepare(Operation& operation) {
         iocb* block = &blocks_[operation.index];
+        const auto offset = static_cast<long long>(operation.offset);
         switch (operation.kind) {
             case Operation::Kind::read:
-                ::io_prep_pread(block, operation.fd, operation.memory, operation.length, static_cast<long long>(operation.offset));
+                ::io_prep_pread(block, operation.fd, operation.memory, operation.length, offset);
                 break;
             case Operation::Kind::write:
-                ::io_prep_pwrite(block, operation.fd, operation.memory, operation.length, static_cast<long long>(operation.offset));
+                ::io_prep_pwrite(block, operation.fd, operation.memory, operation.length, offset);
                 break;
             case Operation::Kind::sync: ::io_prep_fsync(block, operation.fd); break;
         }
