@@ -1,246 +1,147 @@
-// io_uring through liburing.
-#include "engine/backend.h"
-
 #ifdef DEEPNVME_HAVE_LIBURING
 
-#include <liburing.h>
+#include "engine/uring_backend.h"
+
 #include <poll.h>
 
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdint>
+#include <memory>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "core/error.h"
-#include "core/wake_event.h"
 
 namespace deepnvme {
 
 namespace {
 
-// One thread submits and reaps, so completions need not interrupt it, and wait until it asks. The best first; a kernel says
-// EINVAL to what it does not know.
-constexpr unsigned kSetUps[] = {
-#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
-    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,  // Linux 6.1
-#endif
-#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_COOP_TASKRUN)
-    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,  // Linux 6.0
-#endif
-#ifdef IORING_SETUP_COOP_TASKRUN
-    IORING_SETUP_COOP_TASKRUN,  // Linux 5.19
-#endif
-    0,
-};
-
-class Ring {
-public:
-    explicit Ring(unsigned entries) {
-        int error = 0;
-        for (const unsigned flags : kSetUps)
-            if ((error = -::io_uring_queue_init(entries, &ring_, flags)) != EINVAL) break;
-        if (error) throw IoError(error, "io_uring_setup", "");
-        // The rings are shared memory: a forked child must not be able to disturb its parent's.
-        ::io_uring_ring_dontfork(&ring_);
-        enroll(ring_);
-    }
-    ~Ring() {
-        leave(ring_);
-        ::io_uring_queue_exit(&ring_);
-    }
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
-
-    io_uring* get() noexcept { return &ring_; }
-
-private:
-    // Spare the kernel looking up the descriptor at each call, which costs the more the more threads the process has. liburing
-    // has it since 2.2, Linux since 5.18: nobody misses it elsewhere.
-    template <class R>
-    void enroll(R& ring) {
-        if constexpr (requires { io_uring_register_ring_fd(&ring); }) {
-            flags_before_ = ring.int_flags;
-            io_uring_register_ring_fd(&ring);
-        }
-    }
-
-    // What is registered is the thread's, and ends with it. In another, liburing would take that one's instead.
-    template <class R>
-    void leave(R& ring) noexcept {
-        if constexpr (requires { io_uring_register_ring_fd(&ring); }) {
-            if (std::this_thread::get_id() == owner_) return;
-            ring.int_flags = static_cast<decltype(ring.int_flags)>(flags_before_);
-            ring.enter_ring_fd = ring.ring_fd;
-        }
-    }
-
-    io_uring ring_;
-    unsigned flags_before_ = 0;
-    const std::thread::id owner_ = std::this_thread::get_id();
-};
-
-class UringBackend final : public Backend {
-public:
-    // One entry more than operations: the poll that listens for wake(). Of completions there are twice as many as entries, which
-    // is enough for one of a cancel beside each operation's.
-    explicit UringBackend(unsigned capacity) : under_way_by_index_(capacity), ring_(capacity + 1) {
-        require_operations();
-        listen();
-        // An older kernel, or a filter, may allow the set-up and refuse the rest.
-        const int submitted = ::io_uring_submit(ring_.get());
-        if (submitted < 0) throw IoError(-submitted, "io_uring_enter", "");
-        io_uring_cqe* cqe = nullptr;
-        if (::io_uring_peek_cqe(ring_.get(), &cqe) == 0 && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
-    }
-
-    std::string_view name() const noexcept override { return "io_uring"; }
-
-    std::size_t submit(std::span<Operation* const> operations) override {
-        std::size_t taken = 0;
-        for (Operation* operation : operations) {
-            io_uring_sqe* sqe = entry();
-            if (!sqe) break;
-            prepare(sqe, *operation);
-            ++taken;
-        }
-        under_way_ += taken;
-        return taken;
-    }
-
-    void flush() override {
-        const int submitted = ::io_uring_submit(ring_.get());
-        if (submitted < 0 && !is_passing(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
-    }
-
-    std::size_t reap(std::span<Completion> completions) override {
-        const bool sound = enter_error_ == 0 && poll_error_ == 0;
-        const std::size_t count = sound ? wait(completions) : 0;
-        if (count > 0) return count;  // an error is told when there is nothing else to tell
-        if (enter_error_) throw IoError(enter_error_, "io_uring_enter", "");
-        if (poll_error_) throw IoError(poll_error_, "io_uring poll", "");
-        return 0;
-    }
-
-    bool cancel(Operation& operation) noexcept override {
-        const UnderWay& found = under_way_by_index_[operation.index];
-        if (found.operation != &operation) return true;
-        io_uring_sqe* sqe = entry();
-        if (!sqe) return false;
-        ::io_uring_prep_rw(IORING_OP_ASYNC_CANCEL, sqe, -1, nullptr, 0, 0);
-        sqe->addr = found.tag;
-        sqe->user_data = kCancel;
-        return true;
-    }
-
-    bool stop() noexcept override {
-        for (const UnderWay& each : under_way_by_index_)
-            if (each.operation) cancel(*each.operation);
-        if (enter_error_ != EBADR) enter_error_ = 0;  // EBADR: a completion is lost, and nobody could wait for it
-        std::array<Completion, 16> ended;
-        while (under_way_ > 0 && enter_error_ == 0) wait(ended);
-        return under_way_ == 0;
-    }
-
-    void wake() noexcept override { event_.signal(); }
-
-private:
-    // Of completions that are no operation's. An operation's tag is its index, and above that a number that makes it unlike the
-    // tag of those before it: a cancel that comes late must not hit a later one.
-    static constexpr std::uint64_t kWake = ~std::uint64_t{1};
-    static constexpr std::uint64_t kCancel = ~std::uint64_t{2};
-
-    struct UnderWay {
-        Operation* operation;  // null for none
-        std::uint64_t tag;
-    };
-
-    // Block as reap does; return how many operations ended, and note errors. All that is taken from the ring is accounted for.
-    std::size_t wait(std::span<Completion> completions) noexcept {
-        if (!listening_ && poll_error_ == 0) listen();
-        const bool at_hand = ::io_uring_cq_ready(ring_.get()) > 0 && ::io_uring_sq_ready(ring_.get()) == 0;
-        const int entered = at_hand ? 0 : ::io_uring_submit_and_wait(ring_.get(), 1);
-        std::size_t count = 0;
-        unsigned head, seen = 0;
-        io_uring_cqe* cqe;
-        io_uring_for_each_cqe(ring_.get(), head, cqe) {
-            if (cqe->user_data == kWake) {
-                woken(cqe->res);
-            } else if (cqe->user_data != kCancel) {
-                if (count == completions.size()) break;
-                UnderWay& ended = under_way_by_index_[static_cast<std::uint32_t>(cqe->user_data)];
-                completions[count++] = {std::exchange(ended.operation, nullptr), cqe->res};
-            }
-            ++seen;
-        }
-        ::io_uring_cq_advance(ring_.get(), seen);
-        under_way_ -= count;
-        if (entered < 0 && !is_passing(-entered)) enter_error_ = -entered;
-        // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
-        else if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-        return count;
-    }
-
-    // Linux 5.1 has io_uring, 5.6 the reads and writes used here.
-    void require_operations() {
-        io_uring_probe* probe = ::io_uring_get_probe_ring(ring_.get());
-        const bool has_all = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
-                             ::io_uring_opcode_supported(probe, IORING_OP_WRITE) && ::io_uring_opcode_supported(probe, IORING_OP_FSYNC);
-        ::io_uring_free_probe(probe);
-        if (!has_all) throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
-    }
-
-    static bool is_passing(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
-
-    // Null while the kernel takes nothing. The last is left to the poll.
-    io_uring_sqe* entry() noexcept {
-        // An error of this returns with the next flush or reap.
-        if (::io_uring_sq_space_left(ring_.get()) < 2) ::io_uring_submit(ring_.get());
-        return ::io_uring_sq_space_left(ring_.get()) < 2 ? nullptr : ::io_uring_get_sqe(ring_.get());
-    }
-
-    void prepare(io_uring_sqe* sqe, Operation& operation) noexcept {
-        switch (operation.kind) {
-            case Operation::Kind::read:
-                ::io_uring_prep_read(sqe, operation.fd, operation.memory, operation.length, operation.offset);
-                break;
-            case Operation::Kind::write:
-                ::io_uring_prep_write(sqe, operation.fd, operation.memory, operation.length, operation.offset);
-                break;
-            case Operation::Kind::sync: ::io_uring_prep_fsync(sqe, operation.fd, 0); break;
-        }
-        sqe->user_data = std::uint64_t{++taken_} << 32 | operation.index;
-        under_way_by_index_[operation.index] = {&operation, sqe->user_data};
-    }
-
-    void woken(int result) noexcept {
-        listening_ = false;
-        event_.clear();
-        if (result < 0) poll_error_ = -result;
-    }
-
-    // Goes out with the next submission.
-    void listen() noexcept {
-        io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
-        if (!sqe) return;
-        ::io_uring_prep_poll_add(sqe, event_.fd(), POLLIN);
-        sqe->user_data = kWake;
-        listening_ = true;
-    }
-
-    std::vector<UnderWay> under_way_by_index_;
-    std::size_t under_way_ = 0;
-    std::uint32_t taken_ = 0;
-    bool listening_ = false;
-    int enter_error_ = 0;
-    int poll_error_ = 0;
-    WakeEvent event_;
-    Ring ring_;
-};
+// Tags of completions that are no operation's. An operation's tag is its index, and above that a number that makes it unlike the
+// tag of those before it: a cancel that comes late must not hit a later one.
+constexpr std::uint64_t kWake = ~std::uint64_t{1};
+constexpr std::uint64_t kCancel = ~std::uint64_t{2};
 
 }  // namespace
+
+// One entry more than operations: the poll that listens for wake(). Of completions there are twice as many as entries, which is
+// enough for one of a cancel beside each operation's.
+UringBackend::UringBackend(unsigned capacity) : under_way_by_index_(capacity), ring_(capacity + 1) {
+    require_operations();
+    listen();
+    // An older kernel, or a filter, may allow the set-up and refuse the rest.
+    const int submitted = ::io_uring_submit(ring_.get());
+    if (submitted < 0) throw IoError(-submitted, "io_uring_enter", "");
+    io_uring_cqe* cqe = nullptr;
+    if (::io_uring_peek_cqe(ring_.get(), &cqe) == 0 && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
+}
+
+std::size_t UringBackend::submit(std::span<Operation* const> operations) {
+    std::size_t taken = 0;
+    for (Operation* operation : operations) {
+        io_uring_sqe* sqe = entry();
+        if (!sqe) break;
+        prepare(sqe, *operation);
+        sqe->user_data = std::uint64_t{++taken_} << 32 | operation->index;
+        under_way_by_index_[operation->index] = {operation, sqe->user_data};
+        ++taken;
+    }
+    under_way_ += taken;
+    return taken;
+}
+
+void UringBackend::flush() {
+    if (!listening_ && poll_error_ == 0) listen();
+    const int submitted = ::io_uring_submit(ring_.get());
+    if (submitted < 0 && !Ring::is_passing(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
+}
+
+std::size_t UringBackend::reap(std::span<Completion> completions) {
+    const bool sound = enter_error_ == 0 && poll_error_ == 0;
+    const std::size_t count = sound ? wait(completions) : 0;
+    if (count > 0) return count;  // an error is told when there is nothing else to tell
+    if (enter_error_) throw IoError(enter_error_, "io_uring_enter", "");
+    if (poll_error_) throw IoError(poll_error_, "io_uring poll", "");
+    return 0;
+}
+
+bool UringBackend::cancel(Operation& operation) noexcept {
+    const UnderWay& found = under_way_by_index_[operation.index];
+    if (found.operation != &operation) return true;
+    io_uring_sqe* sqe = entry();
+    if (!sqe) return false;
+    ::io_uring_prep_rw(IORING_OP_ASYNC_CANCEL, sqe, -1, nullptr, 0, 0);
+    sqe->addr = found.tag;
+    sqe->user_data = kCancel;
+    return true;
+}
+
+bool UringBackend::stop() noexcept {
+    for (const UnderWay& each : under_way_by_index_)
+        if (each.operation) cancel(*each.operation);
+    if (enter_error_ != EBADR) enter_error_ = 0;  // EBADR: a completion is lost, and nobody could wait for it
+    std::array<Completion, 16> ended;
+    while (under_way_ > 0 && enter_error_ == 0) wait(ended);
+    return under_way_ == 0;
+}
+
+// Block as reap does; return how many operations ended, and note errors. All that is taken from the ring is accounted for.
+std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
+    if (!listening_ && poll_error_ == 0) listen();
+    const bool at_hand = ready() && ::io_uring_sq_ready(ring_.get()) == 0;
+    const int entered = at_hand ? 0 : ::io_uring_submit_and_wait(ring_.get(), 1);
+    std::size_t count = 0;
+    unsigned head, seen = 0;
+    io_uring_cqe* cqe;
+    io_uring_for_each_cqe(ring_.get(), head, cqe) {
+        if (cqe->user_data == kWake) {
+            woken(cqe->res);
+        } else if (cqe->user_data != kCancel) {
+            if (count == completions.size()) break;
+            UnderWay& ended = under_way_by_index_[static_cast<std::uint32_t>(cqe->user_data)];
+            completions[count++] = {std::exchange(ended.operation, nullptr), cqe->res};
+        }
+        ++seen;
+    }
+    ::io_uring_cq_advance(ring_.get(), seen);
+    under_way_ -= count;
+    if (entered < 0 && !Ring::is_passing(-entered)) enter_error_ = -entered;
+    // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
+    else if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return count;
+}
+
+// Linux 5.1 has io_uring, 5.6 the reads and writes used here.
+void UringBackend::require_operations() {
+    io_uring_probe* probe = ::io_uring_get_probe_ring(ring_.get());
+    const bool has_all = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
+                         ::io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
+                         ::io_uring_opcode_supported(probe, IORING_OP_FSYNC);
+    ::io_uring_free_probe(probe);
+    if (!has_all) throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
+}
+
+// Null while the kernel takes nothing. The last is left to the poll.
+io_uring_sqe* UringBackend::entry() noexcept {
+    // An error of this returns with the next flush or reap.
+    if (::io_uring_sq_space_left(ring_.get()) < 2) ::io_uring_submit(ring_.get());
+    return ::io_uring_sq_space_left(ring_.get()) < 2 ? nullptr : ::io_uring_get_sqe(ring_.get());
+}
+
+// Goes out with the next submission.
+void UringBackend::listen() noexcept {
+    io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
+    if (!sqe) return;
+    ::io_uring_prep_poll_add(sqe, event_.fd(), POLLIN);
+    sqe->user_data = kWake;
+    listening_ = true;
+}
+
+void UringBackend::woken(int result) noexcept {
+    listening_ = false;
+    event_.clear();
+    if (result < 0) poll_error_ = -result;
+}
 
 std::unique_ptr<Backend> make_uring_backend(unsigned capacity) { return std::make_unique<UringBackend>(capacity); }
 
