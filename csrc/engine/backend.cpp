@@ -5,7 +5,7 @@ namespace deepnvme {
 const std::vector<BackendChoice>& backend_choices() {
     static const std::vector<BackendChoice> choices{
 #ifdef DEEPNVME_HAVE_LIBURING
-        {"io_uring", make_uring_backend, ""},
+        {"io_uring", make_uring_backend, "", make_polling_backend},
 #else
         {"io_uring", nullptr, "compiled out: the liburing headers were not found when the op was built"},
 #endif

@@ -288,9 +288,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("entries", &entries_of);
     const py::call_guard<py::gil_scoped_release> unlocked;
     py::class_<BareBackend>(module, "BareBackend", py::module_local())
-        .def(py::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
+        .def(py::init<const std::string&, unsigned, bool>(), "name"_a, "capacity"_a, "polling"_a = false)
         .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage,
-             "offset"_a = 0)
+             "offset"_a = 0, "polled"_a = false)
         .def("flush", &BareBackend::flush)
         .def("reap", &BareBackend::reap, unlocked)
         .def("cancel", &BareBackend::cancel, "index"_a)
