@@ -27,9 +27,8 @@ void add_counters(Statistics& sum, const WorkerCounters& worker) {
 
 }  // namespace
 
-Drive::Drive(const DriveOptions& options) : direct_refused_(options.direct_refused), queue_(options.workers) {
-    const WorkerEvents events{[this](Request& request) { end(request); },
-                              [this](File& file, const std::string& reason) { direct_refused_(file, reason); }};
+Drive::Drive(const DriveOptions& options) : queue_(options.workers) {
+    const WorkerEvents events{[this](Request& request) { end(request); }, options.fallback};
     workers_.reserve(options.workers);
     try {
         for (std::size_t i = 0; i < options.workers; ++i)

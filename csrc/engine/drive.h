@@ -29,7 +29,7 @@ struct DriveOptions {
     std::size_t workers;
     WorkerOptions worker;
     BackendFactory make_backend;
-    std::function<void(File&, const std::string& reason)> direct_refused;  // direct I/O was turned down; called by workers
+    FallbackEvent fallback;  // called by workers
 };
 
 // Thread-safe. A request belongs to one drive from admit() to its end.
@@ -83,7 +83,6 @@ private:
     void count_out() noexcept;
     void tell_waiters() noexcept;
 
-    const std::function<void(File&, const std::string& reason)> direct_refused_;
     void (*end_callback_)() noexcept = nullptr;
 
     // On cache lines of their own: submitters write one, workers the other.

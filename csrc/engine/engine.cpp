@@ -84,10 +84,16 @@ struct FileWithPermit {
     std::shared_ptr<File> file;
 };
 
-// Warnings queued until the GIL is next held; one per file system.
+// Warnings queued until the GIL is next held; one of a kind per file system.
 struct Warnings {
-    GrowOnlyList<std::uint64_t> devices;  // warned of
-    std::mutex mutex;                     // held to add a device, and for
+    struct Given {
+        std::uint64_t device;
+        std::string_view consequence;  // of a literal
+        bool operator==(const Given&) const = default;
+    };
+
+    GrowOnlyList<Given> given;
+    std::mutex mutex;  // held to add one, and for
     std::vector<std::string> pending;
     std::atomic<bool> any{false};
 
@@ -108,8 +114,11 @@ Engine::Engine(EngineOptions options)
             if (options_.backend != "auto") throw std::runtime_error("backend " + choice.name + " is " + choice.why_not);
             continue;
         }
+        const BackendFactory& make = options_.poll ? choice.make_polling : choice.make;
+        if (!make && options_.backend == "auto") continue;
+        if (!make) throw std::invalid_argument("poll needs the backend io_uring or auto, got '" + choice.name + "'");
         try {
-            start(choice.name, choice.make);
+            start(choice.name, make);
             return;
         } catch (const IoError& error) {
             if (options_.backend != "auto") throw;
@@ -117,6 +126,9 @@ Engine::Engine(EngineOptions options)
             tried += (tried.empty() ? "" : "; ") + choice.name + ": " + error.what();
         }
     }
+    if (options_.poll && options_.backend == "auto")
+        throw std::invalid_argument("poll needs io_uring, which does not work here" + (tried.empty() ? "" : " (" + tried + ")") +
+                                    "; leave poll out");
     if (!tried.empty()) throw std::runtime_error("no backend works here: " + tried);
     std::string names = "auto";
     for (const auto& choice : backend_choices()) names += ", " + choice.name;
@@ -145,6 +157,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
     worker.single_submit = options_.single_submit;
+    worker.poll = options_.poll;
     worker.staging_size = limits_.staging_size;
     worker.staging_slots = slots(kStagingPerWorker);
     worker.device_slots = slots(kDeviceStagingPerWorker);
@@ -153,7 +166,9 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     // Where there is less of it, half, so that reads are on their way while others are copied.
     worker.staged_reads = std::min(kStagedReadsPerWorker, std::uint64_t{worker.staging_size} * worker.staging_slots / 2);
     drive_options_ = {static_cast<std::size_t>(options_.num_threads), worker, make_backend,
-                      [this](File& file, const std::string& reason) { note_buffered(file, reason); }};
+                      [this](File& file, const char* consequence, const std::string& reason) {
+                          note_and_warn(file, consequence, reason);
+                      }};
     drives_.push_back(std::make_unique<Drive>(drive_options_));
     backend_ = name;
 }
@@ -269,7 +284,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
                                request->device_file != nullptr, request->file_->whole_pages()},
                               limits, limits_);
         request->cursor_ = begin;
-        if (!limits && length > 0) note_buffered(*request->file_, request->file_->refusal());
+        if (!limits && length > 0) note_and_warn(*request->file_, kBuffered, request->file_->refusal());
     }
     launch(drive, request, std::move(fence));
     return request;
@@ -301,7 +316,7 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
 
     Drive& drive = drive_of(*file);
     const auto limits = file->limits();
-    if (!limits && bytes > 0) note_buffered(*file, file->refusal());
+    if (!limits && bytes > 0) note_and_warn(*file, kBuffered, file->refusal());
     pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->whole_pages()});
     const auto on_device = device ? std::optional(device->device) : std::nullopt;
     auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, on_device);
@@ -421,15 +436,16 @@ void Engine::fence_passed(Request& request, const std::optional<IoError>& error)
     if (request.release()) request.drive_->end_without_blocking(request);
 }
 
-void Engine::note_buffered(File& file, const std::string& reason) {
+void Engine::note_and_warn(File& file, const char* consequence, const std::string& reason) {
     note_fallback(reason);
     Warnings& warnings = Warnings::get();
-    const auto warned = [&] { return warnings.devices.find([&](std::uint64_t device) { return device == file.device(); }); };
+    const Warnings::Given warning{file.device(), consequence};
+    const auto warned = [&] { return warnings.given.find([&](const Warnings::Given& each) { return each == warning; }); };
     if (warned()) return;
     std::lock_guard lock(warnings.mutex);
     if (warned()) return;
-    warnings.devices.add(file.device());
-    warnings.pending.push_back("transfers of '" + file.path() + "' go through the page cache, without direct I/O: " + reason);
+    warnings.given.add(warning);
+    warnings.pending.push_back("transfers of '" + file.path() + "' " + consequence + ": " + reason);
     warnings.any.store(true, std::memory_order_release);
 }
 

@@ -30,6 +30,7 @@ struct EngineOptions {
     std::int64_t queue_depth = 128;        // blocks under way per worker, [1, 4096]
     std::int64_t num_threads = 1;          // workers for each drive, [1, 256]
     bool single_submit = false;            // one system call a block
+    bool poll = false;                     // ask drives for completions in place of interrupts, where they can be asked
 };
 
 // Where memory is that is not the host's, and the stream of the caller's after whose work it is transferred.
@@ -121,7 +122,7 @@ public:
     // Count in the statistics that something slower is used, and why.
     void note_fallback(const std::string& reason) { fallbacks_.add(reason); }
 
-    // Of all engines of this process: why direct I/O could not be used, once for each file system.
+    // Of all engines of this process: why direct I/O, or polling, could not be used, once for each file system.
     static std::vector<std::string> take_warnings();
 
 private:
@@ -143,7 +144,7 @@ private:
     void launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence);
     std::shared_ptr<void> open_for_device(File& file);
     void fence_passed(Request& request, const std::optional<IoError>& error) noexcept;
-    void note_buffered(File& file, const std::string& reason);
+    void note_and_warn(File& file, const char* consequence, const std::string& reason);
 
     EngineOptions options_;
     BlockLimits limits_;

@@ -33,6 +33,7 @@ namespace deepnvme {
 struct WorkerOptions {
     std::uint32_t queue_depth;
     bool single_submit;
+    bool poll;                    // have direct transfers polled for, where that is possible
     std::uint32_t staging_size;   // bytes in a slot
     std::uint32_t staging_slots;
     std::uint32_t page_size;
@@ -41,10 +42,15 @@ struct WorkerOptions {
     const DeviceIo* device_io;    // the backend's, which knows what its errors mean; may be null
 };
 
+// Something slower is used for a file from now on: what becomes of its transfers, and why.
+using FallbackEvent = std::function<void(File&, const char* consequence, const std::string& reason)>;
+
+inline constexpr char kBuffered[] = "go through the page cache, without direct I/O";
+
 // What a worker tells the engine, from its thread.
 struct WorkerEvents {
     std::function<void(Request&)> ended;                              // every block of the request has ended
-    std::function<void(File&, const std::string& reason)> direct_refused;  // direct I/O was turned down
+    FallbackEvent fallback;
 };
 
 class Worker {
@@ -105,6 +111,7 @@ private:
     void retry_later(Slot& slot, int error, std::initializer_list<std::string_view> detail = {});
     void end_pauses();
     void go_buffered(Slot& slot);
+    void go_unpolled(Slot& slot);
     static Block block_of(const Slot& slot) noexcept;
     void fail(const Block& block, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
     void end_slot(Slot& slot);
@@ -130,6 +137,7 @@ private:
     int refusal_ = 0;            // errno: why the backend took no more when last offered something
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
     bool lost_ = false;
+    bool poll_;                  // until a polled transfer is refused
     pid_t id_ = 0;  // of the thread
     std::atomic<bool> cancels_{false};  // marked requests may have blocks that nobody has asked the backend to cancel
 
