@@ -160,19 +160,18 @@ def handle(op: ModuleType) -> Any:
 
 @pytest.fixture
 def faulty(testing: ModuleType) -> Iterator[Callable[..., Any]]:
-    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, drive_by_folder, or fields
-    of Faults."""
+    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, drive_by_folder, poll, or
+    fields of Faults."""
     made = []
 
     def make(backend: str, *, block_size: int = 4096, queue_depth: int = 32, num_threads: int = 1, **more: Any) -> Any:
         gate, journal = more.pop("gate", None), more.pop("journal", None)
-        by_folder, single_submit = more.pop("drive_by_folder", False), more.pop("single_submit", False)
+        by_folder, poll, single_submit = (more.pop(name, False) for name in ("drive_by_folder", "poll", "single_submit"))
         faults = testing.Faults()
         for name, value in more.items():
             setattr(faults, name, value)
-        made.append(
-            testing.faulty_engine(backend, block_size, queue_depth, num_threads, single_submit, faults, gate, journal, by_folder)
-        )
+        settings = (backend, block_size, queue_depth, num_threads, single_submit)
+        made.append(testing.faulty_engine(*settings, faults, gate, journal, by_folder, poll))
         return made[-1]
 
     yield make

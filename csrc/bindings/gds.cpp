@@ -39,7 +39,7 @@ std::unique_ptr<Engine> make_engine(const EngineOptions& options, bool strict) {
 
 std::unique_ptr<AioHandle> make_handle(py::handle block_size, py::handle queue_depth, bool single_submit, bool overlap_events,
                                        py::handle intra_op_parallelism, const py::object& num_threads, bool strict) {
-    const auto options = handle_options(block_size, queue_depth, single_submit, intra_op_parallelism, num_threads, "auto");
+    const auto options = handle_options(block_size, queue_depth, single_submit, intra_op_parallelism, num_threads);
     std::unique_ptr<Engine> engine;
     {
         py::gil_scoped_release release;

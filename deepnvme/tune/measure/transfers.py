@@ -107,7 +107,7 @@ def make_handle(setting: AioConfig) -> Any:
 
             return GDSBuilder().load().gds_handle(**setting.handle_arguments())
         return op().aio_handle(**setting.handle_arguments())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise Unsuitable(first_line(error)) from error
 
 

@@ -1,0 +1,176 @@
+"""Completions that drives are asked for: where they cannot be, and with a ring that takes the place of one that polls.
+
+No drive with poll queues is needed. What is tested beside refusals is all that the kernel is not: which ring an operation goes
+to, that the worker hears of a wake, of both rings' completions and of what cannot be cancelled.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import deepnvme
+
+from ..support.memory import page_aligned
+
+PAGE = 4096
+REFUSED = "polling was refused: the drive has no poll queues, or the file system does not poll"
+
+# A ring that is to poll becomes one that need not be asked. What each has been asked for is printed at the end.
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <liburing.h>
+#include <stdio.h>
+int io_uring_queue_init(unsigned entries, struct io_uring *ring, unsigned flags) {
+    struct io_uring_params parameters = {.flags = flags & IORING_SETUP_IOPOLL ? 0 : flags};
+    int result = io_uring_queue_init_params(entries, ring, &parameters);
+    ring->flags |= flags & IORING_SETUP_IOPOLL;
+    return result;
+}
+int io_uring_submit(struct io_uring *ring) {
+    int (*real)(struct io_uring *) = (int (*)(struct io_uring *))dlsym(RTLD_NEXT, "io_uring_submit");
+    struct io_uring_sq *sq = &ring->sq;
+    if (ring->flags & IORING_SETUP_IOPOLL)
+        for (unsigned at = sq->sqe_head; at != sq->sqe_tail; ++at)
+            fprintf(stderr, "%s ", sq->sqes[at & *sq->kring_mask].opcode == IORING_OP_READ ? "read" : "write"), fflush(stderr);
+    return real(ring);
+}
+"""
+
+
+@pytest.fixture
+def bare(testing: ModuleType, backends: list[Any]) -> Any:
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+    return testing.BareBackend("io_uring", 4, polling=True)
+
+
+@pytest.fixture
+def run_polled(backends: list[Any], testing: ModuleType, tmp_path: Path) -> Any:
+    """Runs a program beside that shim; returns the operations that the ring which is to poll was given."""
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim = tmp_path / "shim.so"
+    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "shim.c", "-o", shim, "-luring"], check=True)
+
+    def run(program: str) -> list[str]:
+        begin = f"""
+            import importlib.util, os, threading
+            spec = importlib.util.spec_from_file_location({testing.__name__.rpartition(".")[2]!r}, {testing.__file__!r})
+            testing = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(testing)
+            """
+        environment = {**os.environ, "LD_PRELOAD": str(shim)}
+        arguments = [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)]
+        ran = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stderr.split()
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["libaio", "threads"])
+def test_polling_needs_io_uring(backend: Any) -> None:
+    with pytest.raises(ValueError, match=f"poll needs the backend io_uring or auto, got '{backend}'"):
+        deepnvme.Engine(backend=backend, poll=True)
+
+
+def test_what_cannot_be_polled_for_is_refused_with_nothing_transferred(bare: Any) -> None:
+    empty, end = os.pipe()
+    os.write(end, b"four")
+    assert bare.submit(0, empty, polled=True)
+    assert bare.reap() == [(0, -errno.EOPNOTSUPP)]
+    assert bare.submit(0, empty)
+    assert bare.reap() == [(0, 4)]
+    os.close(empty)
+    os.close(end)
+
+
+def test_an_engine_whose_drive_refuses_to_be_polled_goes_on_and_says_so_once(faulty: Any, drive: Path) -> None:
+    engine = faulty("threads", poll=True, error_every=1, error=errno.EOPNOTSUPP, error_limit=5)
+    content = bytes(range(256)) * 16 * 8
+    with pytest.warns(RuntimeWarning, match=f"'{drive / 'file'}' are not polled for: {REFUSED}"):
+        engine.write(page_aligned(content), drive / "file").result()
+    read = page_aligned(bytes(len(content)))
+    assert engine.read(read, drive / "file").result() == len(content)
+    assert bytes(read.numpy()) == content
+    assert engine.stats()["fallbacks"] == {REFUSED: 1}
+
+
+def test_a_refusal_is_an_error_of_what_was_not_polled_for(faulty: Any, drive: Path) -> None:
+    engine = faulty("threads", poll=True, error_every=1, error=errno.EOPNOTSUPP)
+    error = engine.write(page_aligned(bytes(PAGE) + b"the end"), drive / "file").exception()
+    assert error.errno == errno.EOPNOTSUPP  # of the page and again of the end, which is buffered
+
+
+def test_an_engine_asks_for_direct_reads_and_writes_only(run_polled: Any, drive: Path) -> None:
+    assert run_polled(f"""
+        import torch, deepnvme
+        with deepnvme.Engine(poll=True, block_size=8192) as engine:
+            tensor = engine.empty_pinned(20000, dtype=torch.uint8).fill_(7)
+            engine.write(tensor, {str(drive / "file")!r}).result()
+            with engine.open({str(drive / "file")!r}) as file:
+                assert engine.read(tensor.zero_(), file).result() == 20000
+                engine.fsync(file).result()
+            assert (tensor == 7).all()
+            stats = engine.stats()
+            assert (stats.bytes_buffered, stats.fallbacks) == (2 * 20000 - 2 * 16384, {{}}), stats
+        """) == ["write", "write", "read", "read"]  # fmt: skip
+
+
+def test_completions_of_both_rings_are_heard_of(run_polled: Any) -> None:
+    assert run_polled("""
+        bare = testing.BareBackend("io_uring", 4, polling=True)
+        pipes = [os.pipe() for _ in range(4)]
+        for index, (empty, end) in enumerate(pipes):
+            bare.submit(index, empty, polled=index % 2 == 1)
+        bare.flush()
+        for index in (2, 1, 0, 3):  # the last is reaped with nothing left to poll for in between
+            os.write(pipes[index][1], bytes(index + 1))
+            assert bare.reap() == [(index, index + 1)]
+        bare.wake()
+        assert bare.reap() == []
+        assert bare.stop()
+        """) == ["read", "read"]  # fmt: skip
+
+
+def test_a_wake_is_heard_while_a_drive_is_asked(run_polled: Any) -> None:
+    run_polled("""
+        bare = testing.BareBackend("io_uring", 4, polling=True)
+        empty, end = os.pipe()
+        bare.submit(0, empty, polled=True)
+        for _ in range(3):
+            waker = threading.Timer(0.05, bare.wake)
+            waker.start()
+            assert bare.reap() == []
+            waker.join()
+        os.write(end, b"four")
+        assert bare.reap() == [(0, 4)]
+        """)  # fmt: skip
+
+
+def test_what_a_drive_is_asked_for_is_waited_for_rather_than_cancelled(run_polled: Any) -> None:
+    run_polled("""
+        bare = testing.BareBackend("io_uring", 4, polling=True)
+        empty, end = os.pipe()
+        bare.submit(0, empty, polled=True)
+        bare.submit(1, empty)
+        bare.flush()
+        bare.cancel(0)
+        bare.cancel(1)
+        assert bare.reap()[0][0] == 1
+        writer = threading.Timer(0.1, os.write, (end, b"four"))
+        writer.start()
+        assert bare.stop()
+        assert not writer.is_alive() and bare.memory(0)[:4] == b"four"
+        """)  # fmt: skip
