@@ -25,7 +25,13 @@ def refuse(*names):
     code = struct.pack("HBBI", 0x20, 0, 0, 0)  # load the number
     for name in names:
         code += struct.pack("HBBI", 0x15, 0, 1, NUMBERS[name]) + struct.pack("HBBI", 0x06, 0, 0, 0x00050001)
-    code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+    install(code + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))
+def refuse_unregistered_rings():
+    code = struct.pack("HBBI", 0x20, 0, 0, 0) + struct.pack("HBBI", 0x15, 0, 3, NUMBERS["io_uring_enter"])
+    code += struct.pack("HBBI", 0x20, 0, 0, 40) + struct.pack("HBBI", 0x45, 1, 0, 1 << 4)  # IORING_ENTER_REGISTERED_RING
+    code += struct.pack("HBBI", 0x06, 0, 0, 0x00050001)
+    install(code + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))
+def install(code):
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
@@ -95,6 +101,32 @@ for call in (bare.reap, bare.reap):
     else:
         raise AssertionError("no error")
 assert not bare.stop()
+""")  # fmt: skip
+
+
+def test_rings_are_entered_by_their_registered_descriptors(interpreters: Any, backends: list[Any], drive: Path) -> None:
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 18):
+        pytest.skip("needs Linux 5.18, which registers them")
+    run_filtered(interpreters, f"""
+refuse_unregistered_rings()
+with deepnvme.Engine("io_uring") as engine:
+    engine.write(torch.ones(10000), {str(drive / "file")!r}).result()
+    assert engine.read(torch.zeros(10000), {str(drive / "file")!r}).result() == 40000
+""")  # fmt: skip
+
+
+def test_polling_is_refused_where_the_kernel_refuses_io_uring(interpreters: Any) -> None:
+    run_filtered(interpreters, """
+refuse("io_uring_setup")
+try:
+    deepnvme.Engine(poll=True)
+except ValueError as error:
+    assert str(error).startswith("poll needs io_uring, which does not work here"), error
+    assert str(error).endswith("; leave poll out"), error
+else:
+    raise AssertionError("no error")
 """)  # fmt: skip
 
 

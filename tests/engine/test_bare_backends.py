@@ -257,3 +257,54 @@ def test_an_older_kernel_gets_a_ring_as_it_knows_it(
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert [int(line, 16) for line in ran.stdout.split()] == [taken, taken]
+
+
+FULL = """
+#include <errno.h>
+#include <liburing.h>
+int refusing;
+int io_uring_submit(struct io_uring *ring) { return refusing ? -EBUSY : io_uring_submit_and_wait(ring, 0); }
+"""
+
+
+def test_a_cancel_for_which_the_ring_has_no_entry_left_can_be_asked_for_again(
+    testing: ModuleType, backends: list[Any], tmp_path: Path
+) -> None:
+    """liburing's submission is replaced by one that the kernel refuses for a while, so that entries fill up."""
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+    (tmp_path / "shim.c").write_text(FULL)
+    shim = tmp_path / "shim.so"
+    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "shim.c", "-o", shim, "-luring"], check=True)
+    program = textwrap.dedent(f"""
+        import ctypes, errno, importlib.util, os
+        spec = importlib.util.spec_from_file_location({testing.__name__.rpartition(".")[2]!r}, {testing.__file__!r})
+        testing = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(testing)
+        def reap():
+            while not (reaped := bare.reap()):  # cancels complete as well
+                pass
+            return reaped
+        refusing = ctypes.c_int.in_dll(ctypes.CDLL(None), "refusing")
+        bare = testing.BareBackend("io_uring", 7)
+        empty, end = os.pipe()
+        for index in range(3):
+            assert bare.submit(index, empty)
+        bare.flush()
+        refusing.value = 1
+        for _ in range(20):
+            bare.cancel(0)
+        bare.cancel(1)  # to no effect
+        assert not bare.submit(3, empty)
+        refusing.value = 0
+        assert reap() == [(0, -errno.ECANCELED)]
+        bare.cancel(1)
+        assert reap() == [(1, -errno.ECANCELED)]
+        os.write(end, b"four")
+        assert reap() == [(2, 4)]
+        assert bare.submit(3, empty)
+        assert bare.stop()
+        """)
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
