@@ -160,8 +160,8 @@ class Engine:
     ...     engine.read(tensor, "/mnt/nvme/tensor").result()
 
     Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with ``whole_pages``,
-    at most 32 MiB per worker and 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest
-    sector) per worker. Reads use 8 MiB of it. For tensors on devices the same, but with 16 MiB per worker.
+    at most 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per worker. Reads
+    use 8 MiB of it per worker. For tensors on devices the same, but with 16 MiB per worker.
 
     The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make its
     own engine: in it, every method of this one raises RuntimeError.

@@ -182,6 +182,7 @@ def settings_for(paths: Iterable[str | os.PathLike[str]], config: AioConfig | No
         queue_depth=max(each.queue_depth for each in found),
         intra_op_parallelism=max(each.intra_op_parallelism for each in found),
         single_submit=all(each.single_submit for each in found),
+        poll=all(each.poll for each in found),
         backend=backends.pop() if len(backends) == 1 else "auto",
     )
 

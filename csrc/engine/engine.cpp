@@ -18,10 +18,8 @@ namespace {
 
 constexpr std::uint64_t kStagingSlot = 1ull << 20;
 constexpr std::uint64_t kSmallestSlot = 64ull << 10;  // no sector is larger
-// Writes: the drive must have enough to do while the worker does not get its core, which others use as well. On two busy cores,
-// overwriting ran at 0.43 of pinned memory with 8 MiB, at 0.66 with 32, at 0.77 with 32 and streaming stores; a fresh file at
-// 0.53, 0.80 and 0.84 (docs/engine.md).
-constexpr std::uint64_t kStagingPerWorker = 32ull << 20;
+// Shared by its workers. Writes: the drive must have enough to do while a worker does not get its core, which others use as well.
+// On two busy cores, overwriting ran at 0.43 of pinned memory with 8 MiB, at 0.84 with 32, at 0.91 with 64 (docs/engine.md).
 constexpr std::uint64_t kStagingPerDrive = 64ull << 20;
 // Reads: what stays in the processor's cache between the drive and the copy is faster. With 8 MiB they ran at 1.06 of the rate
 // with 4 (paired, better in 58 of 82 rounds), with 12 and more slower again.
@@ -159,7 +157,7 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     worker.single_submit = options_.single_submit;
     worker.poll = options_.poll;
     worker.staging_size = limits_.staging_size;
-    worker.staging_slots = slots(kStagingPerWorker);
+    worker.staging_slots = slots(kStagingPerDrive);
     worker.device_slots = slots(kDeviceStagingPerWorker);
     worker.page_size = limits_.page_size;
     worker.device_io = device_io_.get();

@@ -23,11 +23,11 @@ Faulty = Callable[..., Any]
 @pytest.mark.parametrize(
     ("operation", "block_size", "queue_depth", "threads", "blocks"),
     [
-        pytest.param("write", MIB, 128, 1, 32, id="writes take 32 MiB"),
+        pytest.param("write", MIB, 128, 1, 64, id="writes take 64 MiB"),
         pytest.param("read", MIB, 128, 1, 8, id="reads take 8 MiB, which the cache keeps for their copy"),
-        pytest.param("write", 64 * KIB, 1024, 1, 512, id="writes of small blocks take as much"),
+        pytest.param("write", 64 * KIB, 1024, 1, 1024, id="writes of small blocks take as much"),
         pytest.param("read", 64 * KIB, 1024, 1, 128, id="reads of small blocks take as much"),
-        pytest.param("write", 2 * MIB, 128, 1, 32, id="blocks larger than a slot are cut to its size"),
+        pytest.param("write", 2 * MIB, 128, 1, 64, id="blocks larger than a slot are cut to its size"),
         pytest.param("write", MIB, 8, 1, 8, id="writes take no more than the queue depth"),
         pytest.param("read", MIB, 4, 1, 2, id="reads take half of what writes may, if that is less"),
         pytest.param("write", MIB, 128, 16, 4, id="all workers together take 64 MiB for writes"),
