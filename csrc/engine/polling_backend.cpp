@@ -8,21 +8,38 @@
 // meanwhile: a block that is queued while another is under way would wait for that one's end.
 #ifdef DEEPNVME_HAVE_LIBURING
 
+#include <sys/stat.h>
+
 #include <array>
-#include <chrono>
+#include <cerrno>
 #include <cstdint>
 #include <memory>
-#include <thread>
+#include <optional>
+#include <vector>
 
+#include "core/poll_queues.h"
 #include "engine/uring_backend.h"
 
 namespace deepnvme {
 
 namespace {
 
+// True where it is not known: then the kernel says so, or does not.
+bool drive_has_poll_queues(int fd) noexcept {
+    struct stat status;
+    if (::fstat(fd, &status) != 0) return true;
+    try {
+        return has_poll_queues(S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev);
+    } catch (const std::bad_alloc&) {
+        return true;
+    }
+}
+
 class PollingBackend final : public Backend {
 public:
-    explicit PollingBackend(unsigned capacity) : ordinary_(capacity), ring_(capacity, IORING_SETUP_IOPOLL) {}
+    explicit PollingBackend(unsigned capacity) : ordinary_(capacity), ring_(capacity, IORING_SETUP_IOPOLL) {
+        refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
+    }
 
     std::string_view name() const noexcept override { return "io_uring"; }
 
@@ -41,6 +58,7 @@ public:
     }
 
     std::size_t reap(std::span<Completion> completions) override {
+        if (!refused_.empty()) return take_refused(completions);
         if (polled_ == 0) return ordinary_.reap(completions);
         while (true) {
             ordinary_.flush();  // also listens for wake()
@@ -71,12 +89,25 @@ public:
 private:
     // False while the kernel takes nothing.
     bool take(Operation& operation) noexcept {
+        // Newer kernels refuse this themselves. Linux 6.1 polled in vain, until the drive interrupted.
+        if (!has_poll_queues_) has_poll_queues_ = drive_has_poll_queues(operation.fd);
+        if (!*has_poll_queues_) {
+            refused_.push_back(&operation);
+            return true;
+        }
         io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
         if (!sqe) return false;
         prepare(sqe, operation);
         sqe->user_data = reinterpret_cast<std::uintptr_t>(&operation);
         ++polled_;
         return true;
+    }
+
+    std::size_t take_refused(std::span<Completion> completions) noexcept {
+        std::size_t count = 0;
+        for (; count < completions.size() && !refused_.empty(); refused_.pop_back())
+            completions[count++] = {refused_.back(), -EOPNOTSUPP};
+        return count;
     }
 
     // Start what was taken, and have the kernel look once for completions.
@@ -102,6 +133,8 @@ private:
     UringBackend ordinary_;
     Ring ring_;
     std::size_t polled_ = 0;  // operations that the polled ring has
+    std::optional<bool> has_poll_queues_;  // the drive of the first operation to be polled; a worker has but one
+    std::vector<Operation*> refused_;
     int enter_error_ = 0;
 };
 

@@ -24,12 +24,20 @@ from ..support.memory import page_aligned
 PAGE = 4096
 REFUSED = "polling was refused: the drive has no poll queues, or the file system does not poll"
 
-# A ring that is to poll becomes one that need not be asked. What each has been asked for is printed at the end.
+# A ring that is to poll becomes one that need not be asked, and nobody knows which drive a file is on. What that ring is given is
+# printed.
 SHIM = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <liburing.h>
 #include <stdio.h>
+#include <sys/stat.h>
+int fstat(int fd, struct stat *status) {
+    int result = fstatat(fd, "", status, AT_EMPTY_PATH);
+    status->st_dev = 0;
+    return result;
+}
 int io_uring_queue_init(unsigned entries, struct io_uring *ring, unsigned flags) {
     struct io_uring_params parameters = {.flags = flags & IORING_SETUP_IOPOLL ? 0 : flags};
     int result = io_uring_queue_init_params(entries, ring, &parameters);
@@ -94,6 +102,35 @@ def test_what_cannot_be_polled_for_is_refused_with_nothing_transferred(bare: Any
     assert bare.reap() == [(0, 4)]
     os.close(empty)
     os.close(end)
+
+
+@pytest.mark.parametrize(("io_poll", "polls"), [("0", False), ("1", True), (None, True)])
+def test_a_drive_has_the_poll_queues_that_sysfs_says(
+    testing: ModuleType, tmp_path: Path, io_poll: str | None, polls: bool
+) -> None:
+    partition = tmp_path / "devices/nvme0n1/nvme0n1p1"
+    (tmp_path / "dev/block").mkdir(parents=True)
+    partition.mkdir(parents=True)
+    (tmp_path / "dev/block/259:0").symlink_to(partition.parent)
+    (tmp_path / "dev/block/259:1").symlink_to(partition)
+    if io_poll:
+        (partition.parent / "queue").mkdir()
+        (partition.parent / "queue/io_poll").write_text(f"{io_poll}\n")
+    assert [testing.has_poll_queues(259, minor, str(tmp_path)) for minor in (0, 1, 2)] == [polls, polls, True]
+
+
+def test_what_a_drive_without_poll_queues_is_given_is_refused_at_once(bare: Any, testing: ModuleType, drive: Path) -> None:
+    (drive / "file").write_bytes(bytes(4 * PAGE))
+    device = (drive / "file").stat().st_dev
+    if testing.has_poll_queues(os.major(device), os.minor(device), "/sys"):
+        pytest.skip("needs a drive that is known to have no poll queues")
+    file = os.open(drive / "file", os.O_RDONLY)
+    assert all(bare.submit(index, file, offset=index * PAGE, polled=index != 2) for index in range(4))
+    assert {index: result for _ in range(2) for index, result in bare.reap()} == {
+        0: -errno.EOPNOTSUPP, 1: -errno.EOPNOTSUPP, 2: PAGE, 3: -errno.EOPNOTSUPP
+    }  # fmt: skip
+    assert bare.stop()
+    os.close(file)
 
 
 def test_an_engine_whose_drive_refuses_to_be_polled_goes_on_and_says_so_once(faulty: Any, drive: Path) -> None:
@@ -169,8 +206,8 @@ def test_what_a_drive_is_asked_for_is_waited_for_rather_than_cancelled(run_polle
         bare.cancel(0)
         bare.cancel(1)
         assert bare.reap()[0][0] == 1
-        writer = threading.Timer(0.1, os.write, (end, b"four"))
-        writer.start()
+        written = []
+        threading.Timer(0.1, lambda: (written.append(True), os.write(end, b"four"))).start()
         assert bare.stop()
-        assert not writer.is_alive() and bare.memory(0)[:4] == b"four"
+        assert written and bare.memory(0)[:4] == b"four"
         """)  # fmt: skip

@@ -14,6 +14,7 @@
 #include "bindings/session.h"
 #include "core/copy.h"
 #include "core/numa.h"
+#include "core/poll_queues.h"
 #include "drive_simulation.h"
 #include "failing_allocations.h"
 #include "faulty_backend.h"
@@ -315,6 +316,10 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("processors_near",
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
                    return list_of(processors_near(::makedev(device_major, device_minor), sysfs));
+               });
+    module.def("has_poll_queues",
+               [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
+                   return has_poll_queues(::makedev(device_major, device_minor), sysfs);
                });
     module.def("copy_threads", &copy_threads, "bytes"_a, "processors"_a);
     module.def("bound_to", &bound_to, "processors"_a);
