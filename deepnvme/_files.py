@@ -76,9 +76,12 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def lines_of(file: Path) -> list[str]:
-    """Return the lines of one of the kernel's files, in /proc or /sys; none if it cannot be read."""
+    """Return the lines of one of the kernel's files, in /proc or /sys, without empty ones; none if it cannot be read.
+
+    Lines end at line feeds only: names in them can have other characters that ``str.splitlines`` takes for ends.
+    """
     try:
-        return file.read_text(errors="surrogateescape").splitlines()
+        return [line for line in os.fsdecode(file.read_bytes()).split("\n") if line]
     except OSError:
         return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""
 MOUNTS = Path("/proc/self/mountinfo")
 BLOCK_DEVICES = Path("/sys/dev/block")
+_VIRTUAL = ("QEMU", "VBOX", "VMware", "Msft")
+"""In the vendor or model of SCSI and SATA disks of QEMU, VirtualBox, VMware and Hyper-V. They often say that they are rotational,
+whatever the host has."""
 
 Kind = Literal["nvme", "ssd", "rotational", "virtual", "memory", "unknown"]
 """Kinds of drives. "virtual": a virtual machine's, whose host does not say what is behind it. "memory": none, files are kept in
@@ -63,16 +67,19 @@ class Drive:
 def drive_of(path: Path) -> Drive:
     """Return the drive that a file or directory is on. If it does not exist yet, the one that it would be made on.
 
-    Symbolic links are followed. A mount that was looked up before is remembered: it takes a fifth of a millisecond, or more where
-    there are many.
+    Symbolic links are followed; a link that leads in a circle counts as what does not exist. Blocks. The drives of the last few
+    directories are remembered: finding one takes a millisecond, or more where there are many mounts.
 
     Raises:
         OSError: If the path cannot be reached, for another reason than that it does not exist.
     """
-    place = path.resolve()
+    place = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for links that lead in a circle
     while not place.exists() and place != place.parent:
         place = place.parent
-    return _look_up(place, place.stat().st_dev, MOUNTS, BLOCK_DEVICES)
+    status = place.stat()
+    if not stat.S_ISDIR(status.st_mode) and place.parent.stat().st_dev == status.st_dev:
+        place = place.parent  # so that the files of a directory are looked up once
+    return _look_up(place, status.st_dev, MOUNTS, BLOCK_DEVICES)
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,7 +87,7 @@ def _look_up(place: Path, device: int, mounts: Path, block_devices: Path) -> Dri
     """Return the drive of an existing path.
 
     Args:
-        place: The path.
+        place: The path; a directory unless a file is mounted by itself.
         device: Its device number, which changes when something else is mounted there.
         mounts: Where mounts are listed.
         block_devices: Where disks are described.
@@ -97,11 +104,12 @@ def mount_of(path: Path) -> Mount | None:
     found = None
     for line in lines_of(MOUNTS):
         left, _, right = line.partition(" - ")
-        point = unescaped(left.split()[4])
+        fields = left.split(" ")  # of blanks the kernel escapes only these: a mount point can have others
+        point = unescaped(fields[4])
         inside = name == point or name.startswith(point.rstrip("/") + "/")
         if inside and (found is None or len(point) >= len(found.point)):  # of equal mount points the last covers the others
             filesystem, source, _ = right.split(" ", 2)
-            found = Mount(point, filesystem, unescaped(source), left.split()[5])
+            found = Mount(point, filesystem, unescaped(source), fields[5])
     return found
 
 
@@ -149,6 +157,11 @@ def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
+def _described(disk: Path) -> str:
+    """Return the vendor and model of a disk; an empty string if it does not tell them."""
+    return " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
+
+
 def _kind_of_disk(disk: Path) -> Kind:
     """Return a disk's kind."""
     if disk.name.startswith("nvme"):
@@ -156,4 +169,6 @@ def _kind_of_disk(disk: Path) -> Kind:
     if disk.name.startswith(("vd", "xvd")):  # these say that they are rotational, whatever the host has
         return "virtual"
     rotational = "".join(lines_of(disk / "queue/rotational")).strip()
+    if rotational == "1" and any(maker in _described(disk) for maker in _VIRTUAL):
+        return "virtual"
     return "rotational" if rotational == "1" else "ssd" if rotational == "0" else "unknown"

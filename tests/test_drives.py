@@ -50,7 +50,7 @@ class Kernel:
 
     def mount(self, path: Path, filesystem: str, source: str) -> None:
         shown = str(path).replace(" ", "\\040")
-        with (self.directory / "mountinfo").open("a") as file:
+        with (self.directory / "mountinfo").open("a", newline="") as file:
             file.write(f"31 23 0:28 / {shown} rw,relatime shared:9 - {filesystem} {source} rw\n")
 
 
@@ -79,6 +79,19 @@ def test_the_kind_of_a_disk_is_seen_by_its_name_and_what_it_says(
 ) -> None:
     kernel.holds(tmp_path, kernel.disk(name, rotational))
     assert drive_of(tmp_path).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("vendor", "model"),
+    [("Msft", "Virtual Disk"), ("VMware", "Virtual disk"), ("ATA", "QEMU HARDDISK"), ("ATA", "VBOX HARDDISK")],
+)
+def test_a_scsi_disk_of_a_virtual_machine_is_not_taken_for_a_rotational_one(
+    kernel: Kernel, tmp_path: Path, vendor: str, model: str
+) -> None:
+    disk = kernel.disk("sda", "1", model)
+    (disk / "device/vendor").write_text(f"{vendor}    \n")
+    kernel.holds(tmp_path, disk)
+    assert drive_of(tmp_path).kind == "virtual"
 
 
 def test_a_partition_is_on_its_disk(kernel: Kernel, tmp_path: Path) -> None:
@@ -142,6 +155,28 @@ def test_a_symbolic_link_is_on_the_drive_that_it_leads_to_even_to_what_does_not_
     assert mount.source == "another"
 
 
+def test_a_link_that_leads_in_a_circle_is_on_the_drive_of_its_directory(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.holds(tmp_path, kernel.disk("nvme0n1"))
+    link = tmp_path / "circle"
+    link.symlink_to("circle")
+    assert drive_of(link) == drive_of(tmp_path)
+
+
+def test_the_files_of_a_directory_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[Path] = []
+    real = drives.mount_of
+
+    def recording(path: Path) -> drives.Mount | None:
+        looked_up.append(path)
+        return real(path)
+
+    monkeypatch.setattr(drives, "mount_of", recording)
+    for number in range(100):
+        (tmp_path / f"{number}").touch()
+        drive_of(tmp_path / f"{number}")
+    assert set(looked_up) == {tmp_path}
+
+
 def test_what_is_mounted_over_a_directory_is_noticed(small_disk: Disk, drive: Path) -> None:
     place = drive / "mounted over"
     place.mkdir()
@@ -173,6 +208,17 @@ def test_the_innermost_mount_is_the_one_and_of_equal_ones_the_last(kernel: Kerne
     assert found is not None
     assert (found.point, found.source) == (str(inner), "inner")
     assert mount_of(tmp_path / "elsewhere") != found
+
+
+@pytest.mark.parametrize("blank", ["\u00a0", "\u2028", "\x85", "\f", "\r"])
+def test_a_mount_point_may_have_blanks_that_the_kernel_does_not_escape(kernel: Kernel, tmp_path: Path, blank: str) -> None:
+    point = tmp_path / f"a{blank}drive"
+    point.mkdir()
+    for path in (tmp_path, point):
+        kernel.mount(path, "ext4", path.name)
+    found = mount_of(point / "file")
+    assert found is not None
+    assert (found.point, found.filesystem, found.options) == (str(point), "ext4", "rw,relatime")
 
 
 def test_this_machine_is_read_without_an_error(drive: Path) -> None:
