@@ -1,6 +1,7 @@
 """Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and the engine that files on it get by them.
 
-Every engine that this package makes for a file or directory is made by :func:`engine_for`.
+Engines that this package makes for a file or directory get their settings from :func:`settings_for`. DeepSpeed's handles and the
+swappers, which are given the ``aio`` block of its JSON, do not.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
 
+AnyPath = str | os.PathLike[str]
 VARIABLE = "DEEPNVME_PROFILE"
 """The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
 _MOST_BYTES = 1 << 16
@@ -32,7 +34,7 @@ class DriveProfile(BaseModel):
     do not count, since they may change with each start of the machine.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)  # what a newer version has noted besides does no harm
 
     mount: str
     """Directory on which the file system is mounted."""
@@ -59,14 +61,16 @@ class DriveProfile(BaseModel):
             measured: Values of the other fields.
 
         Raises:
-            ValueError: If the drive's mount is not known, or its name is not UTF-8.
+            ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
         """
         if drive.mount is None:
             raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
         mount = drive.mount
-        if not mount.point.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
-            raise ValueError(f"a profile cannot name the mount point {mount.point!r}: it is not printable UTF-8")
-        return cls(mount=mount.point, filesystem=mount.filesystem, disks=drive.name, settings=settings, **measured)
+        name = drive.name
+        for what, text in (("mount point", mount.point), ("disks", name)):
+            if not text.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
+                raise ValueError(f"a profile cannot name the {what} {text!r}: not printable UTF-8")
+        return cls(mount=mount.point, filesystem=mount.filesystem, disks=name, settings=settings, **measured)
 
     @property
     def path(self) -> Path:
@@ -113,7 +117,7 @@ def profile_of(drive: Drive) -> DriveProfile | None:
     """Return the stored profile of a drive, whether or not profiles are used; None if there is none.
 
     Raises:
-        ValueError: If its file is damaged. The message says what to do.
+        ValueError: If its file is damaged, or has settings that this version does not know. The message says what to do.
         OSError: If its file cannot be read.
     """
     if drive.mount is None:
@@ -124,7 +128,7 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         return None
     try:
         return DriveProfile.model_validate_json(read_regular(path, _MOST_BYTES))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
         return None
     except PermissionError:
         if not os.access(path.parent, os.X_OK):  # the directory is another user's, as after setuid()
@@ -134,7 +138,11 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            reason = ": ".join((*map(str, first["loc"]), first["msg"]))
+            place = map(str, first["loc"])
+            if first["type"] == "extra_forbidden":
+                what = f"the drive profile '{path}' has a setting that this version does not know ({': '.join(place)})"
+                raise ValueError(f"{what}: use a newer version, or tune the drive again") from error
+            reason = ": ".join((*place, first["msg"]))
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
 
 
@@ -153,15 +161,15 @@ def default_settings(drive: Drive, drives: int = 1) -> AioConfig:
     return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // drives)))
 
 
-def settings_for(paths: Iterable[str | os.PathLike[str]], config: AioConfig | None = None) -> AioConfig:
+def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None) -> AioConfig:
     """Return the settings of the engine that files or directories get.
 
     These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has the same settings for all
     its drives: of those that differ, the largest block size, queue depth and number of workers.
 
     Args:
-        paths: Files or directories, at least one. They may not exist yet.
-        config: Settings that go before profiles and defaults.
+        paths: A file or directory, or several. They may not exist yet.
+        config: Settings that are used instead of profiles and defaults.
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
@@ -172,6 +180,8 @@ def settings_for(paths: Iterable[str | os.PathLike[str]], config: AioConfig | No
         if not isinstance(config, AioConfig):
             raise TypeError(f"config must be an AioConfig, got {type(config).__name__}")
         return config
+    if isinstance(paths, str | os.PathLike):  # otherwise a string would be taken for many paths, each of one letter
+        paths = [paths]
     drives = list(dict.fromkeys(drive_of(Path(os.fsdecode(path))) for path in paths))
     found = [_profile_in_force(drive) or default_settings(drive, len(drives)) for drive in drives]
     if not found:
@@ -188,7 +198,7 @@ def settings_for(paths: Iterable[str | os.PathLike[str]], config: AioConfig | No
 
 
 def engine_for(
-    paths: Sequence[str | os.PathLike[str]], config: AioConfig | None = None, in_flight_bytes: int | None = None
+    paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: int | None = None
 ) -> Engine:
     """Return a new engine with the settings that files or directories get by :func:`settings_for`.
 
@@ -199,10 +209,10 @@ def engine_for(
     ...     engine.write(tensor, "/mnt/nvme0/tensor").result()
 
     Args:
-        paths: Files or directories, at least one. They may not exist yet.
-        config: Settings that go before profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes under transfer at a time for each worker, unless ``config`` is given: for who waits for one
-            transfer rather than for all. None for no limit besides the settings.
+        paths: A file or directory, or several. They may not exist yet.
+        config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
+        in_flight_bytes: Most bytes under transfer at a time for each worker, unless ``config`` is given. A limit lets transfers
+            end one after the other, for a caller that waits for the first of them. None for no limit besides the settings.
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
@@ -247,7 +257,9 @@ def _profile_in_force(drive: Drive) -> AioConfig | None:
     try:
         profile = profile_of(drive)
     except (ValueError, OSError) as error:
-        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
+        unreadable = f"the drive profile cannot be read ({error}): remove it, or tune the drive again"
+        text = unreadable if isinstance(error, OSError) else str(error)
+        warnings.warn(f"{text}; until then it is ignored", RuntimeWarning, stacklevel=2)
         return None
     return None if profile is None else profile.settings
 

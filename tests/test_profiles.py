@@ -14,6 +14,8 @@ from deepnvme.drives import Drive, Mount, drive_of
 from deepnvme.engine import Engine
 from deepnvme.profiles import DriveProfile, default_settings, engine_for, profile_of, settings_for
 
+from .support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made
+
 TUNED = AioConfig(block_size=262144, queue_depth=16, intra_op_parallelism=2, single_submit=True)
 
 
@@ -90,8 +92,12 @@ def test_a_drive_without_a_known_mount_has_no_profile() -> None:
         DriveProfile.of(unknown, TUNED)
 
 
-def test_a_mount_point_that_is_not_utf_8_has_no_profile() -> None:
-    drive = some_drive(point="/mnt/\udcff")
+@pytest.mark.parametrize(
+    "drive",
+    [some_drive(point="/mnt/\udcff"), Drive(Mount("/mnt/nfs", "nfs4", "server:/\udcff", "rw"), (), "unknown")],
+    ids=["mount point", "source"],
+)
+def test_a_drive_whose_name_is_not_utf_8_has_no_profile(drive: Drive) -> None:
     assert profile_of(drive) is None
     with pytest.raises(ValueError, match="not printable UTF-8"):
         DriveProfile.of(drive, TUNED)
@@ -113,6 +119,14 @@ def test_profiles_are_below_the_home_directory_unless_the_environment_says_other
         assert profiles.directory() == tmp_path / ".config/deepnvme/drives"
 
 
+def test_there_is_no_profile_where_there_is_no_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    for home in ("/dev/null", "/nonexistent"):  # of services
+        monkeypatch.setenv("HOME", home)
+        assert profile_of(drive_of(drive)) is None
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
 # Settings.
 
 
@@ -124,6 +138,11 @@ def test_an_engine_for_a_tuned_drive_has_the_settings_of_its_profile(drive: Path
         read = torch.empty(1000, dtype=torch.int64)
         engine.read(read, drive / "file.pt").result()
         assert torch.equal(read, torch.arange(1000))
+
+
+def test_one_path_need_not_be_in_a_list(drive: Path) -> None:
+    tuned(drive)
+    assert settings_for(drive) == settings_for(str(drive)) == TUNED
 
 
 def test_given_settings_go_before_the_profile(drive: Path) -> None:
@@ -203,6 +222,27 @@ def test_settings_out_of_range_are_damage(drive: Path) -> None:
         settings_for([drive])
 
 
+def test_what_a_newer_version_has_noted_besides_the_settings_is_left_out(drive: Path) -> None:
+    profile = tuned(drive)
+    profile.path.write_text(profile.path.read_text().replace("{", '{"new": 1,', 1))
+    assert profile_of(drive_of(drive)) == profile
+
+
+def test_settings_of_a_newer_version_are_said_to_be_such(drive: Path) -> None:
+    path = tuned(drive).path
+    path.write_text(path.read_text().replace('"queue_depth"', '"new": 1, "queue_depth"'))
+    with pytest.warns(RuntimeWarning, match=r"a setting that this version does not know \(settings: new\): use a newer version"):
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
+def test_a_profile_that_cannot_be_read_is_ignored_with_what_to_do(drive: Path) -> None:
+    path = tuned(drive).path
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.warns(RuntimeWarning, match="cannot be read .*: remove it, or tune the drive again; until then it is ignored"):
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
 def refuse_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel refuse libaio, and nothing else."""
     real = Engine.__init__
@@ -253,28 +293,20 @@ def test_a_raid_gets_a_worker_for_each_disk_as_long_as_half_of_the_cores_are_lef
 
 
 def test_a_store_and_an_optimizer_take_the_profile_of_their_drive(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, int, int]] = []
-    real = Engine.__init__
-
-    def recording(self: Engine, *arguments: object, **settings: object) -> None:
-        real(self, *arguments, **settings)  # type: ignore[arg-type]
-        made.append((self.block_size, self.queue_depth, self.num_threads))
-
-    def engines(config: AioConfig | None) -> list[tuple[int, int, int]]:
-        made.clear()
-        with deepnvme.store.TensorStore(drive / "store", config=config) as store:
-            store.put("a", torch.ones(5)).result()
-        parameter = torch.nn.Parameter(torch.ones(5))
-        deepnvme.OffloadedOptimizer([parameter], torch.optim.Adam, nvme_path=drive / "states", config=config).close()
+    def engines(config: AioConfig | None) -> list[EngineSettings]:
+        with engines_made() as made:
+            with deepnvme.store.TensorStore(drive / "store", config=config) as store:
+                store.put("a", torch.ones(5)).result()
+            parameter = torch.nn.Parameter(torch.ones(5))
+            deepnvme.OffloadedOptimizer([parameter], torch.optim.Adam, nvme_path=drive / "states", config=config).close()
         return made
 
-    monkeypatch.setattr(Engine, "__init__", recording)
-    default = default_settings(drive_of(drive))
     tuned(drive)
-    assert engines(None) == [(262144, 16, 2)] * 2
-    assert engines(AioConfig(queue_depth=3)) == [(1048576, 3, 1)] * 2
+    assert engines(None) == [engine_settings(TUNED)] * 2
+    given = AioConfig(queue_depth=3)
+    assert engines(given) == [engine_settings(given)] * 2
     monkeypatch.setenv("DEEPNVME_PROFILE", "off")
-    assert engines(None) == [(default.block_size, default.queue_depth, default.intra_op_parallelism)] * 2
+    assert engines(None) == [engine_settings(default_for(drive))] * 2
 
 
 def test_a_store_is_given_an_engine_or_settings_and_not_both(drive: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_damaged_profile_is_warned_of_with_the_remedy(drive: Path, profile: Pa
     profile.write_text("{")
     fact = fact_of(drive)
     assert (fact.value, fact.status) == (None, "WARNING")
-    assert fact.text.startswith("damaged: the default of a")
+    assert fact.text.startswith("not usable: the default of a")
     assert f"'{profile}' is damaged" in fact.problems[0]
     assert TUNE.format(drive) in fact.problems[0]
 
