@@ -68,7 +68,7 @@ def drive_of(path: Path) -> Drive:
     """Return the drive that a file or directory is on. If it does not exist yet, the one that it would be made on.
 
     Symbolic links are followed; a link that leads in a circle counts as what does not exist. Blocks. The drives of the last few
-    directories are remembered: finding one takes a millisecond, or more where there are many mounts.
+    directories are remembered: finding one takes a quarter of a millisecond, or more where there are many mounts.
 
     Raises:
         OSError: If the path cannot be reached, for another reason than that it does not exist.
